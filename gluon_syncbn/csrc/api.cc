@@ -29,7 +29,6 @@
 #include "pooling/statistics.h"
 #include "span.h"
 #include "waiting/callers.h"
-#include "waiting/stall.h"
 #include "waiting/step.h"
 #include "waiting/wait.h"
 
@@ -491,14 +490,14 @@ SYNCBN_API int syncbn_fail_arrays(const Span<NDArrayHandle>& arrays) {
 
 // ---- the process ----
 
-// See waiting/stall.h and waiting/callers.h.
-SYNCBN_API void syncbn_nobody_left(bool is_nobody_left) { syncbn::set_nobody_left(is_nobody_left); }
+// See waiting/callers.h.
 SYNCBN_API bool syncbn_asked_for_callers(double seconds) { return syncbn::asked_for_callers(seconds); }
 SYNCBN_API int syncbn_answer_callers(const char* wait, bool for_all) {
     return done([&] { syncbn::answer_callers(wait, for_all); });
 }
 
 // See waiting/step.h.
+SYNCBN_API void syncbn_nobody_left(bool is_nobody_left) { syncbn::step().nobody_left = is_nobody_left; }
 SYNCBN_API void syncbn_nobody_reads() { syncbn::step().unread = true; }
 SYNCBN_API int syncbn_close() {
     syncbn::step().closed = true;
@@ -511,8 +510,7 @@ SYNCBN_API void syncbn_out_of_batches(bool is_out) { syncbn::step().out_of_batch
 // Called in the child of a fork.
 SYNCBN_API int syncbn_forked() {
     return done([&] {
-        syncbn::step().forking = syncbn::step().unread = false;
-        syncbn::set_nobody_left(false);
+        syncbn::step().forking = syncbn::step().unread = syncbn::step().nobody_left = false;
         syncbn::forget_callers();
         syncbn::forget_records();
         syncbn::native::forget_workers();

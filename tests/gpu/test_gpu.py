@@ -461,7 +461,7 @@ def test_a_collective_that_hangs(rng, lost_gpu, count, phase):
         ctypes.CDLL("libnccl.so.2").cuda_emulator_lose(1)
         autograd.backward(ys, heads)
         ys = [x.grad for x in xs]
-    text = r"SyncBatchNorm 'batchnorm\d+' on gpu\(\d\): the GPU has not finished for 1 s. .*kvstore='host'"
+    text = r"SyncBatchNorm 'batchnorm\d+' on gpu\(\d\): the GPU has not finished after 1 s. .*kvstore='host'"
     for y in ys:
         with pytest.raises(mx.MXNetError, match=text):
             y.asnumpy()
@@ -523,7 +523,7 @@ def test_memory_is_freed_while_a_collective_hangs(phase, tmp_path):
     layer = {"forward": "first", "backward": "second"}[phase]
     errors = [line for line in done.stdout.splitlines() if f"SyncBatchNorm '{layer}' on gpu(" in line]
     assert len(errors) == 2, done.stdout + done.stderr
-    assert all("the GPU has not finished for 1 s" in error for error in errors), errors
+    assert all("the GPU has not finished after 1 s" in error for error in errors), errors
 
 
 def test_ctrl_c_while_nccl_connects():
@@ -564,7 +564,7 @@ def test_ctrl_c_while_nccl_connects():
             output, errors = process.communicate(timeout=60)
         finally:
             process.kill()
-    assert "(Ctrl-C, or its main thread has ended), and NCCL has not connected the GPUs." in output, errors
+    assert "NCCL has not connected the GPUs, and the process was asked to end (Ctrl-C" in output, errors
     assert process.returncode in (1, -signal.SIGINT), errors
 
 

@@ -196,6 +196,6 @@ def test_interrupt_while_another_process_is_late():
 
 def test_interrupt_in_the_main_thread():
     job = Job(2, "mpi_worker.py", "interrupted_sum")
-    said = "rank 0 of 2 has failed: rank 0 of 2 was asked to end .* in exchange 0, round 1"
+    said = "rank 0 of 2 has failed: rank 0 of 2 waits .* in exchange 0, round 1, and the process was asked"
     assert re.search(said, job.failure_of(1)[1]), job.output
     assert job.codes[0] not in (0, None)

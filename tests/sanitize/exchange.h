@@ -21,7 +21,8 @@ class WaitForOthers : public syncbn::Wait {
     }
 
   protected:
-    std::string text(Why) override { return "rank 0 waits"; }
+    std::string state() override { return "rank 0 waits"; }
+    std::string advice() override { return ""; }
 };
 
 // Once, before the first layer.

@@ -172,7 +172,7 @@ void recalling(Run& run) {
     const Interrupts interrupts;
     do {
         for (const End& end : all_ends(interrupts)) recall(kPatience, end);
-        recall(0.2, {"it does not come for 0.2 s. Do something.", [] {}});
+        recall(0.2, {"it does not come after 0.2 s. Do something.", [] {}});
     } while (run.goes_on());
 }
 

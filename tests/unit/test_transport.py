@@ -239,7 +239,7 @@ def test_time_is_up():
     gluon_syncbn.configure(timeout=0.3)
     late, other, _ = transports(3)
     with pytest.raises(
-        mx.MXNetError, match=r"rank 0 of 3 waits for rank 1, 2 in gradient 7, round 1 after 0 s\. A process"
+        mx.MXNetError, match=r"rank 0 of 3 waits for rank 1, 2 in gradient 7, round 1 after 0\.3 s\. A process"
     ):
         late.allgather(LABEL, np.ones(2), equal=True)
     first = r"nothing is exchanged any more\. Start the job again\. The first error was: rank 0 of 3 waits for rank 1"
@@ -260,7 +260,7 @@ def test_a_fork_ends_a_wait():
     transport = transports(2)[0]
     _native.forking(True)
     try:
-        with pytest.raises(mx.MXNetError, match=r"rank 0 of 2 was forked in gradient 7, round 1\. Fork before a step"):
+        with pytest.raises(mx.MXNetError, match=r"waits for rank 1 in gradient 7, round 1, and the process was forked"):
             transport.allgather(LABEL, np.ones(2), equal=True)
     finally:
         _native.forking(False)

@@ -73,12 +73,6 @@ auto elsewhere(Work work) -> std::future<decltype(work())> {
     return made;
 }
 
-class WaitToConnect : public WaitFor {
-  public:
-    using WaitFor::WaitFor;
-    bool spins() const override { return true; }
-};
-
 std::vector<Communicator> connect(const std::vector<int>& devices) {
     std::vector<Communicator> out(devices.size());
     check_nccl(nccl().init_all(out.data(), static_cast<int>(devices.size()), devices.data()), "ncclCommInitAll");
@@ -129,8 +123,9 @@ void post_allgather(const std::vector<OnDevice>& parts, const std::string& layer
         post(devices, parts, made);
         return made;
     });
-    WaitToConnect wait(layer, "NCCL has not connected the GPUs", timeout,
-                       "NCCL_DEBUG=INFO shows what NCCL does. kvstore='host' avoids NCCL.", interrupts_before);
+    WaitFor wait(layer, "NCCL has not connected the GPUs", timeout,
+                 "NCCL_DEBUG=INFO shows what NCCL does. kvstore='host' avoids NCCL.", interrupts_before);
+    wait.spins = true;
     while (communicators.wait_for(kSlice) != std::future_status::ready) wait.look();
     cliques.push_back(std::make_unique<Connected>(Connected{devices, communicators.get()}));
 }

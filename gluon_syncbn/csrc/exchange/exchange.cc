@@ -1,6 +1,5 @@
 #include "exchange/exchange.h"
 
-#include <sstream>
 #include <stdexcept>
 #include <utility>
 
@@ -44,23 +43,6 @@ std::string name_of_call(const Ticket& ticket) {
     if (ticket.phase < 0) return ticket.name;
     return std::string("the ") + (ticket.phase == 0 ? "forward" : "backward") + " of call " +
            std::to_string(ticket.call + 1) + " of " + title_of(ticket.name);
-}
-
-std::string text_of_wait(Wait::Why why, const std::string& call, const std::string& rank, const std::string& missing,
-                         double limit, double waited) {
-    if (why == Wait::Why::kAskedToEnd)
-        return rank + " was asked to end (Ctrl-C, or its main thread has ended) in " + call + ".";
-    if (why == Wait::Why::kForked) return rank + " was forked in " + call + ". Fork before a step or after it.";
-    const bool late = why == Wait::Why::kLate;
-    std::ostringstream text;
-    text << rank << " waits for rank " << missing << " in " << call << " after "
-         << static_cast<int>(late ? limit : waited) << " s. ";
-    if (late)
-        text << "A process that is missing has ended, hangs, or makes other calls: every process must run the same "
-                "number of steps with the same net.";
-    else
-        text << "Still waiting, until " << static_cast<int>(limit) << " s.";
-    return text.str();
 }
 
 }  // namespace syncbn

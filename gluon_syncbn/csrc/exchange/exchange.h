@@ -28,10 +28,6 @@ struct Ticket {
 
 // "the forward of call 2 of SyncBatchNorm 'bn0'". An exchange without a meeting, of a phase below 0, has only a name.
 std::string name_of_call(const Ticket& ticket);
-// The text of a wait for other processes in a call: "rank 0 of 3 waits for rank 2 in ...". `limit` and `waited` are
-// seconds.
-std::string text_of_wait(Wait::Why why, const std::string& call, const std::string& rank, const std::string& missing,
-                         double limit, double waited);
 
 // The contribution of this process: a vector for each context. For an allgather, one vector for all contexts.
 struct Contribution {

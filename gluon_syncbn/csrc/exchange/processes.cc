@@ -11,7 +11,6 @@
 #include "exchange/python.h"
 #include "failure.h"
 #include "point.h"
-#include "waiting/stall.h"
 #include "waiting/step.h"
 #include "waiting/wait.h"
 
@@ -88,7 +87,7 @@ class WaitForRanks final : public WaitInTier {
     }
     // What only the kernel knows of the others, and what they do meanwhile.
     void check_others() override {
-        for (size_t missing : missing()) {
+        for (size_t missing : awaited()) {
             if (!has_come(missing)) check_alive(missing);
             for (const Label& left : mail_.left_by(missing)) {
                 if (left.piece != 0 || left.phase < 0) continue;
@@ -106,13 +105,12 @@ class WaitForRanks final : public WaitInTier {
             }
         }
     }
-    std::string text(Why why) override {
-        const char* leader = label_.piece < 0 ? ", the leader of this machine," : "";
+    std::string missing() const override {
         std::string ranks;
-        for (size_t rank : missing()) ranks += (ranks.empty() ? "" : ", ") + tier_.rank(rank);
-        return text_of_wait(why, name(), tier_.own_rank(), ranks + leader, limit(), waited()) +
-               (why == Why::kLate ? others_ : "");
+        for (size_t rank : awaited()) ranks += (ranks.empty() ? "" : ", ") + tier_.rank(rank);
+        return ranks + (label_.piece < 0 ? ", the leader of this machine," : "");
     }
+    std::string advice() override { return WaitInTier::advice() + others_; }
 
   private:
     bool has_come(size_t rank) const { return mail_.find(rank, label_).values != nullptr; }
@@ -124,7 +122,7 @@ class WaitForRanks final : public WaitInTier {
         }
         return all && mail_.is_out(label_);
     }
-    Ranks missing() const {
+    Ranks awaited() const {
         Ranks ranks;
         for (size_t i = 0; i < from_.size(); ++i)
             if (found_[i].values == nullptr) ranks.push_back(from_[i]);
@@ -150,7 +148,7 @@ class WaitForRanks final : public WaitInTier {
     // Checks what is known of the other processes without asking them.
     void check_members() {
         check_own();
-        for (size_t missing : missing()) {
+        for (size_t missing : awaited()) {
             const Mailbox::State state = mail_.state_of(missing);
             const bool has_left = state == Mailbox::State::kFailed || state == Mailbox::State::kEnded;
             if (has_left && !has_come(missing)) gone(missing);  // before that

@@ -214,13 +214,12 @@ class Sums::WaitForRanks final : public WaitInTier {
             if (segment_.died(other) != 0 && (need_.count == nullptr || is_missing(other))) gone(other);
         if (sums_.machines_ != nullptr) sums_.machines_->check();
     }
-    std::string text(Why why) override {
+    std::string missing() const override {
+        if (need_.of_gpus) return others(true) + " (over NCCL; NCCL_DEBUG=INFO shows what it does)";
+        if (need_.of_machines) return others(false);
         std::string missing;
         for (size_t other : need_.missing(segment_)) missing += (missing.empty() ? "" : ", ") + tier_.rank(other);
-        if (need_.of_leader) missing += ", the leader of this machine,";
-        if (need_.of_machines) missing = others(false);
-        if (need_.of_gpus) missing = others(true) + " (over NCCL; NCCL_DEBUG=INFO shows what it does)";
-        return text_of_wait(why, what_, tier_.own_rank(), missing, limit(), waited());
+        return missing + (need_.of_leader ? ", the leader of this machine," : "");
     }
 
   private:

@@ -50,6 +50,11 @@ void WaitInTier::give_up(const std::string& reason) {
     throw Failure(reason);
 }
 
+std::string WaitInTier::advice() {
+    return "A process that is missing is slow, has ended, hangs, or makes other calls: every process must run the same "
+           "number of steps with the same net.";
+}
+
 void WaitInTier::check_own() const {
     const size_t own = tier_.mail->rank();
     if (tier_.mail->state_of(own) != Mailbox::State::kPresent)

@@ -43,7 +43,10 @@ class WaitInTier : public Wait {
 
   protected:
     WaitInTier(Tier& tier, double timeout) : Wait(timeout), tier_(tier) {}
-    virtual std::string name() const = 0;  // of the exchange
+    virtual std::string name() const = 0;     // of the exchange
+    virtual std::string missing() const = 0;  // the ranks, or what brings their parts
+    std::string state() override { return tier_.own_rank() + " waits for rank " + missing() + " in " + name(); }
+    std::string advice() override;
     // Throws if this rank has left.
     void check_own() const;
     [[noreturn]] void gone(size_t member) { WaitInTier::give_up(tier_.loss(member, name())); }

@@ -32,7 +32,7 @@ constexpr double kReadAll = 0.2;  // seconds of a wait for all, which is sure to
 
 // Fails the step of a meeting. If that step has been forgotten, only the meeting fails, and not the current step.
 void fail_here(Meeting& meeting, const Failure& failure) {
-    if (step().goes_on(meeting.step))
+    if (step().number == meeting.step)
         step().fail(failure);
     else if (meeting.failure == nullptr)
         meeting.failure = std::make_shared<const Failure>(failure);
@@ -151,19 +151,25 @@ class WaitForReplicas : public Wait {
     }
     [[noreturn]] void give_up(const std::string& text) override {  // (6)
         std::optional<Failure> cause;
-        if (!asked_ && !complete_) {
+        if (!from_outside_ && !complete_) {
             std::lock_guard<std::mutex> lock(waits.mutex);
             if (!waits.reasons.empty()) cause.emplace(waits.reasons.begin()->second);
         }
         if (cause && (cause->layer != terms_.name || cause->call != call_)) fail_and_throw(meeting_, *cause);
-        fail_and_throw(meeting_, {terms_.name, "", call_, describe(meeting_, phase_) + text});
+        fail_and_throw(meeting_, {terms_.name, "", call_, text});
     }
     void warn(const std::string& text) override {
-        log(Level::kWarning, Failure(terms_.name, "", call_, describe(meeting_, phase_) + text).what());
+        if (!std::exchange(phase_.warned, true)) log(Level::kWarning, Failure(terms_.name, "", call_, text).what());
     }
     bool in_vain() override { return !meeting_.full() || Wait::in_vain(); }
     void check_others() override;
-    std::string text(Why why) override;
+    std::string state() override {
+        const std::string here = describe(meeting_, phase_);
+        return all_here() ? here + ". " + who_answers(*meeting_.exchange) + " has not answered" : here;
+    }
+    std::string advice() override {
+        return all_here() ? "If it is only slow, raise the timeout." : likely_cause(meeting_, phase_).text;
+    }
 
   private:
     bool all_here() const { return phase_.arrived == meeting_.replicas(); }
@@ -184,7 +190,6 @@ class WaitForReplicas : public Wait {
     double seen_since_ = 0;
     const double began_ = seconds();
     bool complete_ = false;
-    bool asked_ = false;  // to end, from outside
 };
 
 void WaitForReplicas::check_others() {
@@ -194,7 +199,7 @@ void WaitForReplicas::check_others() {
         return note(0, nullptr);
     }
     const Cause cause = likely_cause(meeting_, phase_);
-    const std::string here = describe(meeting_, phase_) + ". " + cause.text;
+    const std::string here = state() + ". " + cause.text;
     const Failure reason(terms_.name, "", call_, here);
     note(phase_.number > 0 ? 2 : meeting_.full() ? 1 : 0, &reason);
     if (seen_ != here) {  // a replica that was called just now is on the way
@@ -202,42 +207,14 @@ void WaitForReplicas::check_others() {
         seen_since_ = waited();
     }
     const Callers others = callers(began_);
-    const bool in_vain = others.for_all ? others.lasts >= kReadAll : others.lasts >= kRead && stall().idle_for(kRead);
+    const bool in_vain = others.for_all ? others.lasts >= kReadAll : others.lasts >= kRead && idle_for(kRead);
     if (in_vain && !others.wait.empty() && !meeting_.full())
-        give_up(". Nobody has called the layer there, and " + others.wait + ". " + how_to_call(meeting_));
-    if (cause.stuck_after > 0 && waited() - seen_since_ >= cause.stuck_after && stall().idle_for(kStuckIdle)) {
-        std::ostringstream after;
-        after << ", and nothing has been computed for " << kStuckIdle << " s. " << cause.text;
-        give_up(after.str());
+        give_up(state() + ". Nobody has called the layer there, and " + others.wait + ". " + how_to_call(meeting_));
+    if (cause.stuck_after > 0 && waited() - seen_since_ >= cause.stuck_after && idle_for(kStuckIdle)) {
+        std::ostringstream text;
+        text << state() << ", and nothing has been computed for " << kStuckIdle << " s. " << cause.text;
+        give_up(text.str());
     }
-}
-
-std::string WaitForReplicas::text(Why why) {
-    const int so_far = static_cast<int>(waited());
-    std::ostringstream text;
-    asked_ = why == Why::kAskedToEnd || why == Why::kForked;
-    if (why == Why::kAskedToEnd)
-        return ". The process was asked to end (Ctrl-C, or its main thread has ended) while they waited.";
-    if (why == Why::kForked)
-        return ", and the process was forked (os.fork, multiprocessing, subprocess with preexec_fn) before " +
-               std::string(all_here() ? "they had their total" : "they were called") +
-               ". A fork has to wait for all pending operations: fork before a step or after it, not between the "
-               "calls of its replicas.";
-    if (why == Why::kLong) {
-        if (std::exchange(phase_.warned, true)) return "";
-        if (all_here())
-            text << ". " << who_answers(*meeting_.exchange) << " has not answered for " << so_far
-                 << " s; still waiting, until " << static_cast<int>(limit()) << " s.";
-        else
-            text << " after " << so_far << " s; still waiting, until " << limit() << " s."
-                 << (meeting_.full() ? "" : " Nobody has called the layer there.");
-    } else if (all_here()) {
-        text << ". " << who_answers(*meeting_.exchange) << " has not answered for "
-             << static_cast<int>(terms_.timeout + kGrace) << " s.";
-    } else {
-        text << " after " << limit() << " s. " << likely_cause(meeting_, phase_).text;
-    }
-    return text.str();
 }
 
 void refuse(const Terms& terms, const std::string& context, Scope& caller, Scope& other) {
@@ -453,7 +430,7 @@ void Rendezvous::forget() {
                                "' is over: another thread has called gluon_syncbn.reset() before all replicas were "
                                "called."));
         }
-        if (!step().goes_on(meeting->step) && !meeting->phases[0].done) fail_here(*meeting, Failure(kForgotten));
+        if (step().number != meeting->step && !meeting->phases[0].done) fail_here(*meeting, Failure(kForgotten));
     }
     open_.clear();
     announced_.clear();

@@ -39,8 +39,8 @@
 #include "meeting/scope.h"
 #include "pooling/pooling.h"
 #include "types.h"
-#include "waiting/stall.h"
 #include "waiting/step.h"
+#include "waiting/wait.h"
 
 namespace syncbn {
 

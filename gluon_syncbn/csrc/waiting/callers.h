@@ -2,7 +2,15 @@
 // thread asks, and a thread of Python's answers within moments.
 #pragma once
 
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <new>
 #include <string>
+#include <utility>
+
+#include "clock.h"
 
 namespace syncbn {
 
@@ -12,13 +20,48 @@ struct Callers {
     double lasts = 0;      // seconds from the first of equal answers to the last one
 };
 
-void ask_for_callers();
+struct QuestionForCallers {
+    std::mutex mutex;  // guards everything here
+    std::condition_variable asked;
+    bool open = false;
+    Callers answer;
+    double first = 0, last = 0;  // times of equal answers
+
+    static constexpr double kGap = 1;  // seconds; whoever waits asks more often
+};
+inline QuestionForCallers& question = *new QuestionForCallers;  // outlives the threads that wait at exit
+
+inline void ask_for_callers() {
+    std::lock_guard<std::mutex> lock(question.mutex);
+    question.open = true;
+    question.asked.notify_one();
+}
+
 // For Python's thread: returns after `seconds`, or as soon as somebody asks. Whether somebody has asked.
-bool asked_for_callers(double seconds);
-void answer_callers(std::string wait, bool for_all);
+inline bool asked_for_callers(double seconds) {
+    std::unique_lock<std::mutex> lock(question.mutex);
+    question.asked.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return question.open; });
+    return std::exchange(question.open, false);
+}
+
+inline void answer_callers(std::string wait, bool for_all) {
+    const double now = seconds();
+    std::lock_guard<std::mutex> lock(question.mutex);
+    if (question.answer.wait != wait || now - question.last > question.kGap) question.first = now;
+    question.last = now;
+    question.answer = {std::move(wait), for_all, 0};
+}
+
 // The answers since this time, on the clock of `seconds`.
-Callers callers(double since);
-// Called in the child of a fork.
-void forget_callers();
+inline Callers callers(double since) {
+    std::lock_guard<std::mutex> lock(question.mutex);
+    if (question.last < since || seconds() - question.last > question.kGap) return {};
+    Callers answer = question.answer;
+    answer.lasts = question.last - std::max(question.first, since);
+    return answer;
+}
+
+// In the child of a fork: a thread that the child does not have may have held the lock.
+inline void forget_callers() { new (&question) QuestionForCallers; }
 
 }  // namespace syncbn

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <string>
 
 #include "failure.h"
 
@@ -14,19 +13,37 @@ namespace syncbn {
 class Step {
   public:
     // The first reason stays. Without memory for it, a constant reason replaces it.
-    void fail(const std::exception& error) noexcept;
+    void fail(const std::exception& error) noexcept {
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (failure_ == nullptr) try {
+                const auto* known = dynamic_cast<const Failure*>(&error);
+                failure_ = std::make_shared<const Failure>(known != nullptr ? *known : Failure(reason_of(error)));
+            } catch (const std::bad_alloc&) {
+                failure_ = no_memory_;
+            }
+        failed_ = true;
+    }
     // Returns the reason, or null.
-    std::shared_ptr<const Failure> failure() const;
-    // Throws the reason.
-    void throw_if_failed() const;
-    // Whether this is the current step's number.
-    bool goes_on(int64_t number) const { return number == this->number; }
-    void clear();
+    std::shared_ptr<const Failure> failure() const {
+        if (!failed_) return nullptr;
+        std::lock_guard<std::mutex> lock(mutex_);
+        return failure_;
+    }
+    void throw_if_failed() const {
+        if (const auto reason = failure()) throw Failure(*reason);
+    }
+    void clear() {
+        std::lock_guard<std::mutex> lock(mutex_);
+        failure_ = nullptr;
+        failed_ = false;
+    }
 
     // The number of forgotten steps. After raising it, forget the meetings and call `clear`.
     std::atomic<int64_t> number{0};
     // The process has run its exit handlers: operators that run now fail.
     std::atomic<bool> closed{false};
+    // Every thread that could still call a replica has ended or waits itself, as Python says.
+    std::atomic<bool> nobody_left{false};
     // The exit handlers have begun and all threads that train have ended, so nobody reads a result any more.
     std::atomic<bool> unread{false};
     // A thread in the middle of a step waits to fork, so not all replicas can be called.
@@ -41,6 +58,9 @@ class Step {
     std::atomic<bool> failed_{false};  // avoids the lock if there is no failure
 };
 
-Step& step();
+inline Step& step() {
+    static Step* instance = new Step;  // outlives the threads that wait at exit
+    return *instance;
+}
 
 }  // namespace syncbn

@@ -1,22 +1,24 @@
 // Ends every wait: of replicas or processes for each other, for a turn, NCCL or a GPU, and for a repeated call. A
-// waiting thread calls `look` at least once in every `kSlice`, and names the object of its wait.
+// waiting thread calls `look` at least once in every `kSlice`, and names the object of its wait. To tell a slow step
+// from a stuck one, a wait measures the computing time of the process, including time without a processor.
 #pragma once
 
 #include <chrono>
-#include <optional>
+#include <cmath>
+#include <deque>
 #include <string>
-
-#include "waiting/stall.h"
+#include <utility>
 
 namespace syncbn {
 
 constexpr auto kSlice = std::chrono::milliseconds(50);
 
+// The number of SIGINT so far. A wait counts them before the installed handler, which is called as before. Otherwise
+// Ctrl-C would wait for the main thread's call into MXNet, and the call for the step.
+long interrupts();
+
 class Wait {
   public:
-    // The reason to end. `kLong` is only a warning.
-    enum class Why { kAskedToEnd, kForked, kLate, kLong };
-
     // Seconds. `interrupts_before`: the number of interrupts at its beginning.
     explicit Wait(double timeout, long interrupts_before = interrupts());
     virtual ~Wait() = default;
@@ -25,9 +27,13 @@ class Wait {
     // up. Warns once if it takes long.
     void look();
 
+    bool spins = false;  // a spinning thread may keep a processor busy without computing
+
   protected:
-    // The text of the message; empty: none.
-    virtual std::string text(Why why) = 0;
+    // What has not happened: "rank 0 of 2 waits for rank 1".
+    virtual std::string state() = 0;
+    // What is likely if it takes long, and what to do about it.
+    virtual std::string advice() = 0;
     // Throws the text.
     [[noreturn]] virtual void give_up(const std::string& text);
     virtual void warn(const std::string& text);
@@ -36,40 +42,48 @@ class Wait {
     // A further check, in a wait that is not short.
     virtual void check_others() {}
     // Whether this wait, for which a fork waits, can no longer succeed.
-    virtual bool in_vain() { return stall_->idle_for(kForkIdle); }
-    // Whether a spinning thread may keep a processor busy without computing.
-    virtual bool spins() const { return false; }
+    virtual bool in_vain() { return idle_for(kForkIdle); }
 
-    const Stall& stall() const { return *stall_; }
-    double waited() const { return stall_->waited(); }
+    // Whether the whole process has computed next to nothing for the last `seconds` although it had a processor. Beside
+    // other programs, or throttled, a job may get a hundredth of one.
+    bool idle_for(double seconds) const;
+    // Seconds since the first look that was not short. Of a time in which this process was stopped (Ctrl-Z), one counts.
+    double waited() const { return waited_; }
     double limit() const { return limit_; }
     // Allows so many seconds more from now on.
-    void extend(double seconds) { limit_ = waited() + seconds; }
+    void extend(double seconds) { limit_ = std::floor(waited_ + seconds); }
 
-    static constexpr double kForkIdle = 1;  // seconds without computing
+    bool from_outside_ = false;  // the reason to give up: the process was asked to end, or was forked
 
   private:
+    static constexpr double kForkIdle = 1;  // seconds without computing
+
+    void sample(double time);
+
     double limit_;
     const long interrupts_;
-    double checked_;              // the time of the last check, or of the beginning
-    std::optional<Stall> stall_;  // empty in a short wait
-    double interrupted_ = -1;     // seconds after which it was interrupted
+    double checked_;           // the time of the last check, or of the beginning
+    double interrupted_ = -1;  // seconds after which it was interrupted
     bool warned_ = false;
+    double waited_ = 0, busy_ = 0, processor_time_ = 0;
+    double delay_ = -1;  // of all threads together, waiting for a processor; -1 before the first measurement
+    std::deque<std::pair<double, double>> samples_;  // (time, seconds in which a thread ran or was ready)
 };
 
-// A wait for an object that `why` names.
+// A wait for an object that `what` names.
 class WaitFor : public Wait {
   public:
-    // For the layer of this name. `why`: "NCCL has not connected the GPUs"; `advice` is for a long wait.
-    WaitFor(std::string layer, std::string why, double timeout, std::string advice,
+    // For the layer of this name. `what`: "NCCL has not connected the GPUs".
+    WaitFor(std::string layer, std::string what, double timeout, std::string advice,
             long interrupts_before = interrupts());
 
   protected:
-    std::string text(Why why) override;
+    std::string state() override { return what_; }
+    std::string advice() override { return advice_; }
     void warn(const std::string& text) override;
 
   private:
-    const std::string layer_, why_, advice_;
+    const std::string layer_, what_, advice_;
 };
 
 }  // namespace syncbn
