@@ -431,7 +431,7 @@ SYNCBN_API int syncbn_tape_begin(void* tape, bool again) {
 }
 
 SYNCBN_API int64_t syncbn_tape_end() { return syncbn::end_tape(); }
-SYNCBN_API bool syncbn_tape_runs() { return syncbn::tape_runs(); }
+SYNCBN_API bool syncbn_tape_runs() { return !syncbn::tapes.empty(); }
 
 // ---- the step ----
 
@@ -472,7 +472,6 @@ SYNCBN_API const char* syncbn_failure() {
 SYNCBN_API int syncbn_reset() {
     return done([&] {
         ++syncbn::step().number;
-        syncbn::forget_handed_over();
         for (const auto& layer : registry().all()) layer->rendezvous.forget();
         syncbn::step().clear();  // nothing meets before
     });

@@ -119,11 +119,6 @@ std::unique_ptr<Underway> begin_exchange(const Meeting& meeting, Phase& phase) {
     return exchange.begin_allreduce(combine, ticket, row_of_each_context(meeting, phase, combine));
 }
 
-const char* who_answers(const Exchange& exchange) {
-    if (exchange.spans_processes()) return "The exchange with the other processes";
-    return exchange.form() == Form::kDevice ? "NCCL" : "The KVStore";
-}
-
 // The waits of this moment that may be in vain. One may cause others. If a device leaves out a layer, its partner waits
 // there, and the device itself waits in the next layer. Whoever gives up first reports the cause: the earliest of the
 // lowest rank. `rank`: 0, a forward without a call of a replica; 1, another forward; 2, a backward.
@@ -164,8 +159,11 @@ class WaitForReplicas : public Wait {
     bool in_vain() override { return !meeting_.full() || Wait::in_vain(); }
     void check_others() override;
     std::string state() override {
-        const std::string here = describe(meeting_, phase_);
-        return all_here() ? here + ". " + who_answers(*meeting_.exchange) + " has not answered" : here;
+        if (!all_here()) return describe(meeting_, phase_);
+        const char* const within = meeting_.exchange->form() == Form::kDevice ? "NCCL" : "The KVStore";
+        return describe(meeting_, phase_) + ". " +
+               (meeting_.exchange->spans_processes() ? "The exchange with the other processes" : within) +
+               " has not answered";
     }
     std::string advice() override {
         return all_here() ? "If it is only slow, raise the timeout." : likely_cause(meeting_, phase_).text;

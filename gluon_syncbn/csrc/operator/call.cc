@@ -6,7 +6,6 @@
 #include <limits>
 #include <mutex>
 #include <numeric>
-#include <set>
 #include <sstream>
 
 #include "clock.h"
@@ -36,25 +35,13 @@ struct Culprit {
     std::string context;
     double since = 0;
 };
-Culprit& culprit = *new Culprit;  // outlives the threads that use it at exit, as the next one does
-
-// The statistics that one operator of a call has left for the other.
-struct HandedOver {
-    std::mutex mutex;
-    std::set<const void*> batches;
-};
-HandedOver& handed_over = *new HandedOver;
+Culprit& culprit = *new Culprit;  // outlives the threads that use it at exit
 
 }  // namespace
 
 void speak_of_nonfinite_again() {
     std::lock_guard<std::mutex> lock(culprit.mutex);
     culprit.layer = 0;
-}
-
-void forget_handed_over() {
-    std::lock_guard<std::mutex> lock(handed_over.mutex);
-    handed_over.batches.clear();
 }
 
 std::unique_ptr<Call> Call::create(Node node, std::string context, Type type, Shape shape, int64_t samples) {
@@ -84,10 +71,13 @@ void Call::allocate(const Arrays& arrays, int first, int count, const int* reqs)
 }
 
 // Outputs and gradients get NaN, because they might hold plausible values. The batch's statistics count as missing: MXNet
-// may still run the operator that takes them (see `has_come`), and the running statistics outlive a failed step.
+// may still run the operator that takes them, and the running statistics outlive a failed step.
 template <typename Work>
 void Call::attempt(bool backward, const Arrays& arrays, const int* reqs, const Work& work) {
     try {
+        if (step().closed)
+            throw Failure(
+                "the process has run its exit handlers. Join the threads that train before the main thread ends.");
         return work();
     } catch (const std::exception& error) {
         const std::exception_ptr failure = end_step(error);  // in any case, the others need not wait for this replica
@@ -119,7 +109,6 @@ bool Call::begin_forward(const Arrays& arrays, const int* reqs, bool training) {
     leave_out(training && step().out_of_batches);
     ready_ = passes_on() || frozen_;
     attempt(false, arrays, reqs, [&] {
-        throw_if_closed();
         clear_up();  // after an execution that found no thread to go on in
         if (!ready_) {
             allocate(arrays, node_.output(), node_.outputs(), reqs);
@@ -147,16 +136,21 @@ void Call::end_forward(const Arrays& arrays, const int* reqs) {
         // running statistics of a context come one after the other.
         if (node_.fix_gamma && !frozen_ && (node_.role == Role::kWhole || node_.role == Role::kTrack))
             fill(arrays[kGamma], tensor_.parameter_type(), channels(), 1);
-        if (node_.role == Role::kTrack && !frozen_ && has_come(arrays[node_.batch()])) track(arrays);
+        if (node_.role == Role::kTrack && !frozen_) {
+            // MXNet skips dependents of a failure only until the failure has been read. If it has skipped the first
+            // operator, there are old values in that memory.
+            if (step().take(data(arrays[node_.batch()])))
+                track(arrays);
+            else if (step().failure() == nullptr)
+                throw Failure(
+                    "no running statistics, because an operator before this layer has failed. Read its output.");
+        }
         const int y = node_.output();
         write_zeros(arrays, reqs, {y, node_.hands_addend_on() ? node_.addend_output() : y});
         SYNCBN_POINT("before_forward_ends");
         finish();
         complete_ = true;
-        if (node_.role == Role::kMeet && !frozen_ && reqs[1] != kNull) {
-            std::lock_guard<std::mutex> lock(handed_over.mutex);
-            handed_over.batches.insert(data(arrays[node_.batch_output()]));
-        }
+        if (node_.role == Role::kMeet && !frozen_ && reqs[1] != kNull) step().leave(data(arrays[node_.batch_output()]));
     });
 }
 
@@ -166,7 +160,6 @@ bool Call::begin_backward(const Arrays& arrays, const int* reqs) {
     ++place_.phase;
     lost_ = !complete_ && !place_.meeting && node_.role != Role::kTrack;
     attempt(true, arrays, reqs, [&] {
-        throw_if_closed();
         // MXNet skips dependents of a failure only until the failure has been read.
         if (!complete_) {
             const auto why = step().failure();
@@ -219,33 +212,13 @@ std::exception_ptr Call::end_step(const std::exception& error) const noexcept {
     }
 }
 
-void Call::throw_if_closed() const {
-    if (step().closed)
-        throw Failure(
-            "the process has run its exit handlers. Join the threads that train before the main thread ends.");
-}
-
-// MXNet skips dependents of a failure only until the failure has been read. If it has skipped the first operator, the
-// second one finds old values in that memory.
-bool Call::has_come(Array batch) const {
-    const void* const values = data(batch);
-    {
-        std::lock_guard<std::mutex> lock(handed_over.mutex);
-        if (handed_over.batches.erase(values) > 0) return true;
-    }
-    if (step().failure() == nullptr)
-        throw Failure("no running statistics, because an operator before this layer has failed. Read its output.");
-    return false;
-}
-
 void Call::leave_out(bool is_out) {
-    left_out_ = is_out;
     tensor_.shape.outer = is_out ? 0 : outer_;
     tensor_.samples = is_out ? 0 : samples_;
 }
 
 void Call::write_zeros(const Arrays& arrays, const int* reqs, std::initializer_list<int> outputs) {
-    if (!left_out_) return;
+    if (tensor_.shape.outer == outer_) return;  // it is not left out
     Shape shape = tensor_.shape;
     shape.outer = outer_;
     for (const int at : outputs) {

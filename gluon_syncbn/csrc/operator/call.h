@@ -81,9 +81,6 @@ struct Arrays {
     Array operator[](int i) const { return list[static_cast<size_t>(i)]; }
 };
 
-// Forgets the statistics of a failed step that were left for second operators.
-void forget_handed_over();
-
 // Lets the next batch that is not finite give a warning, even shortly after the last one.
 void speak_of_nonfinite_again();
 
@@ -187,10 +184,6 @@ class Call {
   private:
     // Lets MXNet allocate `count` outputs, before this replica contributes.
     static void allocate(const Arrays& arrays, int first, int count, const int* reqs);
-    void throw_if_closed() const;
-    // Whether the first operator of the call has written the batch's statistics. If it has not, the step has failed:
-    // throws Failure if no reason is known yet.
-    bool has_come(Array batch) const;
     // Whether the other operator of the call does the work.
     bool passes_on() const { return node_.role == (frozen_ ? Role::kMeet : Role::kTrack); }
     void pass(Array from, Array to, int req);
@@ -204,10 +197,9 @@ class Call {
     void leave_out(bool is_out);
     void write_zeros(const Arrays& arrays, const int* reqs, std::initializer_list<int> outputs);
 
-    bool issued_ = false;    // with its place, and has not begun its forward
-    bool complete_ = false;  // the forward has left what the backward needs
-    bool lost_ = false;      // the forward failed before it met the others, so none waits for the backward
-    bool left_out_ = false;
+    bool issued_ = false;            // with its place, and has not begun its forward
+    bool complete_ = false;          // the forward has left what the backward needs
+    bool lost_ = false;              // the forward failed before it met the others, so none waits for the backward
     const int64_t outer_, samples_;  // of the tensor, also while it is left out
     Vector own_;                     // this replica's vectors, if it contributes none
 };

@@ -10,6 +10,7 @@
 // forwards its inputs, and the second one normalises, adds and rectifies.
 #include "operator/op.h"
 
+#include <semaphore.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -17,7 +18,6 @@
 #include <array>
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstring>
 #include <iterator>
 #include <map>
@@ -34,13 +34,12 @@
 namespace syncbn {
 namespace {
 
-// The turn to fail. Never destroyed: threads may be in it when the process ends.
-struct Turns {
-    std::mutex mutex;
-    std::condition_variable free;
-    bool taken = false;
-};
-Turns& turns = *new Turns;
+// Of the turns to fail. Never destroyed: threads may be in it when the process ends.
+sem_t& free_turns = *[] {
+    auto* one = new sem_t;
+    sem_init(one, 0, 1);
+    return one;
+}();
 
 // An operation of MXNet's engine that fails. MXNet deletes its parameter when it has noted the failure.
 struct Failing {
@@ -74,9 +73,7 @@ void fail_array(void* array, const char* what) {
     static std::mutex& mutex = *new std::mutex;
     std::lock_guard<std::mutex> lock(mutex);
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
-    if (Failing::push(array, error_with(what), "gluon_syncbn_failure") != 0)
-        throw dmlc::Error(std::string(what) +
-                          " (and MXNet did not accept the error for the array: " + mx.MXGetLastError() + ")");
+    if (Failing::push(array, error_with(what), "gluon_syncbn_failure") != 0) throw error_with(what);
 }
 
 constexpr int kPropertyCallbacks = 8;
@@ -102,34 +99,20 @@ struct Handles {
     }
 };
 
-template <typename Work>
-int run(int size, void** handles, Call* call, const Work& work) {
+template <bool backward>
+int run(int size, void** handles, int*, const int* reqs, const int training, void* state) {
     const Handles ours{size, handles};
+    auto* call = static_cast<Call*>(state);
     try {
         Arrays arrays;
         for (int i = 0; i < size; ++i) arrays.list.push_back({handles[i], nullptr});
-        work(arrays);
+        backward ? call->begin_backward(arrays, reqs) : call->begin_forward(arrays, reqs, training != 0);
+        backward ? call->end_backward(arrays, reqs) : call->end_forward(arrays, reqs);
     } catch (const std::exception& e) {
         call->end_step(e);
         fail_array(handles[0], reason_of(e));
     }
     return 1;
-}
-
-int run_forward(int size, void** handles, int*, const int* reqs, const int training, void* state) {
-    auto* call = static_cast<Call*>(state);
-    return run(size, handles, call, [&](const Arrays& arrays) {
-        call->begin_forward(arrays, reqs, training != 0);
-        call->end_forward(arrays, reqs);
-    });
-}
-
-int run_backward(int size, void** handles, int*, const int* reqs, const int, void* state) {
-    auto* call = static_cast<Call*>(state);
-    return run(size, handles, call, [&](const Arrays& arrays) {
-        call->begin_backward(arrays, reqs);
-        call->end_backward(arrays, reqs);
-    });
 }
 
 // ---- callbacks of the operator's description -------------------------------------------------------------------
@@ -159,7 +142,16 @@ Callback as_callback() {
 
 Property* property_of(void* state) { return static_cast<Property*>(state); }
 
-char* writable(const char* text) { return const_cast<char*>(text); }
+// Lists the names that are not null, until this thread's next list.
+int list(char*** out, std::initializer_list<const char*> names) {
+    static thread_local std::vector<char*> listed;
+    listed.clear();
+    for (const char* name : names)
+        if (name != nullptr) listed.push_back(const_cast<char*>(name));
+    listed.push_back(nullptr);
+    *out = listed.data();
+    return 1;
+}
 
 int delete_property(void* state) {
     delete property_of(state);
@@ -168,30 +160,19 @@ int delete_property(void* state) {
 
 int list_arguments(char*** out, void* state) {
     const Property& property = *property_of(state);
-    static thread_local std::vector<char*> names;
-    names = {writable("data"), writable("gamma"), writable("beta")};
-    if (property.adds) names.push_back(writable("addend"));
-    if (property.masks) names.push_back(writable("mask"));
-    if (property.role == Role::kTrack) names.push_back(writable("batch"));
-    names.push_back(nullptr);
-    *out = names.data();
-    return 1;
+    return list(out, {"data", "gamma", "beta", property.adds ? "addend" : nullptr, property.masks ? "mask" : nullptr,
+                      property.role == Role::kTrack ? "batch" : nullptr});
 }
 
 int list_outputs(char*** out, void* state) {
-    static char* output[] = {writable("output"), nullptr};
-    static char* with_batch[] = {writable("output"), writable("batch"), nullptr};
-    static char* with_both[] = {writable("output"), writable("batch"), writable("addend"), nullptr};
     const Property& property = *property_of(state);
-    *out = property.hands_addend_on() ? with_both : property.role == Role::kMeet ? with_batch : output;
-    return 1;
+    return list(out, {"output", property.role == Role::kMeet ? "batch" : nullptr,
+                      property.hands_addend_on() ? "addend" : nullptr});
 }
 
 int list_states(char*** out, void* state) {
-    static char* running[] = {writable("running_mean"), writable("running_var"), nullptr};
-    static char* none[] = {nullptr};
-    *out = property_of(state)->role == Role::kMeet ? none : running;
-    return 1;
+    if (property_of(state)->role == Role::kMeet) return list(out, {});
+    return list(out, {"running_mean", "running_var"});
 }
 
 [[noreturn]] void refuse(const Property& property, const std::string& reason) {
@@ -353,8 +334,7 @@ int create_operator(const char* context, int, unsigned** shapes, const int* dims
     bool training = false;
     mx.MXAutogradIsTraining(&training);
     if (training && !property.frozen && property.role != Role::kTrack) op->issue(caller(), recall());
-    static Callback callbacks[] = {as_callback<delete_operator>(), as_callback<run_forward>(),
-                                   as_callback<run_backward>()};
+    static Callback callbacks[] = {as_callback<delete_operator>(), as_callback<run<false>>(), as_callback<run<true>>()};
     out->num_callbacks = 3;
     out->callbacks = callbacks;
     out->contexts = op->callback_states.data();
@@ -456,16 +436,10 @@ const void* caller() {
 bool is_ours(const MXCallbackList& callbacks) { return callbacks.callbacks[0] == as_callback<delete_operator>(); }
 
 TurnToFail::TurnToFail() {
-    std::unique_lock<std::mutex> lock(turns.mutex);
-    turns.free.wait(lock, [] { return !turns.taken; });
-    turns.taken = true;
+    while (sem_wait(&free_turns) != 0) continue;  // after a signal
 }
 
-TurnToFail::~TurnToFail() {
-    std::lock_guard<std::mutex> lock(turns.mutex);
-    turns.taken = false;
-    turns.free.notify_one();
-}
+TurnToFail::~TurnToFail() { sem_post(&free_turns); }
 
 int gate_arrays(void** arrays, int64_t count) {
     const auto wait = [](void*, void*) {};

@@ -9,6 +9,7 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "meeting/meeting.h"
@@ -29,9 +30,17 @@ struct Outcome {
 // Connects a call to those that repeat it.
 class Memo {
   public:
-    void keep(Outcome outcome);
+    void keep(Outcome outcome) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        outcome_ = std::make_shared<const Outcome>(std::move(outcome));
+        changed_.notify_all();
+    }
     // Waits for the outcome: the recomputation may begin before the whole forward has ended. Throws as the wait does.
-    std::shared_ptr<const Outcome> outcome(Wait& wait) const;
+    std::shared_ptr<const Outcome> outcome(Wait& wait) const {
+        std::unique_lock<std::mutex> lock(mutex_);
+        while (!changed_.wait_for(lock, kSlice, [this] { return outcome_ != nullptr; })) wait.look();
+        return outcome_;
+    }
     // Counts earlier repetitions: each meets in its own backwards.
     int repeat() { return repeated_++; }
 
@@ -44,20 +53,39 @@ class Memo {
 
 struct Tape {
     std::vector<std::shared_ptr<Memo>> memos;  // in the order of the calls
+    bool again = false;                        // calls repeat the memos; otherwise they add some
+    size_t next = 0;                           // the memo of the next call that repeats one
 };
+inline thread_local std::vector<Tape*> tapes;  // that this thread has begun, the outermost first
 
-// From now on, calls on this thread add memos to this tape, or with `again` repeat its memos, until it ends.
-void begin_tape(Tape& tape, bool again);
-// Returns the number of memos that no call has taken since then. If there were more calls than memos, it is negative.
-int64_t end_tape();
-// Whether this thread has begun a tape.
-bool tape_runs();
+inline void begin_tape(Tape& tape, bool again) {
+    tape.again = again;
+    tape.next = 0;
+    tapes.push_back(&tape);
+}
+// Returns the number of memos that no call has repeated since then. If there were more calls than memos, it is negative.
+inline int64_t end_tape() {
+    const Tape& tape = *tapes.back();
+    tapes.pop_back();
+    return tape.again ? static_cast<int64_t>(tape.memos.size() - tape.next) : 0;
+}
 
 struct Recall {
     std::shared_ptr<Memo> memo;  // null if there is no recomputation
     bool again = false;
 };
 // Returns the recall of the call that this thread issues now.
-Recall recall();
+inline Recall recall() {
+    Recall found;
+    for (Tape* tape : tapes) {  // the recomputation of an outer one is new to the inner ones
+        if (!tape->again) continue;
+        if (tape->next < tape->memos.size()) found = {tape->memos[tape->next], true};
+        ++tape->next;
+    }
+    if (!found.memo && !tapes.empty()) found.memo = std::make_shared<Memo>();
+    for (Tape* tape : tapes)
+        if (!tape->again) tape->memos.push_back(found.memo);
+    return found;
+}
 
 }  // namespace syncbn
