@@ -185,11 +185,8 @@ SYNCBN_API void syncbn_layer_drop(int64_t id) {
 }
 
 SYNCBN_API int64_t syncbn_call_create(const Span<const char*>& keys, const Span<const char*>& values) {
-    return guarded<int64_t>(-1, [&] {
-        syncbn::Attributes attributes;
-        for (int64_t i = 0; i < keys.count; ++i) attributes[keys.values[i]] = values.values[i];
-        return syncbn::create_call(attributes);
-    });
+    return guarded<int64_t>(
+        -1, [&] { return syncbn::create_call(static_cast<int>(keys.count), keys.values, values.values); });
 }
 
 // Sets the contexts that hold a layer's parameters, and the number of their replicas.

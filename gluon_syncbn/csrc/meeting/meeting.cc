@@ -71,10 +71,8 @@ void check_equal(Meeting& meeting, const Phase& phase, size_t position, const Pa
 // Returns one row of all vectors, in the order of the replicas.
 Vector all_values(Phase& phase) {
     Vector row;
-    for (const Part& own : phase.entries) {
-        phase.firsts.push_back(row.size());
-        row.insert(row.end(), own.values.begin(), own.values.end());
-    }
+    for (const Part& own : phase.entries) row.insert(row.end(), own.values.begin(), own.values.end());
+    phase.stride = row.size() / phase.entries.size();
     return row;
 }
 
@@ -412,7 +410,7 @@ Total Rendezvous::total(const Place& place) const {
         }
     }
     Total total = phase.total;  // (4)
-    if (!phase.firsts.empty()) total.first += phase.firsts[place.position];
+    total.first += place.position * phase.stride;
     return total;
 }
 

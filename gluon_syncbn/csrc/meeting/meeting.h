@@ -86,8 +86,7 @@ struct Phase {
     std::vector<Vector> made;            // combined vectors of several replicas, for the exchange
     std::unique_ptr<Underway> underway;  // the running exchange; the last replica to arrive finishes it
     size_t last = 0;                     // the position of the last replica
-    // Where the values of each position begin in those of this process; empty where the total is the same for all.
-    std::vector<size_t> firsts;
+    size_t stride = 0;                   // of the positions' values in the total; 0 where it is the same for all
     bool done = false;
     bool warned = false;  // a waiting replica has warned
     Total total;

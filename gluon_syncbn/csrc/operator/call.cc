@@ -134,7 +134,7 @@ void Call::end_forward(const Arrays& arrays, const int* reqs) {
         }
         // As MXNet's BatchNorm does: an optimizer may have changed a gamma that does not count. Operators that write the
         // running statistics of a context come one after the other.
-        if (node_.fix_gamma && !frozen_ && (node_.role == Role::kWhole || node_.role == Role::kTrack))
+        if (node_.fix_gamma && !frozen_ && node_.role != Role::kMeet)
             fill(arrays[kGamma], tensor_.parameter_type(), channels(), 1);
         if (node_.role == Role::kTrack && !frozen_) {
             // MXNet skips dependents of a failure only until the failure has been read. If it has skipped the first
@@ -145,8 +145,7 @@ void Call::end_forward(const Arrays& arrays, const int* reqs) {
                 throw Failure(
                     "no running statistics, because an operator before this layer has failed. Read its output.");
         }
-        const int y = node_.output();
-        write_zeros(arrays, reqs, {y, node_.hands_addend_on() ? node_.addend_output() : y});
+        write_zeros(false, arrays, reqs);
         SYNCBN_POINT("before_forward_ends");
         finish();
         complete_ = true;
@@ -185,11 +184,10 @@ void Call::end_backward(const Arrays& arrays, const int* reqs) {
         const int batch = node_.batch();
         if (node_.role == Role::kTrack && (reqs[batch] == kWrite || reqs[batch] == kInplace))
             fill(arrays[node_.gradients() + batch], Type::kFloat64, moments_length(channels()), 0);
-        const int gradients = node_.gradients();
-        write_zeros(arrays, reqs, {gradients + kX, gradients + (node_.adds ? int{kAddend} : int{kX})});
+        write_zeros(true, arrays, reqs);
         const int mask = node_.mask_input();
         if (node_.masks && (reqs[mask] == kWrite || reqs[mask] == kInplace))
-            fill_with_zeros(arrays[gradients + mask], node_.mask.size * node_.mask.bytes);
+            fill_with_zeros(arrays[node_.gradients() + mask], node_.mask.size * node_.mask.bytes);
         SYNCBN_POINT("before_backward_ends");
         finish();
     });
@@ -217,14 +215,13 @@ void Call::leave_out(bool is_out) {
     tensor_.samples = is_out ? 0 : samples_;
 }
 
-void Call::write_zeros(const Arrays& arrays, const int* reqs, std::initializer_list<int> outputs) {
+void Call::write_zeros(bool backward, const Arrays& arrays, const int* reqs) {
     if (tensor_.shape.outer == outer_) return;  // it is not left out
-    Shape shape = tensor_.shape;
-    shape.outer = outer_;
-    for (const int at : outputs) {
-        const int req = reqs[at - *outputs.begin()];
-        if (req == kWrite || req == kInplace) fill(arrays[at], tensor_.type, shape.size(), 0);
-    }
+    const int64_t size = outer_ * channels() * tensor_.shape.inner;
+    const int first = backward ? node_.gradients() : node_.output();
+    for (int i = 0; i < (backward ? node_.inputs() : node_.outputs()); ++i)
+        if (node_.is_data(backward ? i : first + i) && (reqs[i] == kWrite || reqs[i] == kInplace))
+            fill(arrays[first + i], tensor_.type, size, 0);
 }
 
 void Call::pass(Array from, Array to, int req) {

@@ -4,7 +4,6 @@
 
 #include <array>
 #include <exception>
-#include <initializer_list>
 #include <memory>
 #include <string>
 #include <vector>
@@ -195,7 +194,7 @@ class Call {
 
     // A process that is out of batches: the call works on no sample, and its outputs and gradients are 0.
     void leave_out(bool is_out);
-    void write_zeros(const Arrays& arrays, const int* reqs, std::initializer_list<int> outputs);
+    void write_zeros(bool backward, const Arrays& arrays, const int* reqs);
 
     bool issued_ = false;            // with its place, and has not begun its forward
     bool complete_ = false;          // the forward has left what the backward needs

@@ -347,7 +347,25 @@ const char* const kGone =
     "this graph holds a SyncBatchNorm of another process, or one that is gone. Write it again in its process: "
     "net.export, net.save and a symbol's save and tojson write BatchNorm. Then convert what is loaded.";
 
-Node node_of(Attributes given) {
+// Those of `create_call`.
+struct Calls {
+    std::mutex mutex;  // guards the rest
+    std::map<int64_t, Node> nodes;
+    int64_t next = 1;
+};
+Calls& calls = *new Calls;
+
+Node node_of(int count, const char** keys, const char** values) {
+    std::map<std::string, std::string> given;
+    for (int i = 0; i < count; ++i) {
+        if (std::strcmp(keys[i], "call") == 0) {
+            std::lock_guard<std::mutex> lock(calls.mutex);
+            const auto found = calls.nodes.find(std::atoll(values[i]));
+            if (found == calls.nodes.end()) throw dmlc::Error(kGone);
+            return found->second;
+        }
+        given[keys[i]] = values[i];
+    }
     Node node;
     node.layer = registry().of_token(given["layer"]);
     if (!node.layer) throw dmlc::Error(kGone);
@@ -370,27 +388,6 @@ Node node_of(Attributes given) {
     return node;
 }
 
-// Those of `create_call`.
-struct Calls {
-    std::mutex mutex;  // guards the rest
-    std::map<int64_t, Node> nodes;
-    int64_t next = 1;
-};
-Calls& calls = *new Calls;
-
-Node node_of(int size, const char** keys, const char** values) {
-    for (int i = 0; i < size; ++i) {
-        if (std::strcmp(keys[i], "call") != 0) continue;
-        std::lock_guard<std::mutex> lock(calls.mutex);
-        const auto found = calls.nodes.find(std::atoll(values[i]));
-        if (found == calls.nodes.end()) throw dmlc::Error(kGone);
-        return found->second;
-    }
-    Attributes given;
-    for (int i = 0; i < size; ++i) given[keys[i]] = values[i];
-    return node_of(std::move(given));
-}
-
 // MXNet calls delete_property even if this function throws, so it sets the callbacks first.
 int describe_layer(const char*, const int size, const char** keys, const char** values, MXCallbackList* out) {
     static Callback callbacks[] = {as_callback<delete_property>(), as_callback<list_arguments>(),
@@ -410,8 +407,8 @@ int describe_layer(const char*, const int size, const char** keys, const char** 
 
 }  // namespace
 
-int64_t create_call(const Attributes& attributes) {
-    const Node node = node_of(attributes);
+int64_t create_call(int count, const char** keys, const char** values) {
+    const Node node = node_of(count, keys, values);
     std::lock_guard<std::mutex> lock(calls.mutex);
     calls.nodes.emplace(calls.next, node);
     return calls.next++;

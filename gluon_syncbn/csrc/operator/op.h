@@ -2,8 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
-#include <string>
 
 #include "mxnet_api.h"
 
@@ -12,10 +10,8 @@ namespace syncbn {
 // Registers the operator with the MXNet library of these functions. Returns MXNet's status.
 int register_operator(const MXNet& functions);
 
-using Attributes = std::map<std::string, std::string>;
-
 // Keeps the attributes of a call, and returns a number: an eager call has it in their place, as the attribute `call`.
-int64_t create_call(const Attributes& attributes);
+int64_t create_call(int count, const char** keys, const char** values);
 // Forgets those of a layer.
 void forget_calls(int64_t layer);
 
