@@ -200,7 +200,7 @@ SYNCBN_API int syncbn_layer_place(int64_t id, const Span<const char*>& contexts,
 SYNCBN_API int syncbn_layer_called(int64_t id, int64_t node, const char* context) {
     return done([&] {
         const auto layer = found(id);
-        layer->rendezvous.join(layer->terms(), context, node, syncbn::caller(), true);
+        layer->rendezvous.join(layer->terms(), context, node, true);
     });
 }
 

@@ -30,6 +30,15 @@ constexpr double kStuckIdle = 3;  // seconds without computing after which a que
 constexpr double kRead = 3;       // seconds of a read, without computing, after which it waits for a missing replica
 constexpr double kReadAll = 0.2;  // seconds of a wait for all, which is sure to wait for it
 
+// Identifies the issuer of a call. Calls on the main thread take the positions in turn (null); any other thread is one
+// replica. A number and not an address: a new thread may get the address of one that has ended.
+const void* issuer() {
+    if (on_main_thread()) return nullptr;
+    static std::atomic<uintptr_t> threads{0};
+    static thread_local const uintptr_t number = ++threads;
+    return reinterpret_cast<const void*>(number);
+}
+
 // Fails the step of a meeting. If that step has been forgotten, only the meeting fails, and not the current step.
 void fail_here(Meeting& meeting, const Failure& failure) {
     if (step().number == meeting.step)
@@ -182,7 +191,7 @@ class WaitForReplicas : public Wait {
     Phase& phase_;
     const std::string call_;
     std::pair<int, int64_t> key_{0, waits.count++};
-    std::string seen_;  // the replicas that are here, and why not all are
+    std::string seen_;  // the replicas that are here, why not all are, and what those wait for that could call them
     double seen_since_ = 0;
     const double began_ = seconds();
     bool complete_ = false;
@@ -198,15 +207,16 @@ void WaitForReplicas::check_others() {
     const std::string here = state() + ". " + cause.text;
     const Failure reason(terms_.name, "", call_, here);
     note(phase_.number > 0 ? 2 : meeting_.full() ? 1 : 0, &reason);
-    if (seen_ != here) {  // a replica that was called just now is on the way
-        seen_ = here;
+    const Callers others = callers(began_);
+    if (seen_ != here + others.wait) {  // a replica that was called just now is on the way
+        seen_ = here + others.wait;
         seen_since_ = waited();
     }
-    const Callers others = callers(began_);
-    const bool in_vain = others.for_all ? others.lasts >= kReadAll : others.lasts >= kRead && idle_for(kRead);
+    const double lasts = waited() - seen_since_;
+    const bool in_vain = others.for_all ? lasts >= kReadAll : lasts >= kRead && idle_for(kRead);
     if (in_vain && !others.wait.empty() && !meeting_.full())
         give_up(state() + ". Nobody has called the layer there, and " + others.wait + ". " + how_to_call(meeting_));
-    if (cause.stuck_after > 0 && waited() - seen_since_ >= cause.stuck_after && idle_for(kStuckIdle)) {
+    if (cause.stuck_after > 0 && lasts >= cause.stuck_after && idle_for(kStuckIdle)) {
         std::ostringstream text;
         text << state() << ", and nothing has been computed for " << kStuckIdle << " s. " << cause.text;
         give_up(text.str());
@@ -244,7 +254,7 @@ bool Meeting::settled() const {
             std::none_of(positions.begin(), positions.end(), [](const Position& p) { return !!p.scope->open; }));
 }
 
-Scope* Meeting::caller(const std::string& context) const {
+Scope* Meeting::scope_on(const std::string& context) const {
     for (size_t i = 0; i < replicas(); ++i)
         if (replica(i) == context) return positions[i].scope.get();
     return nullptr;
@@ -264,13 +274,13 @@ void Rendezvous::check_step(const Terms& terms, const Key& key) {
         const Meeting* own = nullptr;  // the first in which this replica is free
         for (const auto& meeting : open_) {
             if (meeting->draw.node != key.first) continue;
-            Scope* const before = meeting->caller(context);
+            Scope* const before = meeting->scope_on(context);
             if (before == nullptr && own == nullptr) own = meeting.get();
             for (size_t i = 0; i < meeting->replicas(); ++i) {
                 if (meeting->positions[i].scope != scope) continue;
                 // This step has called another replica where another step has called this one. Or here, another step
                 // has called a replica that this step has called later.
-                Scope* const other = own == nullptr ? before : own->caller(meeting->replica(i));
+                Scope* const other = own == nullptr ? before : own->scope_on(meeting->replica(i));
                 if (other != nullptr && other != scope.get()) refuse(terms, context, *scope, *other);
             }
         }
@@ -309,12 +319,11 @@ Place Rendezvous::join_locked(const TermsPtr& terms, const Key& key, const void*
     return {*found, free};
 }
 
-Place Rendezvous::join(const TermsPtr& terms, const std::string& context, int64_t node, const void* caller,
-                       bool announces) {
+Place Rendezvous::join(const TermsPtr& terms, const std::string& context, int64_t node, bool announces) {
     const Lock lock(mutex_);
     const Key key{node, context};
     check_step(*terms, key);
-    const Place place = join_locked(terms, key, caller);
+    const Place place = join_locked(terms, key, issuer());
     if (announces && place.meeting) {
         place.meeting->announced = true;
         announced_[key].push_back(place);

@@ -120,7 +120,7 @@ struct Meeting {
     // Whether no later call can be of another step than these.
     bool settled() const;
     // The scope of the first call on a context; null if it has none.
-    Scope* caller(const std::string& context) const;
+    Scope* scope_on(const std::string& context) const;
     const std::string& replica(size_t position) const { return contexts()[position / terms->per_context]; }  // "cpu(1)"
 };
 
@@ -138,11 +138,10 @@ struct Place {
 class Rendezvous {
   public:
     // Called by the thread that issues a call: takes a position in the earliest meeting of this graph node with a free
-    // one for `context` and without `caller`. In a failed step takes none; on a context that is none of the layer's, the
-    // step fails. Throws Failure if the layer is in the middle of a step of another thread. `announces`: MXNet has made
+    // one for `context` and without this thread. In a failed step takes none; on a context that is none of the layer's,
+    // the step fails. Throws Failure if the layer is in the middle of a step of another thread. `announces`: MXNet has made
     // the operator before, and executes it now.
-    Place join(const TermsPtr& terms, const std::string& context, int64_t node, const void* caller,
-               bool announces = false);
+    Place join(const TermsPtr& terms, const std::string& context, int64_t node, bool announces = false);
     // Returns the first place that was announced for this node. Without an announcement, joins: an executor of a net's
     // own graph is one of MXNet's.
     Place take(const TermsPtr& terms, const std::string& context, int64_t node);

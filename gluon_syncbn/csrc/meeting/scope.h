@@ -1,6 +1,9 @@
 // Represents a thread's part of a step, between entering and leaving `with autograd.record()` or `train_mode()`.
 #pragma once
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -11,6 +14,9 @@
 #include "waiting/step.h"
 
 namespace syncbn {
+
+// Whether this is the process's first thread.
+inline bool on_main_thread() { return syscall(SYS_gettid) == getpid(); }
 
 class Scope {
   public:

@@ -31,8 +31,7 @@ constexpr double kEngineThreadWaits = 0.005;
 // one warning is enough.
 struct Culprit {
     std::mutex mutex;
-    int64_t layer = 0;
-    std::string context;
+    std::string replica;  // its context and layer; empty if there is none
     double since = 0;
 };
 Culprit& culprit = *new Culprit;  // outlives the threads that use it at exit
@@ -41,25 +40,25 @@ Culprit& culprit = *new Culprit;  // outlives the threads that use it at exit
 
 void speak_of_nonfinite_again() {
     std::lock_guard<std::mutex> lock(culprit.mutex);
-    culprit.layer = 0;
+    culprit.replica.clear();
 }
 
-std::unique_ptr<Call> Call::create(Node node, std::string context, Type type, Shape shape, int64_t samples) {
+std::unique_ptr<Call> Call::create(Node node, std::string context, Tensor tensor) {
     const bool on_gpu = context.compare(0, 4, "gpu(") == 0;
     if (!on_gpu && context.compare(0, 3, "cpu") != 0)
         throw Failure("CPU and GPU contexts can be synchronised; " + context + " was given");
-    return (on_gpu ? device_call : host_call)(std::move(node), std::move(context), type, shape, samples);
+    return (on_gpu ? device_call : host_call)(std::move(node), std::move(context), std::move(tensor));
 }
 
-void Call::issue(const void* caller, Recall recall) {
+void Call::issue() {
     terms_ = node_.layer->terms();
-    recall_ = std::move(recall);
+    recall_ = recall();
     if (recall_.again)
         place_.phase = recall_.memo->repeat();
     else if (within_graph || !shares())
         return;
     else
-        place_ = node_.layer->rendezvous.join(terms_, context_, node_.number, caller);
+        place_ = node_.layer->rendezvous.join(terms_, context_, node_.number);
     issued_ = true;
 }
 
@@ -292,12 +291,11 @@ void Call::check_finite(int64_t at, double value) const {
     if (what == Nonfinite::kPropagate) return;
     const bool bad = at >= 0;
     if (what == Nonfinite::kSkip) {
+        const std::string own = context_ + std::to_string(node_.layer->id);
         std::lock_guard<std::mutex> lock(culprit.mutex);
-        const bool known = culprit.layer == node_.layer->id && culprit.context == context_;
-        if (!bad && known) culprit.layer = 0;
-        if (!bad || (culprit.layer != 0 && seconds() - culprit.since < kQuiet)) return;
-        culprit.layer = node_.layer->id;
-        culprit.context = context_;
+        if (!bad && culprit.replica == own) culprit.replica.clear();
+        if (!bad || (!culprit.replica.empty() && seconds() - culprit.since < kQuiet)) return;
+        culprit.replica = own;
         culprit.since = seconds();
     }
     if (!bad) return;

@@ -88,21 +88,14 @@ class Call {
   public:
     std::array<void*, 3> callback_states;  // MXNet keeps a pointer to these
 
-    // Makes a call for "cpu(0)" or "gpu(1)"; another kind of context is a Failure. `shape.outer` holds `samples` equal
-    // parts, which slots consist of.
-    static std::unique_ptr<Call> create(Node node, std::string context, Type type, Shape shape, int64_t samples);
-    Call(Node node, std::string context, Type type, Shape shape, int64_t samples)
-        : node_(std::move(node)),
-          context_(std::move(context)),
-          tensor_{type, shape, samples, {}},
-          outer_(shape.outer),
-          samples_(samples) {}
+    // Makes a call for "cpu(0)" or "gpu(1)"; another kind of context is a Failure.
+    static std::unique_ptr<Call> create(Node node, std::string context, Tensor tensor);
+    Call(Node node, std::string context, Tensor tensor)
+        : node_(std::move(node)), context_(std::move(context)), tensor_(std::move(tensor)) {}
     virtual ~Call() = default;
 
-    // Called on the issuing thread, for a training call. `caller` is null on the main thread, whose calls take the
-    // positions in turn; any other thread is one replica. `recall` says whether the call is kept for a recomputation,
-    // or is one.
-    void issue(const void* caller, Recall recall);
+    // Called on the issuing thread, for a training call.
+    void issue();
     // The two halves of a forward and of a backward. The first waits for others a moment at most, and returns whether
     // the second will not wait. `reqs` are MXNet's requests, one for each output. On failure the outputs are NaN, so
     // that none looks plausible.
@@ -178,7 +171,7 @@ class Call {
     Pools pools_;          // of the last forward
     bool frozen_ = false;  // normalised with the running statistics: no gradient through them
     bool ready_ = false;   // the rest of this execution does not wait
-    Recall recall_;
+    Recall recall_;        // whether the call is kept for a recomputation, or is one
 
   private:
     // Lets MXNet allocate `count` outputs, before this replica contributes.
@@ -196,14 +189,14 @@ class Call {
     void leave_out(bool is_out);
     void write_zeros(bool backward, const Arrays& arrays, const int* reqs);
 
-    bool issued_ = false;            // with its place, and has not begun its forward
-    bool complete_ = false;          // the forward has left what the backward needs
-    bool lost_ = false;              // the forward failed before it met the others, so none waits for the backward
-    const int64_t outer_, samples_;  // of the tensor, also while it is left out
-    Vector own_;                     // this replica's vectors, if it contributes none
+    bool issued_ = false;    // with its place, and has not begun its forward
+    bool complete_ = false;  // the forward has left what the backward needs
+    bool lost_ = false;      // the forward failed before it met the others, so none waits for the backward
+    const int64_t outer_ = tensor_.shape.outer, samples_ = tensor_.samples;  // also while it is left out
+    Vector own_;  // this replica's vectors, if it contributes none
 };
 
-std::unique_ptr<Call> host_call(Node node, std::string context, Type type, Shape shape, int64_t samples);
-std::unique_ptr<Call> device_call(Node node, std::string context, Type type, Shape shape, int64_t samples);
+std::unique_ptr<Call> host_call(Node node, std::string context, Tensor tensor);
+std::unique_ptr<Call> device_call(Node node, std::string context, Tensor tensor);
 
 }  // namespace syncbn

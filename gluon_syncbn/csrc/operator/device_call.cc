@@ -526,8 +526,8 @@ void DeviceCall::finish() {
 
 }  // namespace
 
-std::unique_ptr<Call> device_call(Node node, std::string context, Type type, Shape shape, int64_t samples) {
-    return std::make_unique<DeviceCall>(std::move(node), std::move(context), type, shape, samples);
+std::unique_ptr<Call> device_call(Node node, std::string context, Tensor tensor) {
+    return std::make_unique<DeviceCall>(std::move(node), std::move(context), std::move(tensor));
 }
 
 }  // namespace syncbn

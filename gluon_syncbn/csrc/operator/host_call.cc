@@ -256,8 +256,8 @@ void HostCall::differentiate(const Arrays& arrays, const int* reqs) {
 
 }  // namespace
 
-std::unique_ptr<Call> host_call(Node node, std::string context, Type type, Shape shape, int64_t samples) {
-    return std::make_unique<HostCall>(std::move(node), std::move(context), type, shape, samples);
+std::unique_ptr<Call> host_call(Node node, std::string context, Tensor tensor) {
+    return std::make_unique<HostCall>(std::move(node), std::move(context), std::move(tensor));
 }
 
 }  // namespace syncbn

@@ -11,12 +11,9 @@
 #include "operator/op.h"
 
 #include <semaphore.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <iterator>
@@ -330,10 +327,11 @@ int create_operator(const char* context, int, unsigned** shapes, const int* dims
     if (std::strncmp(context, "gpu", 3) == 0 && !data.on_gpus)
         refuse(property, std::string(data.name) + " data is on " + context +
                              ", but MXNet 1.9 computes with it on CPUs only; use float16 there");
-    std::unique_ptr<Call> op = Call::create(std::move(node), context, static_cast<Type>(types[0]), shape, samples);
+    std::unique_ptr<Call> op =
+        Call::create(std::move(node), context, {static_cast<Type>(types[0]), shape, samples, {}});
     bool training = false;
     mx.MXAutogradIsTraining(&training);
-    if (training && !property.frozen && property.role != Role::kTrack) op->issue(caller(), recall());
+    if (training && !property.frozen && property.role != Role::kTrack) op->issue();
     static Callback callbacks[] = {as_callback<delete_operator>(), as_callback<run<false>>(), as_callback<run<true>>()};
     out->num_callbacks = 3;
     out->callbacks = callbacks;
@@ -418,16 +416,6 @@ void forget_calls(int64_t layer) {
     std::lock_guard<std::mutex> lock(calls.mutex);
     for (auto it = calls.nodes.begin(); it != calls.nodes.end();)
         it = it->second.layer->id == layer ? calls.nodes.erase(it) : std::next(it);
-}
-
-bool on_main_thread() { return syscall(SYS_gettid) == getpid(); }
-
-// A number and not an address: a new thread may get the address of one that has ended.
-const void* caller() {
-    if (on_main_thread()) return nullptr;
-    static std::atomic<uintptr_t> threads{0};
-    static thread_local const uintptr_t number = ++threads;
-    return reinterpret_cast<const void*>(number);
 }
 
 bool is_ours(const MXCallbackList& callbacks) { return callbacks.callbacks[0] == as_callback<delete_operator>(); }

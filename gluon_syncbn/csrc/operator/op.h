@@ -15,12 +15,6 @@ int64_t create_call(int count, const char** keys, const char** values);
 // Forgets those of a layer.
 void forget_calls(int64_t layer);
 
-// Whether this is the process's first thread.
-bool on_main_thread();
-// Identifies the issuer of a call. Calls on the main thread take the positions in turn (null); any other thread is one
-// replica.
-const void* caller();
-
 // Whether these callbacks of a custom operator belong to a `Call`, which is the state of each.
 bool is_ours(const MXCallbackList& callbacks);
 

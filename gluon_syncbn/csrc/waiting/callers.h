@@ -2,7 +2,6 @@
 // thread asks, and a thread of Python's answers within moments.
 #pragma once
 
-#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
@@ -17,7 +16,6 @@ namespace syncbn {
 struct Callers {
     std::string wait;      // the results that all of them wait for, and where; empty if one could call
     bool for_all = false;  // they wait for all pending operations, thus also for the missing replica
-    double lasts = 0;      // seconds from the first of equal answers to the last one
 };
 
 struct QuestionForCallers {
@@ -25,7 +23,7 @@ struct QuestionForCallers {
     std::condition_variable asked;
     bool open = false;
     Callers answer;
-    double first = 0, last = 0;  // times of equal answers
+    double last = 0;  // the time of the answer
 
     static constexpr double kGap = 1;  // seconds; whoever waits asks more often
 };
@@ -45,20 +43,15 @@ inline bool asked_for_callers(double seconds) {
 }
 
 inline void answer_callers(std::string wait, bool for_all) {
-    const double now = seconds();
     std::lock_guard<std::mutex> lock(question.mutex);
-    if (question.answer.wait != wait || now - question.last > question.kGap) question.first = now;
-    question.last = now;
-    question.answer = {std::move(wait), for_all, 0};
+    question.last = seconds();
+    question.answer = {std::move(wait), for_all};
 }
 
-// The answers since this time, on the clock of `seconds`.
+// The answer, if it came lately, and since this time on the clock of `seconds`.
 inline Callers callers(double since) {
     std::lock_guard<std::mutex> lock(question.mutex);
-    if (question.last < since || seconds() - question.last > question.kGap) return {};
-    Callers answer = question.answer;
-    answer.lasts = question.last - std::max(question.first, since);
-    return answer;
+    return question.last < since || seconds() - question.last > question.kGap ? Callers() : question.answer;
 }
 
 // In the child of a fork: a thread that the child does not have may have held the lock.
