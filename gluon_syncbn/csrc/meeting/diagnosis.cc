@@ -115,7 +115,6 @@ void record_meeting(const std::string& call, const Meeting& meeting, const Phase
     std::sort(order.begin(), order.end(),
               [&](size_t a, size_t b) { return phase.entries[a].at < phase.entries[b].at; });
     const double first = phase.entries[order.front()].at, last = phase.entries[order.back()].at;
-    if (first == 0) return;  // it came before records were requested
     double waited = 0;
     std::ostringstream out;
     out << std::fixed << std::setprecision(3) << title_of(layer) << ", " << call << ": ";

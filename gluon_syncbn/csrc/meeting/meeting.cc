@@ -355,7 +355,7 @@ bool Rendezvous::contribute(const Place& place, Part part, double seconds) {
     phase.number = place.phase;
     if (phase.entries.empty()) phase.entries.resize(meeting.replicas());
     check_equal(meeting, phase, place.position, part);
-    phase.entries[place.position] = {std::move(part), true, debugging() ? syncbn::seconds() : 0};  // (2)
+    phase.entries[place.position] = {std::move(part), true, syncbn::seconds()};  // (2)
     if (++phase.arrived < meeting.replicas()) {
         const auto ended = [&] { return phase.done || failure_of(meeting) != nullptr; };
         meeting.changed.wait_for(lock, std::chrono::duration<double>(seconds), ended);
@@ -375,14 +375,12 @@ bool Rendezvous::contribute(const Place& place, Part part, double seconds) {
 
 template <typename Work>
 void Rendezvous::attempt(Meeting& meeting, const Work& work) const {
-    std::string error;
     try {
         return work();
-    } catch (const std::exception& e) {
-        error = e.what();
+    } catch (const std::exception& error) {
+        Lock lock(mutex_);
+        fail_and_throw(meeting, {meeting.terms->name, "", "", error.what()});
     }
-    Lock lock(mutex_);
-    fail_and_throw(meeting, {meeting.terms->name, "", "", error});
 }
 
 void Rendezvous::finish(Meeting& meeting, Phase& phase) const {
