@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import itertools
 import warnings
-from typing import Dict, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Dict, List, Optional, Set, Tuple
 
 import mxnet as mx
 import numpy as np
+from mxnet import autograd
 from mxnet.gluon import HybridBlock, Parameter, SymbolBlock
+from mxnet.gluon.block import _flatten, _regroup
 
+from ..layer import SyncBatchNorm
 from ..mxnet_side import blocks, gamma
+from ..mxnet_side.export import plain
 from ..mxnet_side.nodes import Entry, Graph, Json, json_of, symbol_of, uses
-from ..system import arguments
-from .tracing import Prediction, prediction
+from ..system import arguments, kinds
+from .graphs import Opened
 
 Values = Dict[str, np.ndarray]  # of parameters, by name
 
@@ -65,26 +70,36 @@ def fold(net: HybridBlock) -> SymbolBlock:
     """
     if not isinstance(net, HybridBlock):
         arguments.refuse("net", net, "a gluon.HybridBlock; in another block, fold the hybrid blocks")
-    traced = prediction(net)
-    parameters = _parameters(net, traced)
+    traced, inputs, in_format, out_format = prediction(net)
+    parameters = _parameters(net, [name for name in traced.list_inputs() if name not in inputs])
     values = {name: one._reduce().asnumpy() for name, one in parameters.items()}  # the mean over the contexts
-    graph = json_of(traced.symbol, casts=False)
-    _write_ones(graph, values)
+    graph = json_of(traced, casts=False)
+    ones = [name for name in gamma.names(graph) if (values[name] != 1).any()]
+    values.update((name, np.ones_like(values[name])) for name in ones)
+    gamma.warn("fold", ones, stacklevel=3)
     plan = _Plan(graph, values)
     symbol = symbol_of(_written(graph, plan, values))
     if plan.left:
         warnings.warn(f"fold left as it was: {arguments.some(plan.left, '; ')}", stacklevel=2)
     names = [name for name in symbol.list_inputs() if name in values]
     arrays = {name: mx.nd.array(values[name], dtype=values[name].dtype) for name in names}
+    # SymbolBlock infers the types of parameters from those of the inputs, and raises an error if it cannot
+    dtype = next((array.dtype for array in arrays.values()), "float32")
+    variables = [kinds.like(mx.sym.var(name, dtype=dtype), traced) for name in inputs]
+    copy = SymbolBlock(kinds.like(symbol, traced), variables)
+    params = copy.collect_params()
+    for name, array in arrays.items():
+        params[name].shape = array.shape
     contexts = next((one.list_ctx() for one in parameters.values()), [mx.context.current_context()])
-    return traced.block(symbol, arrays, contexts)
+    params.load_dict(arrays, contexts, cast_dtype=True, dtype_source="saved")
+    params.setattr("grad_req", "null")
+    copy._in_format, copy._out_format = in_format, out_format
+    return copy
 
 
-def _parameters(net: HybridBlock, traced: Prediction) -> Dict[str, Parameter]:
-    """Returns those of the graph, by name."""
+def _parameters(net: HybridBlock, names: List[str]) -> Dict[str, Parameter]:
     known = {p.name: p for block in blocks.iterate(net) for p in (*block.params.values(), *block._reg_params.values())}
     known.update(net.collect_params().items())
-    names = [name for name in traced.symbol.list_inputs() if name not in traced.inputs]
     without = [name for name in names if name not in known or known[name]._data is None]
     if without:
         raise ValueError(
@@ -94,32 +109,14 @@ def _parameters(net: HybridBlock, traced: Prediction) -> Dict[str, Parameter]:
     return {name: known[name] for name in names}
 
 
-def _write_ones(graph: Json, values: Values) -> None:
-    """Does what `gamma.write_ones` does, in the copy."""
-    names = [name for name in gamma.names(graph) if (values[name] != 1).any()]
-    values.update((name, np.ones_like(values[name])) for name in names)
-    gamma.warn("fold", names)
-
-
-class _Affine(NamedTuple):
-    """y = scale * x + shift, for each channel, in float64."""
-
-    scale: np.ndarray
-    shift: np.ndarray
-
-    def after(self, first: _Affine) -> _Affine:
-        return _Affine(self.scale * first.scale, self.scale * first.shift + self.shift)
-
-
 class _Plan:
-    """Decides which BatchNorm goes into which node, by number."""
+    """Decides which BatchNorm goes into which node."""
 
     def __init__(self, graph: Json, values: Values) -> None:
         self._nodes, self._values = graph["nodes"], values
         self._uses = uses(graph)
-        self.into: Dict[int, int] = {}  # BatchNorm: the convolution that absorbs it
-        self.affine: Dict[int, _Affine] = {}  # convolution: the composed map of all that it absorbs
-        self.absorbed: Dict[int, Tuple[str, ...]] = {}  # convolution: the parameters of all that it absorbs
+        self.into: Dict[int, int] = {}  # by number: BatchNorm, and the convolution that absorbs it
+        self.absorbed: Dict[int, List[Json]] = {}  # by number of a convolution: the BatchNorms that it absorbs
         self.left: List[str] = []
         for number, node in enumerate(self._nodes):
             if node["op"] in blocks.OPERATORS:
@@ -153,31 +150,29 @@ class _Plan:
             return f"weight or bias of {layer['name']} are not parameters of the graph"
         if not _is_channel_axis(int(node.get("attrs", {}).get("axis", 1)), layer):
             return f"its axis is not, or may not be, the channel axis of {layer['name']}"
-        affine = self._affine(node)
-        if target in self.affine:
-            affine = affine.after(self.affine[target])
-        if not all(np.isfinite(value).all() for value in self.folded(target, affine)):
+        absorbed = [*self.absorbed.get(target, ()), node]
+        if not all(np.isfinite(value).all() for value in self.folded(target, absorbed)):
             return f"with it, the weight or bias of {layer['name']} would not be finite"
-        self.into[number], self.affine[target] = target, affine
-        self.absorbed[target] = (*self.absorbed.get(target, ()), *names, str(node.get("attrs")))
+        self.into[number], self.absorbed[target] = target, absorbed
         return ""
 
-    def _affine(self, node: Json) -> _Affine:
-        weight, beta, mean, variance = (self._values[name].astype("float64") for name in self.names(node)[1:])
-        if gamma.is_fixed(node):
-            weight = np.ones_like(weight)
-        with np.errstate(all="ignore"):  # a value that is not finite is refused afterwards
-            scale = weight / np.sqrt(variance + float(node.get("attrs", {}).get("eps", 1e-3)))
-            return _Affine(scale, beta - scale * mean)
-
-    def folded(self, number: int, affine: _Affine) -> Tuple[np.ndarray, np.ndarray]:
-        """Returns weight and bias of a node, in the weight's type."""
+    def folded(self, number: int, norms: List[Json]) -> Tuple[np.ndarray, np.ndarray]:
+        """Returns weight and bias of a node that has absorbed these, in the weight's type."""
         node = self._nodes[number]
         given = [self._values[name] for name in self.names(node)[WEIGHTS[node["op"]] :]]
-        with np.errstate(all="ignore"):
-            weight = _scaled(given[0].astype("float64"), affine.scale, node)
-            bias = affine.shift + (affine.scale * given[1] if len(given) > 1 else 0)
+        weight, bias = (one.astype("float64") for one in [*given, np.zeros(1)][:2])
+        with np.errstate(all="ignore"):  # a value that is not finite is refused afterwards
+            for norm in norms:
+                factor, beta, mean, variance = (self._values[name].astype("float64") for name in self.names(norm)[1:])
+                factor = np.ones_like(factor) if gamma.is_fixed(norm) else factor
+                scale = factor / np.sqrt(variance + float(norm.get("attrs", {}).get("eps", 1e-3)))
+                weight, bias = _scaled(weight, scale, node), scale * (bias - mean) + beta
             return weight.astype(given[0].dtype), bias.astype(given[0].dtype)
+
+    def parameters(self, number: int) -> Tuple[str, ...]:
+        """Returns what tells one set of absorbed BatchNorms from another; empty if the node absorbs none."""
+        norms = self.absorbed.get(number, ())
+        return tuple(text for norm in norms for text in (*self.names(norm)[1:], str(norm.get("attrs"))))
 
 
 _WITH_RELU = "_contrib_BatchNormWithReLU"
@@ -215,7 +210,7 @@ def _written(graph: Json, plan: _Plan, values: Values) -> Json:
     users: Dict[str, Set[Tuple[str, ...]]] = {}  # of a value: the BatchNorms in it; empty if unchanged
     for number, node in enumerate(graph["nodes"]):
         for name in plan.names(node):
-            users.setdefault(name, set()).add(plan.absorbed.get(number, ()))
+            users.setdefault(name, set()).add(plan.parameters(number))
     made: Dict[Tuple[str, ...], List[Entry]] = {}  # by the parameters and BatchNorms that convolutions share
     grown = Graph()
 
@@ -239,23 +234,21 @@ def _written(graph: Json, plan: _Plan, values: Values) -> Json:
                 return [inputs[0]]
             relu = {"op": "Activation", "name": node["name"], "attrs": {"act_type": "relu"}}
             return [[grown.add(relu, [inputs[0]]), 0, 0]]
-        if number in plan.affine:
+        if number in plan.absorbed:
             place = WEIGHTS[node["op"]]
             weight, *bias = plan.names(node)[place:]
-            key = (node["op"], weight, *bias, *plan.absorbed[number])
+            key = (node["op"], weight, *bias, *plan.parameters(number))
             if key not in made:
-                arrays = plan.folded(number, plan.affine[number])
                 new = of_value(weight)
                 stem = new[: -len("weight")] if new.endswith("weight") else f"{new}_"
                 both = new, of_value(bias[0]) if bias else renamed(f"{stem}bias")
-                made[key] = [variable(name, array) for name, array in zip(both, arrays)]
-                folded.update(zip(both, arrays))
+                arrays = dict(zip(both, plan.folded(number, plan.absorbed[number])))
+                made[key] = [variable(name, array) for name, array in arrays.items()]
+                folded.update(arrays)
             attributes = {**node["attrs"], "no_bias": "False"}
             return [[grown.add({**node, "attrs": attributes}, [*inputs[:place], *made[key]]), 0, 0]]
         if node["op"] in blocks.OPERATORS:
-            attributes = {**node.get("attrs", {}), "use_global_stats": "True"}
-            at = grown.add({**node, "attrs": attributes}, inputs)
-            return [[at, output, 0] for output in range(3)]
+            node["attrs"] = {**node.get("attrs", {}), "use_global_stats": "True"}
         if node["op"] == "null" and node["name"] in values:
             return [variable(node["name"], values[node["name"]])]
         return None
@@ -264,3 +257,53 @@ def _written(graph: Json, plan: _Plan, values: Values) -> Json:
     written = grown.rewrite(graph, stead)
     values.update(folded)
     return written
+
+
+# ---- the graph of a prediction -----------------------------------------------------------------------------
+
+
+def prediction(net: HybridBlock) -> Tuple[mx.sym.Symbol, List[str], Any, Any]:
+    """Returns the graph of a prediction, the net with running statistics in MXNet's own operators; the names of its
+    inputs; and how Gluon describes the nesting of inputs and outputs. ValueError: the net cannot be traced.
+
+    Records the graph anew, because a net may record another graph in training. The net stays as it is.
+    """
+    if net._cached_graph:
+        names, form = [one.name for one in net._cached_graph[0]], net._in_format
+    else:
+        count = _inputs(net)
+        names, form = ["data"] if count == 1 else [f"data{i}" for i in range(count)], [0] * count
+    if form[0] != 0:
+        raise ValueError(f"net: the first input of '{net.name}' is not an array, but a SymbolBlock needs one")
+    variables = iter([kinds.variable(name) for name in names])
+    given = _regroup([next(variables) if place >= 0 else None for place in _places(form)], form)
+    # Replicas never meet in this graph, and one process of a job may trace it alone. So its nodes must not count, which
+    # synchronised layers number alike in all processes.
+    before = [(one, dict(vars(one))) for one in blocks.iterate(net) if isinstance(one, (SyncBatchNorm, Opened))]
+    try:
+        with autograd.pause(train_mode=False):
+            traced = net.forward(*given)
+    except Exception as error:  # the user's code
+        raise ValueError(
+            f"net: {type(net).__name__} '{net.name}' cannot be traced ({type(error).__name__}: {error}); expected a "
+            "net that can be hybridized. If it has inputs other than arrays, call the net once, hybridized, before"
+        ) from error
+    finally:
+        for block, state in before:
+            block.__dict__.update(state)
+    outputs, output_form = _flatten(traced, "output")
+    return kinds.like(plain(mx.sym.Group(outputs)), outputs[0]), names, form, output_form
+
+
+def _inputs(net: HybridBlock) -> int:
+    """Returns the number of arrays that the forward needs."""
+    taken = list(inspect.signature(net.hybrid_forward).parameters.values())[1:]  # the arguments after F
+    needed = (one for one in taken if one.kind is one.POSITIONAL_OR_KEYWORD and one.default is one.empty)
+    return max(1, sum(one.name not in net._reg_params for one in needed))
+
+
+def _places(form: Any) -> List[int]:
+    """Returns a number for each input in Gluon's description; -1 for None."""
+    if isinstance(form, int):
+        return [form] if form <= 0 else [0] * form
+    return [place for part in form for place in _places(part)]

@@ -24,7 +24,8 @@ import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
 from gluon_syncbn.mxnet_side import blocks
 from gluon_syncbn.mxnet_side.nodes import json_of
-from gluon_syncbn.nets import graphs, tracing
+from gluon_syncbn.nets import graphs
+from gluon_syncbn.nets.fold import prediction
 
 from .models import Model
 
@@ -225,7 +226,7 @@ def folded(model: Model, net: Block) -> Tuple[str, str]:
     """
     want = predict(model, net)
     copy = _fold(net)
-    nodes = json_of(tracing.prediction(net).symbol)["nodes"]
+    nodes = json_of(prediction(net)[0])["nodes"]
     before = sum(node["op"] in blocks.OPERATORS for node in nodes)
     after = sum(operator in blocks.OPERATORS for _, operator, _ in blocks.recorded(copy))
     counted, got = f"{before - after} of {before}", predict(model, copy)
