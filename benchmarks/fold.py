@@ -107,7 +107,7 @@ def measured(cell: _measuring.Cell) -> Dict[str, Any]:
 
     taken = _measuring.interleaved({"plain": step(net), "ours": step(copy)}, ROUNDS, BUDGET_S)
     layers = sum(map(blocks.is_batch_norm, blocks.iterate(net)))
-    left = sum(operator in blocks.OPERATORS for _, operator, _ in blocks.recorded(copy))
+    left = sum(node.operator in blocks.OPERATORS for node in blocks.recorded(copy))
     return {"layers": layers, "folded": layers - left, "seconds": taken}
 
 

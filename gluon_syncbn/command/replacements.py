@@ -176,7 +176,7 @@ def uninstall(everything: bool = False) -> None:
 
 def _synchronising(construct: Callable[..., None], block: SymbolBlock, *args: Any, **kwargs: Any) -> None:
     construct(block, *args, **kwargs)
-    if _installed and any(operator == OPERATOR for _, operator, _ in blocks.recorded(block)):
+    if _installed and any(node.operator == OPERATOR for node in blocks.recorded(block)):
         convert_nodes(block, OPERATOR)
 
 
@@ -197,7 +197,7 @@ def _with_parameters(parameters: Sequence[Parameter]) -> List[Block]:
         if issubclass(type(block), (_BatchNorm, SymbolBlock)) and not isinstance(block, layer.SyncBatchNorm):
             own = [places[id(one)] for one in block._reg_params.values() if id(one) in places]
             in_graph = isinstance(block, SymbolBlock)
-            if own and (not in_graph or any(operator in blocks.OPERATORS for _, operator, _ in blocks.recorded(block))):
+            if own and (not in_graph or any(node.operator in blocks.OPERATORS for node in blocks.recorded(block))):
                 found.append((min(own), block))
     return [block for _, block in sorted(found, key=lambda one: one[0])]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
 
-from mxnet.gluon import Block, HybridBlock, SymbolBlock
+from mxnet.gluon import Block, HybridBlock, Parameter, SymbolBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from mxnet.gluon.nn.basic_layers import _BatchNorm
 
@@ -13,6 +13,7 @@ from ..activation import BatchNormActivation, BatchNormAdd
 from ..system import arguments, kinds
 from . import callers
 from .nodes import json_of
+from .op import NAME, Role
 from .operators import SYMBOLS
 
 PARAMETERS = ("gamma", "beta", "running_mean", "running_var")
@@ -98,12 +99,26 @@ def difference(block: Block) -> str:
     return ""
 
 
-def recorded(block: SymbolBlock) -> List[Tuple[str, str, bool]]:
-    """Returns the nodes of the graph: name, operator, which for a custom operator is its type, and whether it is
-    frozen.
-    """
-    nodes = json_of(block._cached_graph[1])["nodes"]
-    return [(node["name"], operator_of(node), is_frozen(node)) for node in nodes]
+class Recorded(NamedTuple):
+    """A node of batch normalisation in a graph."""
+
+    name: str
+    operator: str  # for a custom one its type
+    frozen: bool
+    running: List[Optional[Parameter]]  # mean and variance; None: not a parameter of the block
+
+
+def recorded(block: SymbolBlock) -> List[Recorded]:
+    """Returns the nodes of batch normalisation in a block's graph."""
+    nodes: List[Dict[str, Any]] = json_of(block._cached_graph[1])["nodes"]
+    parameters = {parameter.name: parameter for parameter in block._reg_params.values()}
+    found = []
+    for node in nodes:
+        operator = operator_of(node)
+        if operator in OPERATORS or (operator == NAME and int(node["attrs"]["role"]) != Role.MEET):
+            running = [parameters.get(nodes[at]["name"]) for at, *_ in node["inputs"][-2:]]
+            found.append(Recorded(node["name"], operator, is_frozen(node), running))
+    return found
 
 
 def is_frozen(node: Dict[str, Any]) -> bool:

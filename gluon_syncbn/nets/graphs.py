@@ -100,13 +100,12 @@ def open_graph(block: SymbolBlock) -> List[Left]:
 
 
 def close_graph(block: SymbolBlock) -> None:
-    """Undoes `open_graph`, unless one of its layers is synchronised."""
-    if isinstance(block, Opened) and not any(
-        isinstance(slot.layer, SyncBatchNorm) for slot in block.__layers__.values()
-    ):
+    """Writes the graph, and undoes `open_graph` unless one of its layers is synchronised."""
+    if isinstance(block, Opened):
         _write(block)
-        block.__class__ = type(block).__bases__[1]
-        del block.__layers__, block._skeleton, block._left
+        if not any(isinstance(slot.layer, SyncBatchNorm) for slot in block.__layers__.values()):
+            block.__class__ = type(block).__bases__[1]
+            del block.__layers__, block._skeleton, block._left
 
 
 @lru_cache(maxsize=None)

@@ -6,7 +6,7 @@ import functools
 import itertools
 import warnings
 from collections import Counter
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import mxnet as mx
@@ -18,13 +18,11 @@ from .._native import merge_moments
 from ..exchange.store import ProcessStore
 from ..layer import SyncBatchNorm, SyncBatchNormAdd
 from ..mxnet_side import blocks
-from ..mxnet_side.nodes import Json, json_of
-from ..mxnet_side.op import NAME, Role, moments
+from ..mxnet_side.op import moments
 from ..system import arguments, kinds
 from ..system.bfloat16 import values
 from ..training import steps
 from ..training.replicas import Pooling, Replicas
-from .graphs import Opened
 from .parameters import check_values, store_of
 
 
@@ -66,16 +64,15 @@ def average_running_stats(net: Block, weights: Optional[Sequence[float]] = None,
     running = _running(arguments.block("net", net))
     store = store_of(kvstore, [one.mean for one in running])
     given = None if weights is None else _weights(weights)
-    for layer in running:
-        if given is not None and len(given) != len(layer.contexts):
-            expected = f"one for each of the {len(layer.contexts)} contexts of '{layer.name}'"
-            arguments.refuse("weights", weights, expected)
     mx.nd.waitall()  # a static graph does not tell MXNet that it writes running statistics
     moments = []
     for layer in running:
+        contexts = layer.contexts
+        if given is not None and len(given) != len(contexts):
+            arguments.refuse("weights", weights, f"one for each of the {len(contexts)} contexts of '{layer.name}'")
         parts = [
             _packed(weight, layer.mean.data(context).asnumpy(), layer.var.data(context).asnumpy())
-            for weight, context in zip(given or [1.0] * len(layer.contexts), layer.contexts)
+            for weight, context in zip(given or [1.0] * len(contexts), contexts)
         ]
         moments.append(functools.reduce(merge_moments, parts))
     for layer, total in zip(running, _of_all_processes(store, "running statistics", moments)):
@@ -87,11 +84,9 @@ def update_bn_stats(
 ) -> None:
     r"""Sets the running statistics to the moments of many batches ("precise BN"), in place of a moving average.
 
-    .. math:: \mu = \frac{\sum_b n_b \mu_b}{\sum_b n_b} \qquad
-              \sigma^2 = \frac{\sum_b n_b \left(\sigma_b^2 + (\mu_b - \mu)^2\right)}{\sum_b n_b}
-
-    for each channel, over the shards b of all batches, with n values each. These are mean and biased variance of all
-    inputs of the layer, as if they were one batch. They are computed in float64 and bitwise equal on every device.
+    For each channel, the formula of `average_running_stats` is over the shards of all batches, weighted with the number
+    of their values. This gives mean and biased variance of all inputs of the layer, as if they were one batch, computed
+    in float64 and bitwise equal on every device.
 
     Calls the net in training mode and without gradient: the layers normalise as in training, each in its mode. In the
     end, only the running statistics have changed; after an error these are unchanged too. Graphs of hybridized blocks
@@ -134,7 +129,8 @@ def update_bn_stats(
     store = store_of(kvstore, [one.mean for one in running])
     layers, stay = _layers_to_measure(net)
     mx.nd.waitall()  # a static graph does not tell MXNet that it writes running statistics
-    before = [(array, array.copy()) for one in running for array in one.arrays()]
+    parameters = [parameter for one in running for parameter in (one.mean, one.var)]
+    before = [(array, array.copy()) for parameter in parameters for array in parameter.list_data()]
     try:
         totals = _population(net, layers, running, _equally_many(store, batches, num_iters))
         totals = _of_all_processes(store, "population statistics", totals)
@@ -164,9 +160,6 @@ class _Running(NamedTuple):
         """Returns each context once, also if it holds several replicas."""
         return list(dict.fromkeys(self.mean.list_ctx()))
 
-    def arrays(self) -> List[mx.nd.NDArray]:
-        return [*self.mean.list_data(), *self.var.list_data()]
-
     def write(self, moments: np.ndarray) -> None:
         mean, m2 = np.split(moments[1:], 2)
         for parameter, value in ((self.mean, mean), (self.var, m2 / moments[0])):
@@ -181,36 +174,12 @@ def _running(net: Block) -> List[_Running]:
         if blocks.is_batch_norm(block):
             found.setdefault(id(block.running_mean), _Running(block.name, block.running_mean, block.running_var))
         elif isinstance(block, SymbolBlock):
-            nodes: List[Json] = json_of(block._cached_graph[1])["nodes"]
-            parameters = {parameter.name: parameter for parameter in block._reg_params.values()}
-            for node in filter(_normalises, nodes):
-                mean, var = (parameters.get(nodes[at]["name"]) for at, *_ in node["inputs"][-2:])
+            for node in blocks.recorded(block):
+                mean, var = node.running
                 if mean is not None and var is not None:
-                    found.setdefault(id(mean), _Running(node["name"], mean, var))
+                    found.setdefault(id(mean), _Running(node.name, mean, var))
     check_values("net", [parameter for one in found.values() for parameter in (one.mean, one.var)])
     return list(found.values())
-
-
-class _Input(NamedTuple):
-    """What a layer was given, as far as its moments need it."""
-
-    layer: nn.BatchNorm
-    positions: int  # values of a channel
-    moments: mx.nd.NDArray
-    mask: Optional[mx.nd.NDArray]
-
-    def packed(self) -> np.ndarray:
-        count, mask = self.positions, self.mask
-        if mask is not None:
-            count = np.count_nonzero(values(mask)) * count // mask.size
-        there, *of_channels = self.moments.asnumpy()
-        return _packed(there * count, *np.split(np.array(of_channels), 2))
-
-
-def _normalises(node: Json) -> bool:
-    """Whether a node of a graph has running statistics."""
-    role = int(node.get("attrs", {}).get("role", -1))
-    return blocks.operator_of(node) in (*blocks.OPERATORS, NAME) and role != Role.MEET
 
 
 def _packed(count: float, mean: np.ndarray, var: np.ndarray) -> np.ndarray:
@@ -243,14 +212,8 @@ def _of_all_processes(store: Optional[ProcessStore], what: str, moments: List[np
 def _layers_to_measure(net: Block) -> Tuple[List[nn.BatchNorm], List[str]]:
     """Returns the layers that normalise with their batch, and the names of layers with an unknown forward."""
     found = list(blocks.iterate(net))
-    of_graphs = [slot.layer for block in found if isinstance(block, Opened) for slot in block.__layers__.values()]
-    hidden = [layer.name for layer in of_graphs if not layer._kwargs["use_global_stats"]]
-    for block in found:
-        if isinstance(block, Opened):
-            hidden += [node.name for node in block._left]
-        elif isinstance(block, SymbolBlock):
-            nodes = json_of(block._cached_graph[1])["nodes"]
-            hidden += [node["name"] for node in nodes if _normalises(node) and not blocks.is_frozen(node)]
+    recorded = [node for block in found if isinstance(block, SymbolBlock) for node in blocks.recorded(block)]
+    hidden = [node.name for node in recorded if not node.frozen]
     if hidden:
         raise ValueError(
             f"net: batch normalisation in the recorded graph of a SymbolBlock ({arguments.some(hidden, ', ')}) was "
@@ -258,7 +221,7 @@ def _layers_to_measure(net: Block) -> Tuple[List[nn.BatchNorm], List[str]]:
         )
     layers, stay = [], []
     for block in found:
-        if blocks.is_batch_norm(block) and not block._kwargs["use_global_stats"] and block not in of_graphs:
+        if blocks.is_batch_norm(block) and not block._kwargs["use_global_stats"]:
             reason = "" if isinstance(block, SyncBatchNorm) else blocks.difference(block)
             if reason:
                 stay.append(f"{block.name} ({type(block).__name__}: {reason})")
@@ -271,36 +234,13 @@ def _population(
     net: Block, layers: Sequence[nn.BatchNorm], running: Sequence[_Running], batches: Iterator[Any]
 ) -> List[np.ndarray]:
     """Computes the moments over all values of all batches, for each of ``running``."""
-    number = {id(one.mean): i for i, one in enumerate(running)}
-    totals = [np.zeros(1 + 2 * one.mean.shape[0]) for one in running]
-    replicas = _replicas(layers, running)
-    done = 0
+    ours = [layer._replicas for layer in layers if isinstance(layer, SyncBatchNorm)]
+    times = max((replicas.count() // len(replicas.contexts) for replicas in ours), default=1)
+    replicas = {context: times for one in running for context in one.contexts}
     each_by_itself = Replicas("update_bn_stats", Pooling("local"), None, None, None)
     each_by_itself.set_contexts(list(replicas), 0)
-    with _inputs(net, layers, each_by_itself) as inputs:
-        for batch in batches:
-            _check_batch(f"batches[{done}]", batch, replicas)
-            with autograd.pause(train_mode=True):
-                for shard in batch:
-                    net(shard)
-            mx.nd.waitall()  # no result is read before all replicas are called
-            for given in inputs:
-                i = number[id(given.layer.running_mean)]
-                totals[i] = merge_moments(totals[i], given.packed())
-            inputs.clear()
-            done += 1
-    if not done:
-        raise ValueError("batches: none was given, expected at least one batch")
-    return totals
-
-
-@contextmanager
-def _inputs(net: Block, layers: Sequence[nn.BatchNorm], each_by_itself: Replicas) -> Iterator[List[_Input]]:
-    """Collects the moments of the layers' inputs meanwhile.
-
-    A graph calls no layer, so hybridized blocks run without their graphs.
-    """
-    given: List[_Input] = []
+    totals = {id(one.mean): np.zeros(1 + 2 * one.mean.shape[0]) for one in running}
+    seen: List[Tuple[nn.BatchNorm, int, mx.nd.NDArray, Optional[mx.nd.NDArray]]] = []
 
     def see(layer: nn.BatchNorm, args: Tuple[Any, ...]) -> None:
         x = kinds.classic(args[0])
@@ -308,23 +248,33 @@ def _inputs(net: Block, layers: Sequence[nn.BatchNorm], each_by_itself: Replicas
             return
         axis, masks = layer._kwargs.get("axis", 1), args[1 + isinstance(layer, SyncBatchNormAdd) :]
         mask = kinds.classic(masks[0]).copy() if masks else None  # a net may overwrite it
-        given.append(_Input(layer, x.size // x.shape[axis], moments(x, mask, axis, each_by_itself), mask))
+        seen.append((layer, x.size // x.shape[axis], moments(x, mask, axis, each_by_itself), mask))
 
+    done = 0
     with ExitStack() as afterwards:
         for block in blocks.iterate(net):
-            if isinstance(block, HybridBlock):
+            if isinstance(block, HybridBlock):  # a graph calls no layer
                 afterwards.callback(setattr, block, "_active", block._active)
                 block._active = False
         for layer in layers:
             afterwards.callback(layer.register_forward_pre_hook(see).detach)
-        yield given
-
-
-def _replicas(layers: Sequence[nn.BatchNorm], running: Sequence[_Running]) -> Dict[mx.Context, int]:
-    """Returns the number of replicas on each context."""
-    ours = [layer._replicas for layer in layers if isinstance(layer, SyncBatchNorm)]
-    times = max((replicas.count() // len(replicas.contexts) for replicas in ours), default=1)
-    return {context: times for one in running for context in one.contexts}
+        for batch in batches:
+            _check_batch(f"batches[{done}]", batch, replicas)
+            with autograd.pause(train_mode=True):
+                for shard in batch:
+                    net(shard)
+            mx.nd.waitall()  # no result is read before all replicas are called
+            for layer, count, given, mask in seen:
+                if mask is not None:
+                    count = np.count_nonzero(values(mask)) * count // mask.size
+                there, *of_channels = given.asnumpy()
+                packed = _packed(there * count, *np.split(np.array(of_channels), 2))
+                totals[id(layer.running_mean)] = merge_moments(totals[id(layer.running_mean)], packed)
+            seen.clear()
+            done += 1
+    if not done:
+        raise ValueError("batches: none was given, expected at least one batch")
+    return list(totals.values())
 
 
 def _check_batch(name: str, batch: Any, replicas: Dict[mx.Context, int]) -> None:

@@ -144,16 +144,16 @@ def _rows(block: Block) -> Iterator[Row]:
     elif isinstance(block, _OF_ONE_SAMPLE):
         yield _row(block, _NO_BATCH)
     elif isinstance(block, Opened):
-        for node in block._left:
-            yield Row(f"{node.name} ({node.operator})", statistics=f"plain, because {node.reason}")
+        for left in block._left:
+            yield Row(f"{left.name} ({left.operator})", statistics=f"plain, because {left.reason}")
     elif isinstance(block, SymbolBlock):
-        for name, operator, frozen in blocks.recorded(block):
-            if operator in blocks.OPERATORS:
+        for node in blocks.recorded(block):
+            if node.operator == NAME:
+                statistics = f"{_FROZEN if node.frozen else SYNCHRONISED}, in a recorded graph"
+                yield Row(f"{node.name} (SyncBatchNorm)", statistics=statistics)
+            else:
                 why = f"it is in the recorded graph {block.name}".rstrip() + "; convert(net) changes it"
-                yield Row(f"{name} ({operator})", statistics=f"plain, because {why}")
-            elif operator == NAME:
-                statistics = _FROZEN if frozen else SYNCHRONISED
-                yield Row(f"{name} (SyncBatchNorm)", statistics=f"{statistics}, in a recorded graph")
+                yield Row(f"{node.name} ({node.operator})", statistics=f"plain, because {why}")
 
 
 def _statistics(layer: SyncBatchNorm) -> str:

@@ -73,9 +73,9 @@ def count(net: Block) -> Counts:
             frozen += block._kwargs["use_global_stats"]
             synchronised += isinstance(block, SyncBatchNorm) and not block._kwargs["use_global_stats"]
         elif isinstance(block, SymbolBlock) and not isinstance(block, graphs.Opened):  # the loop visits its layers
-            operators = [operator for _, operator, _ in blocks.recorded(block)]
+            operators = [node.operator for node in blocks.recorded(block)]
             synchronised += operators.count("gluon_syncbn")
-            layers += sum(operator in (*blocks.OPERATORS, "gluon_syncbn") for operator in operators)
+            layers += len(operators)
     return Counts(layers, synchronised, frozen)
 
 
@@ -228,7 +228,7 @@ def folded(model: Model, net: Block) -> Tuple[str, str]:
     copy = _fold(net)
     nodes = json_of(prediction(net)[0])["nodes"]
     before = sum(node["op"] in blocks.OPERATORS for node in nodes)
-    after = sum(operator in blocks.OPERATORS for _, operator, _ in blocks.recorded(copy))
+    after = sum(node.operator in blocks.OPERATORS for node in blocks.recorded(copy))
     counted, got = f"{before - after} of {before}", predict(model, copy)
     problem = _different(got, want, SAME)
     if not problem:
