@@ -6,7 +6,7 @@ the operator that follows.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set
 
 import mxnet as mx
 from mxnet.gluon import HybridBlock
@@ -31,6 +31,7 @@ class Chain(NamedTuple):
     layer: int
     guard: Optional[int]
     addition: Optional[int]
+    addend: int  # its place among the inputs of the addition
     activation: Activation
 
 
@@ -48,32 +49,28 @@ def fused(symbol: mx.sym.Symbol, inputs: Dict[str, mx.nd.NDArray]) -> Optional[m
     chains = _chains(recorded, sums)
     if not chains:
         return None
-    absorbed: Dict[int, List[Entry]] = {}  # input entries, in the new graph
-    parts = {number for chain in chains.values() for number in chain[:3] if number is not None}
+    given: List[List[Entry]] = []  # the inputs of each node, in the new graph
     graph = Graph()
 
     def fold(number: int, node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
-        if number in parts:
-            absorbed[number] = inputs
-            return [[]]
+        given.append(inputs)
         chain = chains.get(number)
-        if chain is None:
+        if chain is None:  # MXNet drops the copies of absorbed nodes, which no output needs
             return None
-        layer = recorded["nodes"][chain.layer]
+        layer, entries = recorded["nodes"][chain.layer], given[chain.layer]
         epilogue = {EPILOGUE: node["name"]}
-        given = absorbed[chain.layer]
+        adds = chain.addition is not None
         if chain.addition is not None:
             epilogue[ADDED] = recorded["nodes"][chain.addition]["name"]
-            (addend,) = [entry for entry in absorbed[chain.addition] if entry]
+            addend = given[chain.addition][chain.addend]
             if chain.guard is not None and not is_guard(graph.nodes[addend[0]]):
                 guard = {"op": "SwapAxis", "name": f"{layer['name']}_addend", "attrs": {"dim1": "0", "dim2": "0"}}
                 addend = [graph.add(guard, [addend]), 0, 0]
-            given = [*given[:3], addend, *given[3:]]
+            entries = [*entries[:3], addend, *entries[3:]]
         attributes = {**layer["attrs"], **epilogue, **chain.activation.attributes()}
-        adds = chain.addition is not None
         inplace = attributes["inplace"] == "1" and invertible(chain.activation, adds)
         attributes.update(adds=str(int(adds)), inplace=str(int(inplace)), fuses="0")  # it absorbs nothing more
-        at = graph.add({**layer, "attrs": attributes}, given)
+        at = graph.add({**layer, "attrs": attributes}, entries)
         replicas = Replicas.of_token(attributes["layer"])
         if replicas is not None:
             replicas.taken_in = described(chain.activation, adds, inplace)
@@ -110,16 +107,6 @@ def _chains(graph: Json, sums: Set[int]) -> Dict[int, Chain]:
     def only(entry: Entry) -> bool:
         return used[entry[0], entry[1]] == 1
 
-    def layer_of_entry(entry: Entry) -> Optional[Tuple[int, Optional[int]]]:
-        """Returns the normalisation with this output, and its guard."""
-        if not only(entry):
-            return None
-        number, guard = entry[0], None
-        if is_guard(nodes[number]) and only(nodes[number]["inputs"][0]):
-            number, guard = nodes[number]["inputs"][0][0], number
-        fuses = is_ours(nodes[number]) and nodes[number]["attrs"].get("fuses") == "1"
-        return (number, guard) if fuses else None
-
     chains: Dict[int, Chain] = {}
     for number, node in enumerate(nodes):
         activation = _activation_of(node)
@@ -127,12 +114,13 @@ def _chains(graph: Json, sums: Set[int]) -> Dict[int, Chain]:
             continue
         entry = node["inputs"][0]
         addition = entry[0] if entry[0] in sums and only(entry) else None
-        for summand in [entry] if addition is None else nodes[addition]["inputs"]:
-            found = layer_of_entry(summand)
-            if found is None:
-                continue
-            chains[number] = Chain(*found, addition, activation)
-            break
+        for place, summand in enumerate([entry] if addition is None else nodes[addition]["inputs"]):
+            guard = summand[0] if is_guard(nodes[summand[0]]) else None
+            before = summand if guard is None else nodes[guard]["inputs"][0]
+            layer = nodes[before[0]]
+            if only(summand) and only(before) and is_ours(layer) and layer["attrs"].get("fuses") == "1":
+                chains[number] = Chain(before[0], guard, addition, 1 - place, activation)
+                break
     return chains
 
 
