@@ -10,7 +10,7 @@ import re
 import threading
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Type, TypeVar, cast
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Type, TypeVar, cast
 
 import mxnet as mx
 from mxnet import autograd
@@ -26,6 +26,7 @@ from ..system import arguments, kinds
 from ..system.bfloat16 import is_float
 
 BlockT = TypeVar("BlockT", bound=Block)
+Used = Dict[int, Tuple[Parameter, NDArray]]  # by id
 
 # Names of operators that draw random numbers. A few matches draw none and only cost time. LeakyReLU draws as RReLU.
 _RANDOM = re.compile(
@@ -91,12 +92,12 @@ def checkpoint(block: BlockT, active: bool = True) -> BlockT:
         patches.replace(_seen, Parameter, "data")
         block.__class__ = _recomputed(cast(Any, type(block)))
     elif changed and not active:
-        block.__class__ = type(block).__mro__[2]
+        block.__class__ = type(block).__bases__[1]
     return block
 
 
 class _Recomputed(Block):
-    """The class that precedes a block's own class in its bases."""
+    """Computes the forward of the other base again in the backward."""
 
     def forward(self, *args: Any) -> Any:
         forward = super().forward
@@ -127,15 +128,14 @@ def _recorded(block: Block, forward: Callable[..., Any], seed: Optional[int], ar
     """Calls a block, and records how to compute it again."""
     context, training, tape = _arrays(args)[0].ctx, autograd.is_training(), _native.Tape()
     np_shape, np_array = mx.util.is_np_shape(), mx.util.is_np_array()  # of this thread
-    worker = _worker(context, len(_of_thread.frames))
-    frame = _Frame(None, {})
+    depth = len(_of_thread.frames)
     with _recording(False, training):
         # These are copies, because the engine runs the second forward after all operators that were issued since
         # then and write the same arrays. Parameters are written by their update, which waits for the gradient.
         copies = _map(lambda array: array.copy(), args)
-        with frame.open(), tape.running(again=False):
+        with _frame(None) as used, tape.running(again=False):
             outputs = forward(*args)
-        parameters = [(parameter, array.copy()) for parameter, array in frame.used.values()]
+        parameters = [(parameter, array.copy()) for parameter, array in used.values()]
 
     def again(heads: List[NDArray], gradients: List[NDArray], requests: List[int]) -> None:
         """Runs the backward. Issues operators and waits for none."""
@@ -149,7 +149,7 @@ def _recorded(block: Block, forward: Callable[..., Any], seed: Optional[int], ar
         # The gradients are returned, and not left in the arrays of the parameters.
         autograd.mark_variables([a for a, _, _ in asked], [a.detach() for a, _, _ in asked])
         with context, mx.util.np_shape(np_shape), mx.util.np_array(np_array), _recording(True, training):
-            with _seeded(seed, context), _Frame(given, {}).open(), tape.running(again=True):
+            with _seeded(seed, context), _frame(given), tape.running(again=True):
                 outputs = forward(*args)
         computed = [array for array in _arrays(outputs) if is_float(array)]
         if len(computed) != len(heads):
@@ -160,18 +160,19 @@ def _recorded(block: Block, forward: Callable[..., Any], seed: Optional[int], ar
             gradient[:] = gradient + value if request == _native.ADD else value
 
     inputs = [array for array in _arrays(args) if is_float(array)]
-    inputs += [array for parameter, array in frame.used.values() if parameter.grad_req != "null"]
+    inputs += [array for parameter, array in used.values() if parameter.grad_req != "null"]
     # An output may be one of the inputs, or be returned twice.
     outputs = _map(lambda array: array.detach() if is_float(array) else array, outputs)
     floats = [array for array in _arrays(outputs) if is_float(array)]
     if not floats:
         return outputs
     what = f"'{block.name}' was computed again (gluon_syncbn.checkpoint)"
-    _native.record_function(what, inputs, floats, lambda *given: worker.do(lambda: again(*given)))
+    _native.record_function(what, inputs, floats, lambda *given: _do(context, depth, lambda: again(*given)))
     # A gradient in oneDNN's layout would reach the backward as a copy that is freed too early; see op.py.
     if context.device_type == "gpu":
         return outputs
-    return _map(lambda a: _guarded(a) if is_float(a) else a, outputs)
+    guarded = functools.partial(mx.nd.SwapAxis, dim1=0, dim2=0)
+    return _map(lambda a: kinds.like(guarded(kinds.classic(a)), a) if is_float(a) else a, outputs)
 
 
 def _seeded(seed: Optional[int], context: mx.Context) -> Any:
@@ -183,94 +184,80 @@ def _seeded(seed: Optional[int], context: mx.Context) -> Any:
 # graph of the thread that records with it. Two threads that do so at the same time damage each other's graph.
 
 
-class _Frame(NamedTuple):
-    """A recomputed forward on this thread: the parameters that it is given (second time) or has used (first time)."""
-
-    given: Optional[Dict[int, NDArray]]
-    used: Dict[int, Tuple[Parameter, NDArray]]
-
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        _of_thread.frames.append(self)
-        try:
-            yield
-        finally:
-            _of_thread.frames.pop()
-
-
 class _OfThread(threading.local):
     def __init__(self) -> None:
-        self.frames: List[_Frame] = []  # that are open on this thread, the outermost first
+        #: What the recomputed forwards on this thread, the outermost first, are given (second time), or None, and use.
+        self.frames: List[Tuple[Optional[Dict[int, NDArray]], Used]] = []
 
 
 _of_thread = _OfThread()
 
 
+@contextmanager
+def _frame(given: Optional[Dict[int, NDArray]]) -> Iterator[Used]:
+    used: Used = {}
+    _of_thread.frames.append((given, used))
+    try:
+        yield used
+    finally:
+        _of_thread.frames.pop()
+
+
 def _seen(data: Callable[..., NDArray], parameter: Parameter, ctx: Optional[mx.Context] = None) -> NDArray:
     frames, array = _of_thread.frames, None
-    for frame in frames:
-        if frame.given is not None:
-            array = frame.given.get(id(parameter))
+    for given, _ in frames:
+        if given is not None:
+            array = given.get(id(parameter))
             if array is None:
                 raise mx.MXNetError(f"the second forward used the parameter '{parameter.name}', the first did not")
     if array is None:
         array = data(parameter, ctx)
-    for frame in frames:
-        if frame.given is None:
-            frame.used[id(parameter)] = (parameter, array)
+    for given, used in frames:
+        if given is None:
+            used[id(parameter)] = (parameter, array)
     return array
 
 
 # ---- threads ---------------------------------------------------------------------------------------------------
 
 
-class _Worker:
-    """Issues the second forwards of a context, in one thread for good.
+# Each context has one thread that issues its second forwards, for good, because MXNet gives each thread that runs an
+# operator its own temporary space, and never frees it. A block within a block that is recomputed has another thread.
+# Operators behind it hold temporary space while they wait for its gradient, so its own operators need other space.
 
-    MXNet gives each thread that runs an operator its own temporary space, and never frees it. A block within a block
-    that is recomputed has another worker. Operators behind it hold temporary space while they wait for its gradient, so
-    its own operators need other space.
-    """
-
-    def __init__(self, context: mx.Context) -> None:
-        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
-        threading.Thread(target=self._work, args=(context,), name=f"gluon_syncbn-again-{context}", daemon=True).start()
-
-    def do(self, job: Callable[[], None]) -> None:
-        """Runs a job and returns when it is done.
-
-        A job issues operators and waits for no replica, so this cannot wait for one either. It must not return
-        earlier, because the arrays that the job writes are freed then.
-        """
-        done: Future = Future()
-        self._jobs.put((job, done))
-        done.result()
-
-    def _work(self, context: mx.Context) -> None:
-        if context.device_type == "cpu":
-            _native.issue_on(context.device_id)
-        while True:
-            job, done = self._jobs.get()
-            problem: Optional[BaseException] = None
-            try:
-                job()
-            except BaseException as error:  # the thread that waits raises it
-                problem = error
-            del job  # frees its arrays
-            done.set_exception(problem)  # None: there is none
-            del done, problem
-
-
-_workers: Dict[Tuple[int, mx.Context, int], _Worker] = {}  # by process, context, and number of blocks around
+_jobs: Dict[Tuple[int, mx.Context, int], queue.SimpleQueue] = {}  # by process, context, and number of blocks around
 _lock = threading.Lock()
 
 
-def _worker(context: mx.Context, depth: int) -> _Worker:
+def _do(context: mx.Context, depth: int, job: Callable[[], None]) -> None:
+    """Runs a job in the thread of a context and returns when it is done.
+
+    A job issues operators and waits for no replica, so this cannot wait for one either. It must not return earlier,
+    because the arrays that the job writes are freed then.
+    """
+    done: Future = Future()
     with _lock:
         key = os.getpid(), context, depth  # a child of a fork has no threads
-        if key not in _workers:
-            _workers[key] = _Worker(context)
-        return _workers[key]
+        if key not in _jobs:
+            args = context, _jobs.setdefault(key, queue.SimpleQueue())
+            threading.Thread(target=_work, args=args, name=f"gluon_syncbn-again-{context}", daemon=True).start()
+        _jobs[key].put((job, done))
+    done.result()
+
+
+def _work(context: mx.Context, jobs: queue.SimpleQueue) -> None:
+    if context.device_type == "cpu":
+        _native.issue_on(context.device_id)
+    while True:
+        job, done = jobs.get()
+        problem: Optional[BaseException] = None
+        try:
+            job()
+        except BaseException as error:  # the thread that waits raises it
+            problem = error
+        del job  # frees its arrays
+        done.set_exception(problem)  # None: there is none
+        del done, problem
 
 
 # ---- what a block is -------------------------------------------------------------------------------------------
@@ -296,29 +283,19 @@ def _draws(block: Block, forward: Callable[..., Any], args: Any) -> bool:
         numbers = itertools.count()
         try:
             traced = _arrays(forward(*_map(lambda a: kinds.like(mx.sym.var(f"data{next(numbers)}"), a), args)))
-            known = any(map(_is_random, _nodes(json_of(mx.sym.Group(traced)))))
+            known = any(map(_is_random, json_of(mx.sym.Group(traced))["nodes"]))
         except Exception:  # the user's code fails; the only consequence here is that it cannot be traced
             known = True
         block._draws_random = known
     return known
 
 
-def _nodes(graph: Dict[str, Any]) -> Iterator[Dict[str, Any]]:
-    for node in graph["nodes"]:
-        yield node
-        for within in node.get("subgraphs", []):
-            yield from _nodes(within)
-
-
 def _is_random(node: Dict[str, Any]) -> bool:
-    operator = node["op"]
-    if operator == "Custom":
+    if any(_is_random(within) for graph in node.get("subgraphs", []) for within in graph["nodes"]):
+        return True
+    if node["op"] == "Custom":
         return blocks.operator_of(node) != NAME
-    return _RANDOM.fullmatch(operator) is not None
-
-
-def _guarded(array: NDArray) -> NDArray:
-    return kinds.like(mx.nd.SwapAxis(kinds.classic(array), dim1=0, dim2=0), array)
+    return _RANDOM.fullmatch(node["op"]) is not None
 
 
 def _arrays(value: Any) -> List[Any]:
