@@ -56,8 +56,7 @@ from .layer import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd
 from .nets.checkpoint import checkpoint
 from .nets.convert import convert, freeze, revert
 from .nets.fold import fold
-from .nets.parameters import broadcast_parameters
-from .nets.pytorch import from_torch, to_torch
+from .nets.parameters import broadcast_parameters, from_torch, to_torch
 from .nets.statistics import average_running_stats, update_bn_stats
 from .nets.summary import assert_synchronised, summary
 from .training.devices import cpu_devices, devices

@@ -60,16 +60,12 @@ def checkpoint(block: BlockT, active: bool = True) -> BlockT:
     Parameters
     ----------
     block : gluon.Block
-        A part of a network, changed in place. Its forward takes arrays on one context, also within lists, tuples and
-        dictionaries. A second call must compute the same: the forward keeps no state between calls, and uses no arrays
-        but its arguments and parameters. The block may hold other such blocks.
+        A part of a network, changed in place and returned. Names of parameters and files stay as they were. Its forward
+        takes arrays on one context, also within lists, tuples and dictionaries. A second call must compute the same:
+        the forward keeps no state between calls, and uses no arrays but its arguments and parameters. The block may
+        hold other such blocks.
     active : bool
         False restores the block.
-
-    Returns
-    -------
-    gluon.Block
-        ``block``, the same object. Names of parameters and files stay as they were.
 
     Raises
     ------

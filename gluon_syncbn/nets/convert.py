@@ -53,8 +53,8 @@ def convert(
     Parameters
     ----------
     net : gluon.Block
-        A network, a part of one or a single BatchNorm, changed in place. Hybridized blocks *around* it drop their
-        graphs, too.
+        A network, a part of one or a single BatchNorm, changed in place and returned. Hybridized blocks *around* it
+        drop their graphs, too.
     norm_layer : type
         `SyncBatchNorm` or a subclass of it, such as `ShuffleBatchNorm`.
     select : str, optional
@@ -69,11 +69,6 @@ def convert(
         Further arguments of each new layer: ``num_devices``, ``mode``, ``virtual_devices``, ``group_size``, ``groups``,
         ``inplace``, ``running_variance``, ``kvstore``, ``timeout``. ``inplace=True`` skips layers that do not allow it:
         ``nn.BatchNormReLU``, and layers that fuse a ReLU or an addition.
-
-    Returns
-    -------
-    gluon.Block
-        ``net``, the same object.
 
     Raises
     ------
@@ -188,12 +183,7 @@ def revert(net: NetT) -> NetT:
     Parameters
     ----------
     net : gluon.Block
-        A network or a single layer, changed in place.
-
-    Returns
-    -------
-    gluon.Block
-        ``net``, the same object.
+        A network or a single layer, changed in place and returned.
 
     Raises
     ------
@@ -224,17 +214,12 @@ def freeze(net: NetT, select: Optional[str] = None, active: bool = True) -> NetT
     Parameters
     ----------
     net : gluon.Block
-        A network or a single layer, changed in place.
+        A network or a single layer, changed in place and returned.
     select : str, optional
         As in `convert`.
     active : bool
         False undoes it: the layers normalise with their batch again. Gamma and beta get the ``grad_req`` that they had,
         or ``'write'`` if something else has frozen them.
-
-    Returns
-    -------
-    gluon.Block
-        ``net``, the same object.
 
     Raises
     ------

@@ -143,11 +143,6 @@ def _replicas(node: Json) -> Replicas:
     return replicas
 
 
-def _takes(node: Json) -> bool:
-    attributes = node.get("attrs", {})
-    return is_ours(node) or node["op"] in operators or (node["op"] == "BatchNorm" and SYNCHRONISED in attributes)
-
-
 def _synchronised(symbol: mx.sym.Symbol, choose: Choose) -> mx.sym.Symbol:
     """Returns the graph with a layer for each node to be synchronised, or the same object if there is no such node."""
     if isinstance(symbol, Synchronised):
@@ -184,9 +179,10 @@ def _chosen(recorded: Json, choose: Choose) -> Dict[int, SyncBatchNorm]:
     chosen: Dict[int, SyncBatchNorm] = {}
     stay: List[str] = []
     for number, node in enumerate(recorded["nodes"]):
-        if not _takes(node):
+        takes = node["op"] in operators or (node["op"] == "BatchNorm" and SYNCHRONISED in node.get("attrs", {}))
+        if not takes and not is_ours(node):
             continue
-        if not is_ours(node) and (used[number, 1] or used[number, 2]):
+        if takes and (used[number, 1] or used[number, 2]):
             stay.append(node["name"])
             continue
         # If replicas share a context, a call consists of two nodes.
