@@ -1,6 +1,5 @@
-"""Runs a training script unmodified, with this package in place of contrib's layer and GluonCV's helpers.
-
-``python -m gluon_syncbn run [--cpus N] [--convert] script.py ...``: arguments after the script are the script's own.
+"""Runs the command line: the self-check, or a script as it is, with this package in place of contrib's layer and
+GluonCV's helpers. Arguments after the script are the script's own.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from ..nets import executors
 from ..system.version import __version__
 from ..training.replicas import Replicas
 from ..training.session import session
+from . import report, selfcheck
 from .replacements import MOST_CPUS, install
 
 USAGE = """usage: gluon-syncbn check
@@ -35,16 +35,21 @@ USAGE = """usage: gluon-syncbn check
 Hook = Callable[[Type[BaseException], BaseException, Optional[TracebackType]], Any]
 
 
-def main(arguments: List[str]) -> None:
-    """Runs the command. Ends as the script does: with its exit code, or its exception."""
-    if arguments in (["-h"], ["--help"], ["run", "-h"], ["run", "--help"], ["check", "--help"]):
+def main(arguments: Optional[List[str]] = None) -> int:
+    """Runs the command, by default that of the process. A script's exit code or exception ends it."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] in (["-h"], ["--help"]) or arguments in (["run", "-h"], ["run", "--help"], ["check", "--help"]):
         print(USAGE)
-        return
+        return 0
     if arguments == ["--version"]:
         print(f"gluon_syncbn {__version__}")
-        return
+        return 0
+    if arguments in ([], ["check"]):
+        return selfcheck.main()
     if arguments[0] == "check":
-        _refuse("argument of check", arguments[1], "none, or --report [FILE]")
+        if arguments[1] != report.OPTION or len(arguments) > 3:
+            _refuse("argument of check", arguments[1], f"none, or {report.OPTION} [FILE]")
+        return selfcheck.main(arguments[2] if arguments[2:] else report.NAME)
     if arguments[0] != "run":
         _refuse("command", arguments[0], "'check' or 'run'; see --help")
     cpus, convert, script, own = _parsed(arguments[1:])
@@ -63,6 +68,7 @@ def main(arguments: List[str]) -> None:
             _tell_of_nothing(script, convert)
         raise
     _tell_of_nothing(script, convert)
+    return 0
 
 
 def _tell_of_nothing(script: str, convert: bool) -> None:
