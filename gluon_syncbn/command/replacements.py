@@ -76,27 +76,19 @@ class SyncBatchNorm(layer.SyncBatchNorm):
 
 
 def install(cpus: Optional[int] = None, convert: bool = False) -> str:
-    """Replaces functions and classes that scripts use by those of this package; `uninstall` restores them.
+    """Replaces contrib's layer and operator, and GluonCV's parallel helpers, by those of this package.
 
-    - ``mx.gluon.contrib.nn.SyncBatchNorm`` becomes `SyncBatchNorm` with contrib's signature.
-    - In a new ``SymbolBlock``, nodes of ``mx.sym.contrib.SyncBatchNorm`` become layers of this package. So do such
-      nodes in the graph of a ``Module``, ``simple_bind`` or ``bind``.
-    - In ``gluoncv.utils.parallel``, ``DataParallelModel``, ``DataParallelCriterion``, ``parallel_backward``,
-      ``parallel_apply`` and ``criterion_parallel_apply`` become those of `gluon_syncbn.parallel`. If GluonCV is not
-      imported yet, its import replaces them.
-    - With ``cpus``, ``mx.gpu(i)`` is one of that many CPU contexts, and functions that count GPUs return this number.
-
-    - With ``convert``, a new ``gluon.Trainer`` converts the layers of its parameters, as `convert` does. Plain
-      ``BatchNorm`` in the graph of a ``Module`` is synchronised too.
-
-    Names in all loaded modules are replaced. A second call with the same arguments changes nothing.
+    `uninstall` restores them. docs/migrating.md lists what becomes what. Names in all loaded modules are replaced. If
+    GluonCV is not imported yet, its import replaces those of its helpers. A second call with the same arguments changes
+    nothing.
 
     Parameters
     ----------
     cpus : int, optional
-        From 1 to 1024.
+        From 1 to 1024: ``mx.gpu(i)`` is one of that many CPU contexts, and functions that count GPUs return this number.
     convert : bool
-        Whether nets with plain BatchNorm are synchronised where they are trained.
+        Whether a new ``gluon.Trainer`` converts the layers of its parameters, as `convert` does. Plain ``BatchNorm`` in
+        the graph of a ``Module`` is synchronised then, too.
 
     Returns
     -------

@@ -11,7 +11,7 @@ import functools
 import json
 import warnings
 from contextlib import nullcontext
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 
 import mxnet as mx
 from mxnet import autograd
@@ -87,14 +87,9 @@ def _binding(bind: Callable, symbol: mx.sym.Symbol, /, ctx: Context, *args: Any,
         return bind(graph, ctx, *args, **kwargs)
 
 
-class _Partners(NamedTuple):
-    """Executors that train together, but are bound one by one."""
-
-    layer: SyncBatchNorm
-    contexts: List[Context]  # of those that are bound
-
-
-_unfinished: Dict[Tuple[str, int], _Partners] = {}  # by the key of a node, and the number of executors
+#: Executors that train together and are bound one by one, by the key of a node and their number: the layer, and the
+#: contexts of those that are bound.
+_unfinished: Dict[Tuple[str, int], Tuple[SyncBatchNorm, List[Context]]] = {}
 
 
 def _beside_others(context: Context, trains: bool, node: Json) -> Optional[SyncBatchNorm]:
@@ -111,15 +106,15 @@ def _beside_others(context: Context, trains: bool, node: Json) -> Optional[SyncB
     if not wanted or (wanted > 1 and not trains):
         return None if is_ours(node) else _layer(node)
     key = str(written.get("key") or attributes.get("layer", node["name"])), wanted
-    partners = _unfinished.get(key)
-    if partners is None or context in partners.contexts:
-        partners = _unfinished[key] = _Partners(_layer(node), [])
-    partners.contexts.append(context)
-    if len(partners.contexts) == wanted:
+    if key not in _unfinished or context in _unfinished[key][1]:
+        _unfinished[key] = _layer(node), []
+    layer, contexts = _unfinished[key]
+    contexts.append(context)
+    if len(contexts) == wanted:
         del _unfinished[key]
-        partners.layer._replicas.set_contexts(partners.contexts, 0)
-        _check(partners.layer._replicas)
-    return partners.layer
+        layer._replicas.set_contexts(contexts, 0)
+        _check(layer._replicas)
+    return layer
 
 
 def _layer(node: Json) -> SyncBatchNorm:
