@@ -85,7 +85,8 @@ def install(cpus: Optional[int] = None, convert: bool = False) -> str:
     Parameters
     ----------
     cpus : int, optional
-        From 1 to 1024: ``mx.gpu(i)`` is one of that many CPU contexts, and functions that count GPUs return this number.
+        From 1 to 1024. ``mx.gpu(i)`` is one of that many CPU contexts, and functions that count GPUs return this
+        number.
     convert : bool
         Whether a new ``gluon.Trainer`` converts the layers of its parameters, as `convert` does. Plain ``BatchNorm`` in
         the graph of a ``Module`` is synchronised then, too.

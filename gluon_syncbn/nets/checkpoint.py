@@ -10,7 +10,7 @@ import re
 import threading
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Type, TypeVar, cast
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, TypeVar
 
 import mxnet as mx
 from mxnet import autograd
@@ -24,6 +24,7 @@ from ..mxnet_side.nodes import json_of
 from ..mxnet_side.op import NAME
 from ..system import arguments, kinds
 from ..system.bfloat16 import is_float
+from .graphs import derived
 
 BlockT = TypeVar("BlockT", bound=Block)
 Used = Dict[int, Tuple[Parameter, NDArray]]  # by id
@@ -86,7 +87,7 @@ def checkpoint(block: BlockT, active: bool = True) -> BlockT:
     changed = isinstance(block, _Recomputed)
     if active and not changed:
         patches.replace(_seen, Parameter, "data")
-        block.__class__ = _recomputed(cast(Any, type(block)))
+        block.__class__ = derived(type(block), _Recomputed)  # type: ignore[arg-type]
     elif changed and not active:
         block.__class__ = type(block).__bases__[1]
     return block
@@ -113,11 +114,6 @@ class _Recomputed(Block):
                 return forward(*args)
             _check(self, arrays[0].ctx)
             return _recorded(self, forward, seed, args)
-
-
-@functools.lru_cache(maxsize=None)
-def _recomputed(cls: Type[Block]) -> Type[Block]:
-    return type(cls.__name__, (_Recomputed, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
 def _recorded(block: Block, forward: Callable[..., Any], seed: Optional[int], args: Any) -> Any:

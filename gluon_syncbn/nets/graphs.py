@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Type
 
 import mxnet as mx
-from mxnet.gluon import Parameter, ParameterDict, SymbolBlock
+from mxnet.gluon import Block, Parameter, ParameterDict, SymbolBlock
 from mxnet.gluon.nn import BatchNorm, BatchNormReLU  # by name, because a script may put ours into their places in `nn`
 
 from ..activation import Activation, BatchNormAdd
@@ -94,7 +94,7 @@ def open_graph(block: SymbolBlock) -> List[Left]:
     skeleton = Graph()
     rewritten = skeleton.rewrite(graph, fold)
     if slots:
-        block.__class__ = _opened(type(block))  # type: ignore[arg-type]
+        block.__class__ = derived(type(block), Opened)  # type: ignore[arg-type]
         block.__layers__, block._skeleton, block._left = slots, rewritten, left
     return left
 
@@ -109,8 +109,9 @@ def close_graph(block: SymbolBlock) -> None:
 
 
 @lru_cache(maxsize=None)
-def _opened(cls: Type[SymbolBlock]) -> Type[Opened]:
-    return type(cls.__name__, (Opened, cls), {"__doc__": cls.__doc__, "__module__": cls.__module__})
+def derived(cls: Type[Block], base: Type[Block]) -> Type[Any]:
+    """Returns a class with the name of ``cls`` in which the methods of another base come first."""
+    return type(cls.__name__, (base, cls), {"__doc__": cls.__doc__, "__module__": cls.__module__})
 
 
 def settings_of(prefix: str, attributes: Dict[str, str]) -> Json:

@@ -63,12 +63,17 @@ def average_running_stats(net: Block, weights: Optional[Sequence[float]] = None,
     """
     running = _running(arguments.block("net", net))
     store = store_of(kvstore, [one.mean for one in running])
-    given = None if weights is None else _weights(weights)
+    if weights is not None and not isinstance(weights, (list, tuple)):
+        arguments.refuse("weights", weights, "None or a list of numbers, one for each context")
+    # Above this number float64 does not represent every integer.
+    given = [arguments.number("weights", weight, 0, 2**53, "numbers from 0 to 2**53") for weight in weights or ()]
+    if weights is not None and not any(given):
+        arguments.refuse("weights", weights, "at least one above 0")
     mx.nd.waitall()  # a static graph does not tell MXNet that it writes running statistics
     moments = []
     for layer in running:
         contexts = layer.contexts
-        if given is not None and len(given) != len(contexts):
+        if weights is not None and len(given) != len(contexts):
             arguments.refuse("weights", weights, f"one for each of the {len(contexts)} contexts of '{layer.name}'")
         parts = [
             _packed(weight, layer.mean.data(context).asnumpy(), layer.var.data(context).asnumpy())
@@ -185,16 +190,6 @@ def _running(net: Block) -> List[_Running]:
 def _packed(count: float, mean: np.ndarray, var: np.ndarray) -> np.ndarray:
     """Packs moments as `merge_moments` takes them."""
     return np.concatenate([[count], mean.astype(np.float64), count * var.astype(np.float64)])
-
-
-def _weights(weights: Any) -> List[float]:
-    if not isinstance(weights, (list, tuple)):
-        arguments.refuse("weights", weights, "None or a list of numbers, one for each context")
-    # Above this number float64 does not represent every integer.
-    given = [arguments.number("weights", weight, 0, 2**53, "numbers from 0 to 2**53") for weight in weights]
-    if not any(given):
-        arguments.refuse("weights", weights, "at least one above 0")
-    return given
 
 
 def _of_all_processes(store: Optional[ProcessStore], what: str, moments: List[np.ndarray]) -> List[np.ndarray]:
