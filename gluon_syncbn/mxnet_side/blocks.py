@@ -115,7 +115,7 @@ def recorded(block: SymbolBlock) -> List[Recorded]:
     found = []
     for node in nodes:
         operator = operator_of(node)
-        if operator in OPERATORS or (operator == NAME and int(node["attrs"]["role"]) != Role.MEET):
+        if operator in (*OPERATORS, NAME) and not is_meeting(node):
             running = [parameters.get(nodes[at]["name"]) for at, *_ in node["inputs"][-2:]]
             found.append(Recorded(node["name"], operator, is_frozen(node), running))
     return found
@@ -143,6 +143,11 @@ def without_layer(net: Block) -> List[Tuple[str, str]]:
                 if node["op"] in OPERATORS and nodes[node["inputs"][3][0]]["name"] not in names:
                     found[node["name"]] = node["op"]
     return list(found.items())
+
+
+def is_meeting(node: Dict[str, Any]) -> bool:
+    """Whether the node is the first of the two of a call."""
+    return operator_of(node) == NAME and int(node["attrs"]["role"]) == Role.MEET
 
 
 def operator_of(node: Dict[str, Any]) -> str:

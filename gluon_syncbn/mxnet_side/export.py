@@ -19,7 +19,7 @@ from ..activation import NONE, Activation
 from ..training.replicas import Replicas
 from . import blocks, gamma, patches
 from .nodes import Entry, Graph, Json, json_of, symbol_of
-from .op import NAME, Role
+from .op import NAME
 
 #: Attributes of a node that has absorbed other nodes (`fusion`): the names of these.
 ADDED, EPILOGUE = "__added__", "__behind__"
@@ -45,17 +45,10 @@ def passing(node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
     """Returns the inputs of a node that only serves a synchronised one; None for any other node."""
     if is_guard(node):
         return [inputs[0]]
-    if is_ours(node) and int(node["attrs"]["role"]) == Role.MEET:
+    if blocks.is_meeting(node):
         mask = inputs[-1] if int(node["attrs"]["masks"]) else []
         return [inputs[0], mask, *inputs[3:]]  # the mask in the place of the batch's statistics
     return None
-
-
-def inputs_of_layer(node: Json, inputs: List[Entry]) -> List[Entry]:
-    """Those of the layer that a node stands for, with `passing` applied: data, gamma, beta, what else the layer takes,
-    and the running statistics.
-    """
-    return [entry for entry in inputs if entry]  # nothing is left of the batch's statistics but a mask
 
 
 def is_guard(node: Json) -> bool:

@@ -142,9 +142,9 @@ def _none(net: Block, select: Optional[str]) -> str:
 def convert_nodes(block: SymbolBlock, operator: str) -> None:
     """Does what `convert` does, for the nodes of one operator in a graph."""
     nodes = open_graph(block)
-    for slot in getattr(block, "__layers__", {}).values():
-        if slot.operator == operator and not _is_ours(slot.layer):
-            _replace(slot.layer, _successor(slot.layer, SyncBatchNorm, {}))
+    for number, layer in getattr(block, "__layers__", {}).items():
+        if blocks.operator_of(block._recorded["nodes"][number]) == operator and not _is_ours(layer):
+            _replace(layer, _successor(layer, SyncBatchNorm, {}))
     close_graph(block)
     _warn("convert", blocks.Selection(None), [node for node in nodes if node.operator == operator])
 

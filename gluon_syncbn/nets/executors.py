@@ -21,19 +21,17 @@ from mxnet.module import executor_group
 from mxnet.module.executor_group import DataParallelExecutorGroup
 
 from ..layer import SyncBatchNorm
-from ..mxnet_side import module, patches
-from ..mxnet_side.export import SYNCHRONISED, inputs_of_layer, is_guard, is_ours, names_of_outputs, passing
-from ..mxnet_side.nodes import Entry, Graph, Json, Synchronised, json_of, symbol_of, uses
+from ..mxnet_side import blocks, module, patches
+from ..mxnet_side.export import SYNCHRONISED, is_ours
+from ..mxnet_side.nodes import Json, Synchronised, json_of, uses
 from ..system import arguments
 from ..training.replicas import Replicas, issuing
-from .graphs import layer_of, settings_of, write_layer
+from .graphs import layer_of, settings_of, with_layers
 
 #: Operators of MXNet whose nodes are also synchronised.
 operators: Set[str] = set()
 #: What executors were bound for training by; empty if none was.
 trained: Set[str] = set()
-#: Returns a layer for a node, or None if the node stays as it is.
-Choose = Callable[[Json], Optional[SyncBatchNorm]]
 
 
 def install() -> None:
@@ -138,59 +136,31 @@ def _replicas(node: Json) -> Replicas:
     return replicas
 
 
-def _synchronised(symbol: mx.sym.Symbol, choose: Choose) -> mx.sym.Symbol:
-    """Returns the graph with a layer for each node to be synchronised, or the same object if there is no such node."""
+def _synchronised(symbol: mx.sym.Symbol, choose: Callable[[Json], Optional[SyncBatchNorm]]) -> mx.sym.Symbol:
+    """Returns the graph with the layer that is chosen for each node, or the same object if there is no such node."""
     if isinstance(symbol, Synchronised):
         return symbol
     recorded = json_of(symbol)
-    chosen = _chosen(recorded, choose)
-    if not chosen:
-        return symbol
-    nodes, names = recorded["nodes"], names_of_outputs(recorded)
-    serving = {entry[0] for number in chosen for entry in nodes[number]["inputs"]}
-    serving |= {number for number, node in enumerate(nodes) if is_guard(node) and node["inputs"][0][0] in chosen}
-    layers: List[Tuple[str, SyncBatchNorm]] = []
-
-    def fold(number: int, node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
-        layer = chosen.get(number)
-        through = passing(node, inputs) if layer is not None or number in serving else None
-        if through is not None or layer is None:
-            return through
-        own = inputs_of_layer(node, inputs)
-        layers.append((graph.nodes[own[-2][0]]["name"], layer))
-        kept = {k: v for k, v in node["attrs"].items() if k.startswith("__") and k != SYNCHRONISED}
-        layer._nodes = 0  # a layer is one node here, also in the graphs of executors that are bound one by one
-        return write_layer(graph, layer, names.get(number, node["name"]), own, **kept)
-
-    graph = Graph()
-    patches.replace(module.calling, Executor, "forward")
-    return Synchronised.from_symbol(symbol_of(graph.rewrite(recorded, fold)), layers)
-
-
-def _chosen(recorded: Json, choose: Choose) -> Dict[int, SyncBatchNorm]:
-    """Returns the layers that replace nodes, by the numbers of the nodes."""
-    used = uses(recorded)
-    layers: Dict[Any, Optional[SyncBatchNorm]] = {}
+    nodes, used = recorded["nodes"], uses(recorded)
     chosen: Dict[int, SyncBatchNorm] = {}
     stay: List[str] = []
-    for number, node in enumerate(recorded["nodes"]):
+    for number, node in enumerate(nodes):
         takes = node["op"] in operators or (node["op"] == "BatchNorm" and SYNCHRONISED in node.get("attrs", {}))
-        if not takes and not is_ours(node):
-            continue
         if takes and (used[number, 1] or used[number, 2]):
             stay.append(node["name"])
-            continue
-        # If replicas share a context, a call consists of two nodes.
-        call = (node["attrs"]["layer"], node["attrs"]["node"]) if is_ours(node) else number
-        if call not in layers:
-            layers[call] = choose(node)
-        layer = layers[call]
-        if layer is not None:
-            chosen[number] = layer
+        elif takes or (is_ours(node) and not blocks.is_meeting(node)):
+            layer = choose(node)
+            if layer is not None:
+                layer._nodes = 0  # a layer is one node here, also in the graphs of executors that are bound one by one
+                chosen[number] = layer
     if stay:
         warnings.warn(
             f"{arguments.some(stay, ', ')}: mx.sym.contrib.SyncBatchNorm remains MXNet's own operator, because the "
             "graph uses its mean or variance",
-            stacklevel=6,
+            stacklevel=5,
         )
-    return chosen
+    if not chosen:
+        return symbol
+    patches.replace(module.calling, Executor, "forward")
+    means = [(nodes[nodes[number]["inputs"][-2][0]]["name"], layer) for number, layer in chosen.items()]
+    return Synchronised.from_symbol(with_layers(recorded, chosen), means)

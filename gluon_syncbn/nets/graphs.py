@@ -8,7 +8,7 @@ makes the block a plain graph again unless one of its layers is synchronised.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Type
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Type
 
 import mxnet as mx
 from mxnet.gluon import Block, Parameter, ParameterDict, SymbolBlock
@@ -17,20 +17,12 @@ from mxnet.gluon.nn import BatchNorm, BatchNormReLU  # by name, because a script
 from ..activation import Activation, BatchNormAdd
 from ..layer import SyncBatchNorm, SyncBatchNormAdd
 from ..mxnet_side import blocks
-from ..mxnet_side.export import inputs_of_layer, passing
+from ..mxnet_side.export import SYNCHRONISED, is_guard, names_of_outputs, passing
 from ..mxnet_side.nodes import Entry, Graph, Json, json_of, symbol_of, uses
 from ..mxnet_side.op import NAME
 from ..mxnet_side.operators import SYMBOLS
 from ..system import kinds
 from ..training.replicas import Replicas
-
-
-class Slot(NamedTuple):
-    """The record of a node of batch normalisation that became a layer."""
-
-    layer: BatchNorm
-    operator: str  # of the node as recorded
-    settings: Optional[Json]  # settings of MXNet's operator that computes the same; None: MXNet has none
 
 
 class Left(NamedTuple):
@@ -44,10 +36,10 @@ class Left(NamedTuple):
 class Opened(SymbolBlock):
     """A ``SymbolBlock`` whose nodes of batch normalisation are layers."""
 
-    # By number of node in the skeleton, which is the graph with the nodes as they were recorded. Gluon warns of
-    # attributes that hold blocks, unless they have such a name.
-    __layers__: Dict[int, Slot]
-    _skeleton: Json
+    # By number of node in the recorded graph. Gluon warns of attributes that hold blocks, unless they have such a name.
+    __layers__: Dict[int, BatchNorm]
+    _settings: Dict[int, Json]  # of the layers with which an operator of MXNet's computes the same
+    _recorded: Json
     _left: List[Left]
 
     def forward(self, x: Any, *args: Any) -> Any:
@@ -64,38 +56,30 @@ def open_graph(block: SymbolBlock) -> List[Left]:
     graph = json_of(block._cached_graph[1])
     parameters = {parameter.name: parameter for parameter in block._reg_params.values()}
     used = uses(graph)
-    slots: Dict[int, Slot] = {}
+    layers: Dict[int, BatchNorm] = {}
     left: List[Left] = []
-
-    def fold(number: int, node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
-        operator, attributes = blocks.operator_of(node), node.get("attrs", {})
-        through = passing(node, inputs)
-        if through is not None:
-            return through
-        if operator not in (*blocks.OPERATORS, NAME):
-            return None
+    for number, node in enumerate(graph["nodes"]):
+        operator = blocks.operator_of(node)
+        if operator not in (*blocks.OPERATORS, NAME) or blocks.is_meeting(node):
+            continue
         names = [graph["nodes"][at]["name"] for at, *_ in node["inputs"]]
         given = [parameters[name] for name in (*names[1:3], *names[-2:]) if name in parameters]
-        slot = None
+        layer = None
         if len(given) < len(blocks.PARAMETERS):
             reason = "its gamma, beta or running statistics are not parameters of the graph"
         elif operator != NAME and (used[number, 1] or used[number, 2]):
             reason = "the graph uses its mean or variance"
         else:
             reason = "the layer that recorded it no longer exists"
-            slot = _slot(node["name"], operator, attributes, given)
-        if slot is None:
+            layer = _layer(node["name"], operator, node.get("attrs", {}), given)
+        if layer is None:
             left.append(Left(node["name"], operator, reason))
-            return None
-        at = skeleton.add(node, inputs_of_layer(node, inputs))
-        slots[at] = slot
-        return [[at, 0, 0]]
-
-    skeleton = Graph()
-    rewritten = skeleton.rewrite(graph, fold)
-    if slots:
+        else:
+            layers[number] = layer
+    if layers:
         block.__class__ = derived(type(block), Opened)  # type: ignore[arg-type]
-        block.__layers__, block._skeleton, block._left = slots, rewritten, left
+        block.__layers__, block._recorded, block._left = layers, graph, left
+        block._settings = {n: dict(one._kwargs) for n, one in layers.items() if not isinstance(one, SyncBatchNorm)}
     return left
 
 
@@ -103,9 +87,9 @@ def close_graph(block: SymbolBlock) -> None:
     """Writes the graph, and undoes `open_graph` unless one of its layers is synchronised."""
     if isinstance(block, Opened):
         _write(block)
-        if not any(isinstance(slot.layer, SyncBatchNorm) for slot in block.__layers__.values()):
+        if not any(isinstance(layer, SyncBatchNorm) for layer in block.__layers__.values()):
             block.__class__ = type(block).__bases__[1]
-            del block.__layers__, block._skeleton, block._left
+            del block.__layers__, block._settings, block._recorded, block._left
 
 
 @lru_cache(maxsize=None)
@@ -141,7 +125,10 @@ def layer_of(prefix: str, attributes: Dict[str, str], replicas: Replicas) -> Syn
     return layer
 
 
-def _slot(name: str, operator: str, attributes: Dict[str, str], parameters: Sequence[Parameter]) -> Optional[Slot]:
+def _layer(
+    name: str, operator: str, attributes: Dict[str, str], parameters: Sequence[Parameter]
+) -> Optional[BatchNorm]:
+    """Creates a layer for a node, on the node's parameters; None if it was another layer's, which is gone."""
     gamma = parameters[0].name
     prefix = gamma[: -len("gamma")] if gamma.endswith("gamma") else f"{name}_"
     if operator == NAME:
@@ -159,41 +146,53 @@ def _slot(name: str, operator: str, attributes: Dict[str, str], parameters: Sequ
     layer._params._params.update((parameter.name, parameter) for parameter in parameters)
     if operator == NAME:
         layer._adopt_parameters()
-    return Slot(layer, operator, None if operator == NAME else dict(layer._kwargs))
+    return layer
 
 
-def write_layer(graph: Graph, layer: BatchNorm, name: str, inputs: List[Entry], **attributes: str) -> List[Entry]:
-    """Adds the nodes of a layer, of which the last has this name, to a graph. Returns the output. A plain layer leaves
-    out a mask, which is the last but the running statistics.
+def with_layers(recorded: Json, layers: Mapping[int, BatchNorm]) -> mx.sym.Symbol:
+    """Returns the graph with the nodes of layers in the places of nodes, given by number. Nodes that only serve these
+    are gone. A plain layer leaves out a mask.
     """
-    names = [layer._reg_params[parameter].name for parameter in blocks.PARAMETERS]
-    data = _DATA[: len(inputs) - len(names)]
-    if not isinstance(layer, SyncBatchNorm):
-        data = data[: 1 + isinstance(layer, BatchNormAdd)]
-    given = dict(zip([data[0], *names[:2], *data[1:]], inputs))
-    given.update(zip(names[2:], inputs[-2:]))
-    parameters = {name: parameter.var() for name, parameter in layer._reg_params.items()}
-    with layer.name_scope():
-        recorded = json_of(layer.hybrid_forward(SYMBOLS, *map(kinds.variable, data), **parameters))
-    last = recorded["heads"][0][0]
-    for at, part in enumerate(recorded["nodes"]):
-        if part["op"] != "null":  # an output is called after its node
-            part["name"] = name if at == last else f"{name}_{part['name']}"
-            part.setdefault("attrs", {}).update(attributes)
-    return graph.grow(recorded, lambda _, part, __: [given[part["name"]]] if part["op"] == "null" else None)
+    nodes, names = recorded["nodes"], names_of_outputs(recorded)
+    serving = {at for number in layers for at, *_ in nodes[number]["inputs"]}
+    serving |= {at for number in serving if blocks.is_meeting(nodes[number]) for at, *_ in nodes[number]["inputs"]}
+    serving |= {number for number, node in enumerate(nodes) if is_guard(node) and node["inputs"][0][0] in layers}
+
+    def unfold(number: int, node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
+        layer = layers.get(number)
+        if layer is None:
+            return passing(node, inputs) if number in serving else None
+        name = names.get(number, node["name"])
+        own = [entry for entry in inputs if entry]  # nothing is left of the batch's statistics but a mask
+        attributes = {k: v for k, v in node.get("attrs", {}).items() if k.startswith("__") and k != SYNCHRONISED}
+        parameters = [layer._reg_params[parameter].name for parameter in blocks.PARAMETERS]
+        data = _DATA[: len(own) - len(parameters)]
+        if not isinstance(layer, SyncBatchNorm):
+            data = data[: 1 + isinstance(layer, BatchNormAdd)]
+        given = dict(zip([data[0], *parameters[:2], *data[1:]], own))
+        given.update(zip(parameters[2:], own[-2:]))
+        variables = {name: parameter.var() for name, parameter in layer._reg_params.items()}
+        with layer.name_scope():
+            written = json_of(layer.hybrid_forward(SYMBOLS, *map(kinds.variable, data), **variables))
+        last = written["heads"][0][0]
+        for at, part in enumerate(written["nodes"]):
+            if part["op"] != "null":  # an output is called after its node
+                part["name"] = name if at == last else f"{name}_{part['name']}"
+                part.setdefault("attrs", {}).update(attributes)
+        return graph.grow(written, lambda _, part, __: [given[part["name"]]] if part["op"] == "null" else None)
+
+    graph = Graph()
+    return symbol_of(graph.rewrite(recorded, unfold))
 
 
 def _write(block: Opened) -> None:
     """Writes the graph with the present settings of its layers."""
-
-    def unfold(number: int, node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
-        slot = block.__layers__.get(number)
-        if slot is None or (not isinstance(slot.layer, SyncBatchNorm) and slot.layer._kwargs == slot.settings):
-            return None
-        return write_layer(graph, slot.layer, node["name"], inputs)
-
-    graph = Graph()
-    written = symbol_of(graph.rewrite(block._skeleton, unfold))
+    layers = {
+        number: layer
+        for number, layer in block.__layers__.items()
+        if isinstance(layer, SyncBatchNorm) or layer._kwargs != block._settings.get(number)
+    }
+    written = with_layers(block._recorded, layers)
     block._clear_cached_op()
     inputs, before = block._cached_graph
     block._cached_graph = inputs, kinds.like(written, before)

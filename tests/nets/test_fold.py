@@ -399,11 +399,11 @@ def test_the_net_stays_as_it_is(contexts, rng):
     for x in xs:
         net(x)
     recorded = inner._cached_graph
-    (slot,) = inner.__layers__.values()
+    (layer,) = inner.__layers__.values()
     before = {name: parameter.data().asnumpy() for name, parameter in net.collect_params().items()}
-    graph, numbers = net._cached_graph, (net[1]._nodes, slot.layer._nodes)
+    graph, numbers = net._cached_graph, (net[1]._nodes, layer._nodes)
     copy = fold(net)
-    assert (net[1]._nodes, slot.layer._nodes) == numbers
+    assert (net[1]._nodes, layer._nodes) == numbers
     assert net._cached_graph is graph
     assert inner._cached_graph is recorded
     copy.collect_params().setattr("lr_mult", 7)
