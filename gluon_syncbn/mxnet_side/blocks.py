@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
 
-from mxnet.gluon import Block, HybridBlock, Parameter, SymbolBlock
+from mxnet.gluon import Block, HybridBlock, SymbolBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from mxnet.gluon.nn.basic_layers import _BatchNorm
 
@@ -102,27 +102,24 @@ def difference(block: Block) -> str:
 class Recorded(NamedTuple):
     """A node of batch normalisation in a graph."""
 
+    number: int
     name: str
     operator: str  # for a custom one its type
     frozen: bool
-    running: List[Optional[Parameter]]  # mean and variance; None: not a parameter of the block
+    inputs: List[str]  # names
 
 
-def recorded(block: SymbolBlock) -> List[Recorded]:
-    """Returns the nodes of batch normalisation in a block's graph."""
-    nodes: List[Dict[str, Any]] = json_of(block._cached_graph[1])["nodes"]
-    parameters = {parameter.name: parameter for parameter in block._reg_params.values()}
+def recorded(block: HybridBlock, graph: Optional[Dict[str, Any]] = None) -> List[Recorded]:
+    """Returns the nodes of batch normalisation in a block's graph, one for each call of a layer."""
+    nodes: List[Dict[str, Any]] = (graph or json_of(block._cached_graph[1]))["nodes"]
     found = []
-    for node in nodes:
+    for number, node in enumerate(nodes):
         operator = operator_of(node)
         if operator in (*OPERATORS, NAME) and not is_meeting(node):
-            running = [parameters.get(nodes[at]["name"]) for at, *_ in node["inputs"][-2:]]
-            found.append(Recorded(node["name"], operator, is_frozen(node), running))
+            inputs = [nodes[at]["name"] for at, *_ in node["inputs"]]
+            frozen = node.get("attrs", {}).get("use_global_stats") in ("1", "True")
+            found.append(Recorded(number, node["name"], operator, frozen, inputs))
     return found
-
-
-def is_frozen(node: Dict[str, Any]) -> bool:
-    return node.get("attrs", {}).get("use_global_stats") in ("1", "True")
 
 
 def without_layer(net: Block) -> List[Tuple[str, str]]:
@@ -130,19 +127,12 @@ def without_layer(net: Block) -> List[Tuple[str, str]]:
     name and operator. A ``hybrid_forward`` has called the operator itself.
     """
     within = list(iterate(net))
+    in_blocks = [name for one in within if isinstance(one, SymbolBlock) for name in one.params]
+    names = {*in_blocks, *(one.running_mean.name for one in within if is_batch_norm(one))}
     hybrid = [one for one in within if isinstance(one, HybridBlock) and one._cached_graph]
-    names = {one.running_mean.name for one in within if is_batch_norm(one)}
-    for block in hybrid:
-        if isinstance(block, SymbolBlock):
-            names.update(block.params)
-    found: Dict[str, str] = {}
-    for block in hybrid:
-        if not isinstance(block, SymbolBlock):
-            nodes = json_of(block._cached_graph[1])["nodes"]
-            for node in nodes:
-                if node["op"] in OPERATORS and nodes[node["inputs"][3][0]]["name"] not in names:
-                    found[node["name"]] = node["op"]
-    return list(found.items())
+    nodes = [node for one in hybrid if not isinstance(one, SymbolBlock) for node in recorded(one)]
+    nodes = [node for node in nodes if node.operator != NAME and node.inputs[3] not in names]
+    return list(dict.fromkeys((node.name, node.operator) for node in nodes))
 
 
 def is_meeting(node: Dict[str, Any]) -> bool:

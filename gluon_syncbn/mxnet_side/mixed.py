@@ -10,7 +10,6 @@ from mxnet.gluon.parameter import Parameter
 from ..system.arguments import some
 from ..training.replicas import IN_GRAPH, NEVER, UNFUSED, followers_of
 from . import blocks, callers
-from .nodes import json_of
 
 _MEANS = ("running_mean", "moving_mean")
 
@@ -86,13 +85,12 @@ def _called(parameters: Sequence[Parameter]) -> List[str]:
     found: Dict[str, None] = {}
     for block in callers.with_graphs_of({id(parameter) for parameter in parameters}):
         given = {parameter.name: parameter for is_input, parameter in block._cached_op_args if not is_input}
-        nodes: List[Dict[str, Any]] = json_of(block._cached_graph[1])["nodes"]
-        for node in nodes:
-            if node["op"] in blocks.OPERATORS and not blocks.is_frozen(node):
-                gamma, mean = (given.get(nodes[node["inputs"][place][0]]["name"]) for place in (1, 3))
+        for node in blocks.recorded(block):
+            if node.operator in blocks.OPERATORS and not node.frozen:
+                gamma, mean = given.get(node.inputs[1]), given.get(node.inputs[3])
                 trains = gamma is None or gamma.grad_req != "null"
                 if trains and (mean is None or not mean.name.endswith(_MEANS)):
-                    found[node["name"]] = None
+                    found[node.name] = None
     return list(found)
 
 

@@ -17,6 +17,7 @@ from mxnet.gluon.nn import BatchNorm, BatchNormReLU  # by name, because a script
 from ..activation import Activation, BatchNormAdd
 from ..layer import SyncBatchNorm, SyncBatchNormAdd
 from ..mxnet_side import blocks
+from ..mxnet_side.blocks import Recorded
 from ..mxnet_side.export import SYNCHRONISED, is_guard, names_of_outputs, passing
 from ..mxnet_side.nodes import Entry, Graph, Json, json_of, symbol_of, uses
 from ..mxnet_side.op import NAME
@@ -58,24 +59,20 @@ def open_graph(block: SymbolBlock) -> List[Left]:
     used = uses(graph)
     layers: Dict[int, BatchNorm] = {}
     left: List[Left] = []
-    for number, node in enumerate(graph["nodes"]):
-        operator = blocks.operator_of(node)
-        if operator not in (*blocks.OPERATORS, NAME) or blocks.is_meeting(node):
-            continue
-        names = [graph["nodes"][at]["name"] for at, *_ in node["inputs"]]
-        given = [parameters[name] for name in (*names[1:3], *names[-2:]) if name in parameters]
+    for node in blocks.recorded(block, graph):
+        given = [parameters[name] for name in (*node.inputs[1:3], *node.inputs[-2:]) if name in parameters]
         layer = None
         if len(given) < len(blocks.PARAMETERS):
             reason = "its gamma, beta or running statistics are not parameters of the graph"
-        elif operator != NAME and (used[number, 1] or used[number, 2]):
+        elif node.operator != NAME and (used[node.number, 1] or used[node.number, 2]):
             reason = "the graph uses its mean or variance"
         else:
             reason = "the layer that recorded it no longer exists"
-            layer = _layer(node["name"], operator, node.get("attrs", {}), given)
+            layer = _layer(node, graph["nodes"][node.number].get("attrs", {}), given)
         if layer is None:
-            left.append(Left(node["name"], operator, reason))
+            left.append(Left(node.name, node.operator, reason))
         else:
-            layers[number] = layer
+            layers[node.number] = layer
     if layers:
         block.__class__ = derived(type(block), Opened)  # type: ignore[arg-type]
         block.__layers__, block._recorded, block._left = layers, graph, left
@@ -125,26 +122,24 @@ def layer_of(prefix: str, attributes: Dict[str, str], replicas: Replicas) -> Syn
     return layer
 
 
-def _layer(
-    name: str, operator: str, attributes: Dict[str, str], parameters: Sequence[Parameter]
-) -> Optional[BatchNorm]:
+def _layer(node: Recorded, attributes: Dict[str, str], parameters: Sequence[Parameter]) -> Optional[BatchNorm]:
     """Creates a layer for a node, on the node's parameters; None if it was another layer's, which is gone."""
     gamma = parameters[0].name
-    prefix = gamma[: -len("gamma")] if gamma.endswith("gamma") else f"{name}_"
-    if operator == NAME:
+    prefix = gamma[: -len("gamma")] if gamma.endswith("gamma") else f"{node.name}_"
+    if node.operator == NAME:
         replicas = Replicas.of_token(attributes["layer"])
         if replicas is None:
             return None
         layer = layer_of(prefix, attributes, replicas)
         layer._release_parameters()
     else:
-        plain = BatchNormReLU if operator == "_contrib_BatchNormWithReLU" else BatchNorm
+        plain = BatchNormReLU if node.operator == "_contrib_BatchNormWithReLU" else BatchNorm
         layer = plain(**settings_of(prefix, attributes))
     for attribute, parameter in zip(blocks.PARAMETERS, parameters):
         layer.__dict__[attribute] = layer._reg_params[attribute] = parameter  # Gluon refuses to replace one
     layer._params = ParameterDict(layer.prefix)
     layer._params._params.update((parameter.name, parameter) for parameter in parameters)
-    if operator == NAME:
+    if node.operator == NAME:
         layer._adopt_parameters()
     return layer
 

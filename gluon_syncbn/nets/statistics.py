@@ -179,8 +179,9 @@ def _running(net: Block) -> List[_Running]:
         if blocks.is_batch_norm(block):
             found.setdefault(id(block.running_mean), _Running(block.name, block.running_mean, block.running_var))
         elif isinstance(block, SymbolBlock):
+            parameters = {parameter.name: parameter for parameter in block._reg_params.values()}
             for node in blocks.recorded(block):
-                mean, var = node.running
+                mean, var = map(parameters.get, node.inputs[-2:])
                 if mean is not None and var is not None:
                     found.setdefault(id(mean), _Running(node.name, mean, var))
     check_values("net", [parameter for one in found.values() for parameter in (one.mean, one.var)])
