@@ -13,8 +13,7 @@ from mxnet.gluon import SymbolBlock
 from . import layer
 from .mxnet_side import blocks, operators, patches
 from .mxnet_side.export import SYNCHRONISED
-from .mxnet_side.nodes import json_of
-from .mxnet_side.op import NAME
+from .mxnet_side.nodes import layers_of
 from .nets.graphs import open_graph
 from .system import arguments
 
@@ -158,7 +157,6 @@ def _flag(name: str, argument: Any) -> bool:
 
 def _opening(construct: Callable[..., None], block: SymbolBlock, *args: Any, **kwargs: Any) -> None:
     construct(block, *args, **kwargs)
-    tokens = {node._replicas.token for node in _written}
-    nodes = json_of(block._cached_graph[1])["nodes"]
-    if any(blocks.operator_of(node) == NAME and node["attrs"]["layer"] in tokens for node in nodes):
+    written = {node._replicas for node in _written}
+    if any(replicas in written for replicas, _ in layers_of(block._cached_graph[1])):
         open_graph(block)

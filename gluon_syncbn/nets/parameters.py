@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple, TypeVar
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple, TypeVar
 
 import mxnet as mx
 import numpy as np
@@ -187,13 +187,10 @@ def _state_of(module: Any) -> Mapping[str, Any]:
     return state
 
 
-class _Pair(NamedTuple):
-    block: Any
-    theirs: Any  # PyTorch's layer of batch normalisation; None for other layers, and without a module
-    keys: Dict[str, str]  # of the module's state, by the names of the block's parameters
-
-
-def _pairs(net: Block, module: Any, state: Mapping[str, Any]) -> List[_Pair]:
+def _pairs(net: Block, module: Any, state: Mapping[str, Any]) -> List[Tuple[Any, Any, Dict[str, str]]]:
+    """Returns each block with PyTorch's layer of batch normalisation, None for other layers and without a module; and
+    the keys of the module's state by the names of the block's parameters.
+    """
     layers = [block for block in blocks.iterate(arguments.block("net", net)) if block._reg_params]
     owners: Dict[str, Dict[str, str]] = {}
     for key in state:
@@ -222,7 +219,7 @@ def _pairs(net: Block, module: Any, state: Mapping[str, Any]) -> List[_Pair]:
             )
         if any(parameter._data is None and not parameter._deferred_init for parameter in ours.values()):
             raise ValueError(f"net: '{block.name}' without parameters was given, expected a net after initialize()")
-        pairs.append(_Pair(block, theirs, keys))
+        pairs.append((block, theirs, keys))
     return pairs
 
 
