@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import re
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -23,7 +24,6 @@ from ..mxnet_side import blocks, lifetime, patches, translations
 from ..mxnet_side.compatibility import imports
 from ..nets import executors
 from ..nets.convert import convert as convert_layers
-from ..nets.convert import convert_nodes
 from ..system import arguments, logs
 from ..training import steps
 
@@ -169,8 +169,10 @@ def uninstall(everything: bool = False) -> None:
 
 def _synchronising(construct: Callable[..., None], block: SymbolBlock, *args: Any, **kwargs: Any) -> None:
     construct(block, *args, **kwargs)
-    if _installed and any(node.operator == OPERATOR for node in blocks.recorded(block)):
-        convert_nodes(block, OPERATOR)
+    nodes = [node for node in blocks.recorded(block) if node.operator == OPERATOR]
+    if _installed and nodes:
+        names = [re.escape(name) for node in nodes for name in (node.name, node.inputs[1])]
+        convert_layers(block, select=f"({'|'.join(names)})$")
 
 
 def _converting(construct: Callable[..., None], trainer: gluon.Trainer, *args: Any, **kwargs: Any) -> None:

@@ -139,16 +139,6 @@ def _none(net: Block, select: Optional[str]) -> str:
     )
 
 
-def convert_nodes(block: SymbolBlock, operator: str) -> None:
-    """Does what `convert` does, for the nodes of one operator in a graph."""
-    nodes = open_graph(block)
-    for number, layer in getattr(block, "__layers__", {}).items():
-        if blocks.operator_of(block._recorded["nodes"][number]) == operator and not _is_ours(layer):
-            _replace(layer, _successor(layer, SyncBatchNorm, {}))
-    close_graph(block)
-    _warn("convert", blocks.Selection(None), [node for node in nodes if node.operator == operator])
-
-
 def _is_ours(block: Block) -> bool:
     return isinstance(block, SyncBatchNorm)
 
