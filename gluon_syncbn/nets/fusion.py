@@ -6,7 +6,7 @@ the operator that follows.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set
+from typing import Any, Callable, Dict, List, Optional, Set
 
 import mxnet as mx
 from mxnet.gluon import HybridBlock
@@ -25,16 +25,6 @@ def install() -> None:
     patches.replace(_of_fused_graphs, HybridBlock, "_get_graph")
 
 
-class Chain(NamedTuple):
-    """Nodes of a graph that become one, by number: normalisation, guard of its output, addition, activation."""
-
-    layer: int
-    guard: Optional[int]
-    addition: Optional[int]
-    addend: int  # its place among the inputs of the addition
-    activation: Activation
-
-
 def fused(symbol: mx.sym.Symbol, inputs: Dict[str, mx.nd.NDArray]) -> Optional[mx.sym.Symbol]:
     """Returns the graph in which layers with ``fuses`` have absorbed the operators behind them; None if unchanged."""
     recorded = json_of(symbol)
@@ -46,39 +36,48 @@ def fused(symbol: mx.sym.Symbol, inputs: Dict[str, mx.nd.NDArray]) -> Optional[m
         symbol = kinds.like(symbol_of(recorded), symbol)
     sums = {number for number, node in enumerate(recorded["nodes"]) if node["op"] == "elemwise_add"}
     sums |= _alike(symbol, recorded, inputs, "_npi_add")  # which may mix shapes or types
-    chains = _chains(recorded, sums)
-    if not chains:
-        return None
+    nodes, used = recorded["nodes"], uses(recorded)
     given: List[List[Entry]] = []  # the inputs of each node, in the new graph
+    layers: List[str] = []
     graph = Graph()
+
+    def only(entry: Entry) -> bool:  # an output that is used elsewhere too is not absorbed
+        return used[entry[0], entry[1]] == 1
 
     def fold(number: int, node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
         given.append(inputs)
-        chain = chains.get(number)
-        if chain is None:  # MXNet drops the copies of absorbed nodes, which no output needs
+        activation = _activation_of(node)
+        if activation is None:  # MXNet drops the copies of absorbed nodes, which no output needs
             return None
-        layer, entries = recorded["nodes"][chain.layer], given[chain.layer]
-        epilogue = {EPILOGUE: node["name"]}
-        adds = chain.addition is not None
-        if chain.addition is not None:
-            epilogue[ADDED] = recorded["nodes"][chain.addition]["name"]
-            addend = given[chain.addition][chain.addend]
-            if chain.guard is not None and not is_guard(graph.nodes[addend[0]]):
-                guard = {"op": "SwapAxis", "name": f"{layer['name']}_addend", "attrs": {"dim1": "0", "dim2": "0"}}
-                addend = [graph.add(guard, [addend]), 0, 0]
-            entries = [*entries[:3], addend, *entries[3:]]
-        attributes = {**layer["attrs"], **epilogue, **chain.activation.attributes()}
-        inplace = attributes["inplace"] == "1" and invertible(chain.activation, adds)
-        attributes.update(adds=str(int(adds)), inplace=str(int(inplace)), fuses="0")  # it absorbs nothing more
-        at = graph.add({**layer, "attrs": attributes}, entries)
-        replicas = Replicas.of_token(attributes["layer"])
-        if replicas is not None:
-            replicas.taken_in = described(chain.activation, adds, inplace)
-        if chain.guard is not None:
-            at = graph.add(recorded["nodes"][chain.guard], [[at, 0, 0]])
-        return [[at, 0, 0]]
+        entry = node["inputs"][0]
+        addition = entry[0] if entry[0] in sums and only(entry) else None
+        for place, summand in enumerate([entry] if addition is None else nodes[addition]["inputs"]):
+            guard = summand[0] if is_guard(nodes[summand[0]]) else None
+            before = summand if guard is None else nodes[guard]["inputs"][0]
+            layer, entries = nodes[before[0]], given[before[0]]
+            if not (only(summand) and only(before) and is_ours(layer) and layer["attrs"].get("fuses") == "1"):
+                continue
+            layers.append(layer["name"])
+            epilogue = {EPILOGUE: node["name"]}
+            if addition is not None:
+                epilogue[ADDED] = nodes[addition]["name"]
+                addend = given[addition][1 - place]
+                if guard is not None and not is_guard(graph.nodes[addend[0]]):
+                    addend = [graph.add({**nodes[guard], "name": f"{layer['name']}_addend"}, [addend]), 0, 0]
+                entries = [*entries[:3], addend, *entries[3:]]
+            adds = addition is not None
+            attributes = {**layer["attrs"], **epilogue, **activation.attributes()}
+            inplace = attributes["inplace"] == "1" and invertible(activation, adds)
+            attributes.update(adds=str(int(adds)), inplace=str(int(inplace)), fuses="0")  # it absorbs nothing more
+            at = graph.add({**layer, "attrs": attributes}, entries)
+            replicas = Replicas.of_token(attributes["layer"])
+            if replicas is not None:
+                replicas.taken_in = described(activation, adds, inplace)
+            return [[at if guard is None else graph.add(nodes[guard], [[at, 0, 0]]), 0, 0]]
+        return None
 
-    return kinds.like(symbol_of(graph.rewrite(recorded, fold)), symbol)
+    written = graph.rewrite(recorded, fold)
+    return kinds.like(symbol_of(written), symbol) if layers else None
 
 
 def _alike(symbol: mx.sym.Symbol, graph: Json, inputs: Dict[str, mx.nd.NDArray], *operators: str) -> Set[int]:
@@ -97,31 +96,6 @@ def _alike(symbol: mx.sym.Symbol, graph: Json, inputs: Dict[str, mx.nd.NDArray],
         return all(one == other for other in others) and None not in one and min(one[0], default=0) > 0
 
     return {at for at in unsure if alike(*(known[tuple(entry[:2])] for entry in nodes[at]["inputs"]))}
-
-
-def _chains(graph: Json, sums: Set[int]) -> Dict[int, Chain]:
-    """Returns the chains by the number of their last node. An output that is used elsewhere too is not absorbed."""
-    nodes = graph["nodes"]
-    used = uses(graph)
-
-    def only(entry: Entry) -> bool:
-        return used[entry[0], entry[1]] == 1
-
-    chains: Dict[int, Chain] = {}
-    for number, node in enumerate(nodes):
-        activation = _activation_of(node)
-        if activation is None:
-            continue
-        entry = node["inputs"][0]
-        addition = entry[0] if entry[0] in sums and only(entry) else None
-        for place, summand in enumerate([entry] if addition is None else nodes[addition]["inputs"]):
-            guard = summand[0] if is_guard(nodes[summand[0]]) else None
-            before = summand if guard is None else nodes[guard]["inputs"][0]
-            layer = nodes[before[0]]
-            if only(summand) and only(before) and is_ours(layer) and layer["attrs"].get("fuses") == "1":
-                chains[number] = Chain(before[0], guard, addition, 1 - place, activation)
-                break
-    return chains
 
 
 def _activation_of(node: Json) -> Optional[Activation]:
