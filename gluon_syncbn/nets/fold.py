@@ -6,7 +6,7 @@ import ast
 import inspect
 import itertools
 import warnings
-from typing import Any, Dict, List, Optional, Set, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -77,10 +77,10 @@ def fold(net: HybridBlock) -> SymbolBlock:
     ones = [name for name in gamma.names(graph) if (values[name] != 1).any()]
     values.update((name, np.ones_like(values[name])) for name in ones)
     gamma.warn("fold", ones, stacklevel=3)
-    plan = _Plan(graph, values)
-    symbol = symbol_of(_written(graph, plan, values))
-    if plan.left:
-        warnings.warn(f"fold left as it was: {arguments.some(plan.left, '; ')}", stacklevel=2)
+    folding = _Folding(graph, values)
+    symbol = folding.written()
+    if folding.left:
+        warnings.warn(f"fold left as it was: {arguments.some(folding.left, '; ')}", stacklevel=2)
     names = [name for name in symbol.list_inputs() if name in values]
     arrays = {name: mx.nd.array(values[name], dtype=values[name].dtype) for name in names}
     # SymbolBlock infers the types of parameters from those of the inputs, and raises an error if it cannot
@@ -109,70 +109,117 @@ def _parameters(net: HybridBlock, names: List[str]) -> Dict[str, Parameter]:
     return {name: known[name] for name in names}
 
 
-class _Plan:
-    """Decides which BatchNorm goes into which node."""
+class _Folding:
+    """Writes a graph anew: at a BatchNorm that is folded stands the convolution before it, with other weights. MXNet
+    drops the old convolution, which no output needs.
+    """
 
     def __init__(self, graph: Json, values: Values) -> None:
-        self._nodes, self._values = graph["nodes"], values
-        self._uses = uses(graph)
-        self.into: Dict[int, int] = {}  # by number: BatchNorm, and the convolution that absorbs it
-        self.absorbed: Dict[int, List[Json]] = {}  # by number of a convolution: the BatchNorms that it absorbs
         self.left: List[str] = []
-        for number, node in enumerate(self._nodes):
-            if node["op"] in blocks.OPERATORS:
-                problem = self._take(number, node)
-                if problem:
-                    self.left.append(f"{node['name']} ({node['op']}: {problem})")
+        self._graph, self._nodes, self._values = graph, graph["nodes"], values
+        self._uses = uses(graph)
+        self._written = Graph()
+        self._inputs: List[List[Entry]] = []  # of each node, in the new graph
+        # by number of a BatchNorm: the convolution that has absorbed it, and all that this has absorbed so far
+        self._into: Dict[int, Tuple[int, List[Json]]] = {}
+        # by the parameters of convolutions and BatchNorms, which several may share: weight and bias
+        self._made: Dict[Tuple[str, ...], List[Entry]] = {}
+        self._names = {node["name"]: node["name"] for node in self._nodes}  # each name, and the one that it stands for
 
-    def names(self, node: Json) -> List[str]:
+    def written(self) -> mx.sym.Symbol:
+        """Returns the new graph, and adds the new weights and biases to the values."""
+        written = self._written.rewrite(self._graph, self._fold)
+        used = set(symbol_of(written).list_inputs())
+        for node in self._written.nodes:
+            name = self._names[node["name"]]
+            if node["name"] in used and name not in used:  # nobody needs the old value
+                self._values[name] = self._values[node["name"]]
+                node["name"] = name
+                used.add(name)
+        return symbol_of(written)
+
+    def _fold(self, number: int, node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
+        self._inputs.append(inputs)
+        if node["op"] == "null" and node["name"] in self._values:
+            return [self._variable(node["name"], self._values[node["name"]])]
+        if node["op"] not in blocks.OPERATORS:
+            return None
+        problem = self._take(number, node)
+        if problem:
+            self.left.append(f"{node['name']} ({node['op']}: {problem})")
+            node["attrs"] = {**node.get("attrs", {}), "use_global_stats": "True"}
+            return None
+        target, norms = self._into[number]
+        layer = self._nodes[target]
+        place = WEIGHTS[layer["op"]]
+        weight, *bias = self._names_of(layer)[place:]
+        parts = (text for norm in norms for text in (*self._names_of(norm)[1:], str(norm.get("attrs"))))
+        key = (layer["op"], weight, *bias, *parts)
+        if key not in self._made:
+            stem = weight[: -len("weight")] if weight.endswith("weight") else f"{weight}_"
+            new = [self._renamed(name) for name in (weight, *(bias or [f"{stem}bias"]))]
+            arrays = dict(zip(new, self._folded(layer, norms)))
+            self._values.update(arrays)
+            self._made[key] = [self._variable(*one) for one in arrays.items()]
+        layer = {**layer, "attrs": {**layer["attrs"], "no_bias": "False"}}
+        at = self._written.add(layer, [*self._inputs[target][:place], *self._made[key]])
+        if node["op"] == _WITH_RELU:
+            relu = {"op": "Activation", "name": node["name"], "attrs": {"act_type": "relu"}}
+            at = self._written.add(relu, [[at, 0, 0]])
+        return [[at, 0, 0]]
+
+    def _names_of(self, node: Json) -> List[str]:
         return [self._nodes[at]["name"] for at, *_ in node["inputs"]]
+
+    def _renamed(self, name: str) -> str:
+        candidates = (f"{name}_folded{count}" if count else name for count in itertools.count())
+        free = next(candidate for candidate in candidates if candidate not in self._names)
+        self._names[free] = name
+        return free
+
+    def _variable(self, name: str, value: np.ndarray) -> Entry:
+        (node,) = json_of(mx.sym.var(name, shape=value.shape, dtype=value.dtype))["nodes"]
+        return [self._written.add(node, []), 0, 0]
 
     def _take(self, number: int, node: Json) -> str:
         """Returns the reason if the node stays."""
         if self._uses[number, 1] or self._uses[number, 2]:
             return "the graph uses its mean or variance"
-        names = self.names(node)[1:]
-        if not all(name in self._values for name in names):
+        if not all(name in self._values for name in self._names_of(node)[1:]):
             return "its gamma, beta or running statistics are not parameters of the graph"
         at, output, *_ = node["inputs"][0]
         before = self._nodes[at]
         if before["op"] == "null":
             return f"it stands behind the variable {before['name']}"
         # a BatchNorm that has gone into a convolution is that convolution, unless a ReLU is behind it
-        target = self.into.get(at, -1) if before["op"] != _WITH_RELU else -1
-        target = at if before["op"] in WEIGHTS else target
-        if target < 0:
+        if before["op"] not in WEIGHTS and (at not in self._into or before["op"] == _WITH_RELU):
             return f"it stands behind {before['name']} ({before['op']})"
+        target, norms = self._into.get(at, (at, []))
         if self._uses[at, output] > 1:
             return f"the output of {before['name']} is used elsewhere, too"
         layer = self._nodes[target]
-        if not all(name in self._values for name in self.names(layer)[WEIGHTS[layer["op"]] :]):
+        if not all(name in self._values for name in self._names_of(layer)[WEIGHTS[layer["op"]] :]):
             return f"weight or bias of {layer['name']} are not parameters of the graph"
         if not _is_channel_axis(int(node.get("attrs", {}).get("axis", 1)), layer):
             return f"its axis is not, or may not be, the channel axis of {layer['name']}"
-        absorbed = [*self.absorbed.get(target, ()), node]
-        if not all(np.isfinite(value).all() for value in self.folded(target, absorbed)):
+        if not all(np.isfinite(value).all() for value in self._folded(layer, [*norms, node])):
             return f"with it, the weight or bias of {layer['name']} would not be finite"
-        self.into[number], self.absorbed[target] = target, absorbed
+        self._into[number] = target, [*norms, node]
         return ""
 
-    def folded(self, number: int, norms: List[Json]) -> Tuple[np.ndarray, np.ndarray]:
+    def _folded(self, layer: Json, norms: List[Json]) -> Tuple[np.ndarray, np.ndarray]:
         """Returns weight and bias of a node that has absorbed these, in the weight's type."""
-        node = self._nodes[number]
-        given = [self._values[name] for name in self.names(node)[WEIGHTS[node["op"]] :]]
+        given = [self._values[name] for name in self._names_of(layer)[WEIGHTS[layer["op"]] :]]
         weight, bias = (one.astype("float64") for one in [*given, np.zeros(1)][:2])
-        with np.errstate(all="ignore"):  # a value that is not finite is refused afterwards
+        with np.errstate(all="ignore"):  # a value that is not finite is refused
             for norm in norms:
-                factor, beta, mean, variance = (self._values[name].astype("float64") for name in self.names(norm)[1:])
+                factor, beta, mean, variance = (
+                    self._values[name].astype("float64") for name in self._names_of(norm)[1:]
+                )
                 factor = np.ones_like(factor) if gamma.is_fixed(norm) else factor
                 scale = factor / np.sqrt(variance + float(norm.get("attrs", {}).get("eps", 1e-3)))
-                weight, bias = _scaled(weight, scale, node), scale * (bias - mean) + beta
+                weight, bias = _scaled(weight, scale, layer), scale * (bias - mean) + beta
             return weight.astype(given[0].dtype), bias.astype(given[0].dtype)
-
-    def parameters(self, number: int) -> Tuple[str, ...]:
-        """Returns what tells one set of absorbed BatchNorms from another; empty if the node absorbs none."""
-        norms = self.absorbed.get(number, ())
-        return tuple(text for norm in norms for text in (*self.names(norm)[1:], str(norm.get("attrs"))))
 
 
 _WITH_RELU = "_contrib_BatchNormWithReLU"
@@ -202,61 +249,6 @@ def _scaled(weight: np.ndarray, scale: np.ndarray, node: Json) -> np.ndarray:
     shape = [1] * weight.ndim
     shape[0], shape[_layout(node).index("C")] = by_input.shape
     return weight * by_input.reshape(shape)
-
-
-def _written(graph: Json, plan: _Plan, values: Values) -> Json:
-    """Returns the planned graph, and adds the new weights and biases to the values."""
-    taken = {node["name"] for node in graph["nodes"]}
-    users: Dict[str, Set[Tuple[str, ...]]] = {}  # of a value: the BatchNorms in it; empty if unchanged
-    for number, node in enumerate(graph["nodes"]):
-        for name in plan.names(node):
-            users.setdefault(name, set()).add(plan.parameters(number))
-    made: Dict[Tuple[str, ...], List[Entry]] = {}  # by the parameters and BatchNorms that convolutions share
-    grown = Graph()
-
-    def renamed(name: str) -> str:
-        candidates = (f"{name}_folded{count}" if count else name for count in itertools.count())
-        free = next(candidate for candidate in candidates if candidate not in taken)
-        taken.add(free)
-        return free
-
-    def of_value(name: str) -> str:
-        """Returns the old name unless another node needs the old value."""
-        return name if len(users[name]) == 1 else renamed(name)
-
-    def variable(name: str, value: np.ndarray) -> Entry:
-        (node,) = json_of(mx.sym.var(name, shape=value.shape, dtype=value.dtype))["nodes"]
-        return [grown.add(node, []), 0, 0]
-
-    def stead(number: int, node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
-        if number in plan.into:
-            if node["op"] != _WITH_RELU:
-                return [inputs[0]]
-            relu = {"op": "Activation", "name": node["name"], "attrs": {"act_type": "relu"}}
-            return [[grown.add(relu, [inputs[0]]), 0, 0]]
-        if number in plan.absorbed:
-            place = WEIGHTS[node["op"]]
-            weight, *bias = plan.names(node)[place:]
-            key = (node["op"], weight, *bias, *plan.parameters(number))
-            if key not in made:
-                new = of_value(weight)
-                stem = new[: -len("weight")] if new.endswith("weight") else f"{new}_"
-                both = new, of_value(bias[0]) if bias else renamed(f"{stem}bias")
-                arrays = dict(zip(both, plan.folded(number, plan.absorbed[number])))
-                made[key] = [variable(name, array) for name, array in arrays.items()]
-                folded.update(arrays)
-            attributes = {**node["attrs"], "no_bias": "False"}
-            return [[grown.add({**node, "attrs": attributes}, [*inputs[:place], *made[key]]), 0, 0]]
-        if node["op"] in blocks.OPERATORS:
-            node["attrs"] = {**node.get("attrs", {}), "use_global_stats": "True"}
-        if node["op"] == "null" and node["name"] in values:
-            return [variable(node["name"], values[node["name"]])]
-        return None
-
-    folded: Values = {}
-    written = grown.rewrite(graph, stead)
-    values.update(folded)
-    return written
 
 
 # ---- the graph of a prediction -----------------------------------------------------------------------------
