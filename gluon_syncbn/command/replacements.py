@@ -58,11 +58,6 @@ class SyncBatchNorm(layer.SyncBatchNorm):
         Contrib's number of GPUs, which is checked and not used. The replicas are the contexts of the parameters.
     *args, **kwargs
         Further arguments of `gluon_syncbn.SyncBatchNorm`, which follow its ``axis`` in contrib's order.
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of range.
     """
 
     def __init__(self, in_channels: int = 0, num_devices: Optional[int] = None, *args: Any, **kwargs: Any) -> None:

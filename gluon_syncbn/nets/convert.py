@@ -104,12 +104,11 @@ def convert(
             for block in filter(_is_ours, chosen):
                 block._fuses = True
         ignored = gamma.of_layers(net, lambda layer: _is_ours(layer) and layer in selection)
-        none = "" if chosen or nodes else _none(net, select)
+        if not chosen and not nodes:
+            warnings.warn(f"convert changed nothing: {_none(net, select)}", stacklevel=2)
     gamma.write_ones("convert", ignored)
     stay = [Left(block.name, type(block).__name__, reason) for block, reason in zip(chosen, reasons) if reason]
     _warn("convert", selection, stay + nodes)
-    if none:
-        warnings.warn(f"convert changed nothing: {none}", stacklevel=2)
     return net
 
 
