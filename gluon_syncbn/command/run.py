@@ -32,7 +32,6 @@ USAGE = """usage: gluon-syncbn check
            prints the version
 
 `python -m gluon_syncbn` is the same program, and by itself the check."""
-Hook = Callable[[Type[BaseException], BaseException, Optional[TracebackType]], Any]
 
 
 def main(arguments: Optional[List[str]] = None) -> int:
@@ -120,7 +119,7 @@ def _refuse(name: str, value: str, expected: str) -> NoReturn:
     sys.exit(2)
 
 
-def _from_script(path: str, hook: Hook) -> Hook:
+def _from_script(path: str, hook: Callable[..., Any]) -> Callable[..., None]:
     """Shows an exception without the frames that started the script."""
 
     def shown(kind: Type[BaseException], error: BaseException, trace: Optional[TracebackType]) -> None:

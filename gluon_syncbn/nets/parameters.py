@@ -92,10 +92,7 @@ def store_of(kvstore: Any, parameters: Iterable[Parameter]) -> Optional[ProcessS
 
 def _listed(params: Any) -> List[Parameter]:
     if isinstance(params, Block):
-        found: Dict[int, Parameter] = {}
-        for block in blocks.iterate(params):
-            found.update((id(parameter), parameter) for parameter in block._reg_params.values())
-        return list(found.values())
+        return list(dict.fromkeys(one for block in blocks.iterate(params) for one in block._reg_params.values()))
     values = list(params.values()) if isinstance(params, (dict, ParameterDict)) else []
     if not values or not all(isinstance(value, Parameter) for value in values):
         arguments.refuse("params", params, "a gluon.Block, or parameters as net.collect_params() gives them")

@@ -143,12 +143,10 @@ def update_bn_stats(
         steps.drain()  # operators in flight write them, too
         for array, value in before:
             value.copyto(array)
-    written = set()
-    for one, total in zip(running, totals):
-        if total[0] > 0:
-            one.write(total)
-            written.add(id(one.mean))
-    stay += [f"{layer.name} (the net gave it no value)" for layer in layers if id(layer.running_mean) not in written]
+    given = {one.mean: (one, total) for one, total in zip(running, totals) if total[0] > 0}
+    for one, total in given.values():
+        one.write(total)
+    stay += [f"{layer.name} (the net gave it no value)" for layer in layers if layer.running_mean not in given]
     if stay:
         warnings.warn(f"update_bn_stats left as it was: {arguments.some(stay, '; ')}", stacklevel=2)
 
@@ -174,16 +172,16 @@ class _Running(NamedTuple):
 
 def _running(net: Block) -> List[_Running]:
     """Returns those of all layers, without repetitions; ValueError if some have no values."""
-    found: Dict[int, _Running] = {}
+    found: Dict[Parameter, _Running] = {}
     for block in blocks.iterate(net):
         if blocks.is_batch_norm(block):
-            found.setdefault(id(block.running_mean), _Running(block.name, block.running_mean, block.running_var))
+            found.setdefault(block.running_mean, _Running(block.name, block.running_mean, block.running_var))
         elif isinstance(block, SymbolBlock):
             parameters = {parameter.name: parameter for parameter in block._reg_params.values()}
             for node in blocks.recorded(block):
                 mean, var = map(parameters.get, node.inputs[-2:])
                 if mean is not None and var is not None:
-                    found.setdefault(id(mean), _Running(node.name, mean, var))
+                    found.setdefault(mean, _Running(node.name, mean, var))
     check_values("net", [parameter for one in found.values() for parameter in (one.mean, one.var)])
     return list(found.values())
 
@@ -235,7 +233,7 @@ def _population(
     replicas = {context: times for one in running for context in one.contexts}
     each_by_itself = Replicas("update_bn_stats", Pooling("local"), None, None, None)
     each_by_itself.set_contexts(list(replicas), 0)
-    totals = {id(one.mean): np.zeros(1 + 2 * one.mean.shape[0]) for one in running}
+    totals = {one.mean: np.zeros(1 + 2 * one.mean.shape[0]) for one in running}
     seen: List[Tuple[nn.BatchNorm, int, mx.nd.NDArray, Optional[mx.nd.NDArray]]] = []
 
     def see(layer: nn.BatchNorm, args: Tuple[Any, ...]) -> None:
@@ -265,7 +263,7 @@ def _population(
                     count = np.count_nonzero(values(mask)) * count // mask.size
                 there, *of_channels = given.asnumpy()
                 packed = _packed(there * count, *np.split(np.array(of_channels), 2))
-                totals[id(layer.running_mean)] = merge_moments(totals[id(layer.running_mean)], packed)
+                totals[layer.running_mean] = merge_moments(totals[layer.running_mean], packed)
             seen.clear()
             done += 1
     if not done:
