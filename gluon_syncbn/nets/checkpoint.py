@@ -86,7 +86,7 @@ def checkpoint(block: BlockT, active: bool = True) -> BlockT:
     active = arguments.flag("active", active)
     changed = isinstance(block, _Recomputed)
     if active and not changed:
-        patches.replace(_seen, Parameter, "data")
+        patches.replace(_record_use, Parameter, "data")
         block.__class__ = derived(type(block), _Recomputed)  # type: ignore[arg-type]
     elif changed and not active:
         block.__class__ = type(block).__bases__[1]
@@ -108,7 +108,7 @@ class _Recomputed(Block):
         recording = autograd.is_recording() and bool(arrays)
         if not recording and not _of_thread.frames:
             return forward(*args)
-        seed = draws.seed() if _draws(self, forward, args) else None
+        seed = draws.seed() if _may_be_random(self, forward, args) else None
         with _seeded(seed, arrays[0].ctx):
             if not recording:  # within a block that is being recomputed
                 return forward(*args)
@@ -195,7 +195,7 @@ def _frame(given: Optional[Dict[int, NDArray]]) -> Iterator[Used]:
         _of_thread.frames.pop()
 
 
-def _seen(data: Callable[..., NDArray], parameter: Parameter, ctx: Optional[mx.Context] = None) -> NDArray:
+def _record_use(data: Callable[..., NDArray], parameter: Parameter, ctx: Optional[mx.Context] = None) -> NDArray:
     frames, array = _of_thread.frames, None
     for given, _ in frames:
         if given is not None:
@@ -268,7 +268,7 @@ def _check(block: Block, context: mx.Context) -> None:
             raise ValueError(f"block: '{block.name}' was given, which holds '{one.name}', expected {expected}")
 
 
-def _draws(block: Block, forward: Callable[..., Any], args: Any) -> bool:
+def _may_be_random(block: Block, forward: Callable[..., Any], args: Any) -> bool:
     """Whether the block may draw random numbers. Seeding costs some milliseconds."""
     known = vars(block).get("_draws_random", None if isinstance(block, HybridBlock) else True)
     if known is None:

@@ -61,7 +61,7 @@ def average_running_stats(net: Block, weights: Optional[Sequence[float]] = None,
     ----------
     T. Chan, G. Golub, R. LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
     """
-    running = _running(arguments.block("net", net))
+    running = _find_running(arguments.block("net", net))
     store = store_of(kvstore, [one.mean for one in running])
     if weights is not None and not isinstance(weights, (list, tuple)):
         arguments.refuse("weights", weights, "None or a list of numbers, one for each context")
@@ -129,7 +129,7 @@ def update_bn_stats(
     ----------
     Y. Wu, J. Johnson, "Rethinking 'Batch' in BatchNorm", 2021, arXiv 2105.07576, section 3.
     """
-    running = _running(arguments.block("net", net))
+    running = _find_running(arguments.block("net", net))
     num_iters = arguments.whole("num_iters", num_iters, 1, 2**63 - 1)
     store = store_of(kvstore, [one.mean for one in running])
     layers, stay = _layers_to_measure(net)
@@ -170,7 +170,7 @@ class _Running(NamedTuple):
                 array[:] = value.astype(array.dtype)
 
 
-def _running(net: Block) -> List[_Running]:
+def _find_running(net: Block) -> List[_Running]:
     """Returns those of all layers, without repetitions; ValueError if some have no values."""
     found: Dict[Parameter, _Running] = {}
     for block in blocks.iterate(net):
