@@ -130,8 +130,8 @@ struct Place {
     size_t position = 0;
     int phase = 0;  // that it has reached
 
-    // Whether this replica passes on its context's statistics; one does.
-    bool first_lane() const { return position % meeting->terms->per_context == 0; }
+    // Whether this replica passes on its context's statistics; one does. Who meets nobody has no meeting.
+    bool first_lane() const { return !meeting || position % meeting->terms->per_context == 0; }
 };
 
 // Holds the meetings of one layer whose forwards are not done.
