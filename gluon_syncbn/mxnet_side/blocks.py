@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
 
 from mxnet.gluon import Block, HybridBlock, SymbolBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
@@ -144,21 +144,14 @@ def operator_of(node: Dict[str, Any]) -> str:
     return node["attrs"]["op_type"] if node["op"] == "Custom" else node["op"]
 
 
-class Selection:
-    """Selects layers as ``collect_params`` does: by a regular expression. It must match the name of the layer, or of
-    one of its parameters, from the beginning. None selects all.
+def selection(select: Any) -> Callable[..., bool]:
+    """Returns a function that says whether one of a layer's names is selected. As in ``collect_params``, a regular
+    expression must match from the beginning. None selects all.
     """
-
-    def __init__(self, select: Any) -> None:
-        if select is not None and not isinstance(select, str):
-            arguments.refuse("select", select, "None or a regular expression")
-        try:
-            self._pattern = re.compile(select or "")
-        except re.error as error:
-            arguments.refuse("select", select, f"a regular expression ({error})")
-
-    def __contains__(self, block: Block) -> bool:
-        return self.matches(block.name, *(parameter.name for parameter in block._reg_params.values()))
-
-    def matches(self, *names: str) -> bool:
-        return any(self._pattern.match(name) for name in names)
+    if select is not None and not isinstance(select, str):
+        arguments.refuse("select", select, "None or a regular expression")
+    try:
+        pattern = re.compile(select or "")
+    except re.error as error:
+        arguments.refuse("select", select, f"a regular expression ({error})")
+    return lambda *names: any(map(pattern.match, names))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Dict, FrozenSet, Iterator, List, Mapping, Optional, Sequence, Type, TypeVar
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Type, TypeVar
 
 from mxnet.gluon import Block, HybridBlock, ParameterDict, SymbolBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
@@ -88,9 +88,9 @@ def convert(
         arguments.refuse("norm_layer", norm_layer, "SyncBatchNorm or a subclass of it")
     if issubclass(norm_layer, SyncBatchNormAdd):
         arguments.refuse("norm_layer", norm_layer, "a layer of one input; fuse=True finds additions")
-    selection = blocks.Selection(select)
+    selects = blocks.selection(select)
     with _open_graphs(net) as nodes:
-        chosen = _chosen(net, selection)
+        chosen = _chosen(net, selects)
         wanted = _check_kwargs(norm_layer, kwargs)
         reasons = [
             _otherwise(one._replicas.pooling, wanted, kwargs) if _is_ours(one) else blocks.difference(one)
@@ -103,17 +103,18 @@ def convert(
             fusion.install()
             for block in filter(_is_ours, chosen):
                 block._fuses = True
-        ignored = gamma.of_layers(net, lambda layer: _is_ours(layer) and layer in selection)
+        ignored = gamma.of_layers(net, lambda layer: _is_ours(layer) and layer in chosen)
         if not chosen and not nodes:
             warnings.warn(f"convert changed nothing: {_none(net, select)}", stacklevel=2)
     gamma.write_ones("convert", ignored)
     stay = [Left(block.name, type(block).__name__, reason) for block, reason in zip(chosen, reasons) if reason]
-    _warn("convert", selection, stay + nodes)
+    _warn("convert", selects, stay + nodes)
     return net
 
 
-def _chosen(net: Block, selection: blocks.Selection) -> List[BatchNorm]:
-    return [block for block in blocks.iterate(net) if blocks.is_batch_norm(block) and block in selection]
+def _chosen(net: Block, selects: Callable[..., bool]) -> List[BatchNorm]:
+    layers = [block for block in blocks.iterate(net) if blocks.is_batch_norm(block)]
+    return [one for one in layers if selects(one.name, *(parameter.name for parameter in one._reg_params.values()))]
 
 
 def _otherwise(pooling: Pooling, wanted: Pooling, kwargs: Mapping[str, Any]) -> str:
@@ -126,7 +127,7 @@ def _otherwise(pooling: Pooling, wanted: Pooling, kwargs: Mapping[str, Any]) -> 
 
 def _none(net: Block, select: Optional[str]) -> str:
     """Says why no layer is chosen."""
-    names = [block.name for block in _chosen(net, blocks.Selection(None))]
+    names = [block.name for block in _chosen(net, blocks.selection(None))]
     if names:
         return (
             f"select={select!r} matches no layer of batch normalisation from the beginning of its name. Some names are "
@@ -157,8 +158,8 @@ def _open_graphs(net: Block) -> Iterator[List[Left]]:
         forget_graphs(net)
 
 
-def _warn(verb: str, selection: blocks.Selection, stay: Sequence[Left]) -> None:
-    texts = [f"{one.name} ({one.operator}: {one.reason})" for one in stay if selection.matches(one.name)]
+def _warn(verb: str, selects: Callable[..., bool], stay: Sequence[Left]) -> None:
+    texts = [f"{one.name} ({one.operator}: {one.reason})" for one in stay if selects(one.name)]
     if texts:
         warnings.warn(f"{verb} left as it was: {arguments.some(texts, '; ')}", stacklevel=3)
 
@@ -190,7 +191,7 @@ def revert(net: NetT) -> NetT:
         for block in filter(_is_ours, blocks.iterate(net)):
             _make_plain(block)
     gamma.write_ones("revert", ignored)
-    _warn("revert", blocks.Selection(None), [node for node in nodes if node.operator == NAME])
+    _warn("revert", blocks.selection(None), [node for node in nodes if node.operator == NAME])
     return net
 
 
@@ -223,9 +224,9 @@ def freeze(net: NetT, select: Optional[str] = None, active: bool = True) -> NetT
     """
     arguments.block("net", net)
     active = arguments.flag("active", active)
-    selection = blocks.Selection(select)
+    selects = blocks.selection(select)
     with _open_graphs(net) as nodes:
-        chosen = _chosen(net, selection)
+        chosen = _chosen(net, selects)
         for block in chosen:
             block._kwargs["use_global_stats"] = active
         for parameter in dict.fromkeys(one for block in chosen for one in (block.gamma, block.beta)):
@@ -234,7 +235,7 @@ def freeze(net: NetT, select: Optional[str] = None, active: bool = True) -> NetT
             parameter.grad_req = "null" if active else vars(parameter).pop("_unfrozen", "write")
     if select is not None and not chosen and not nodes:
         warnings.warn(f"freeze changed nothing: {_none(net, select)}", stacklevel=2)
-    _warn("freeze", selection, nodes)
+    _warn("freeze", selects, nodes)
     return net
 
 
@@ -314,10 +315,10 @@ def _make_plain(block: SyncBatchNorm) -> None:
 
 
 @lru_cache(maxsize=None)
-def _private_names() -> FrozenSet[str]:
+def _private_names() -> Set[str]:
     """Returns the attributes that only a synchronised layer has; `revert` removes them."""
     layer, plain = (_taken_from(c(prefix="", params=ParameterDict())) for c in (SyncBatchNorm, BatchNorm))
-    return frozenset(layer) - frozenset(plain)
+    return set(layer) - set(plain)
 
 
 def forget_graphs(net: Block) -> None:
