@@ -112,7 +112,7 @@ std::vector<End> all_ends(const Interrupts& interrupts) {
 void recall(double timeout, const End& end) {
     const syncbn::Memo memo;
     auto error = std::async(std::launch::async, [&] {
-        syncbn::WaitFor wait("recalling", "it does not come", timeout, "Do something.");
+        syncbn::Wait wait(timeout, "recalling", "it does not come", "Do something.");
         try {
             memo.outcome(wait);
         } catch (const syncbn::Failure& failure) {

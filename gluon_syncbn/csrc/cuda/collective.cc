@@ -123,8 +123,8 @@ void post_allgather(const std::vector<OnDevice>& parts, const std::string& layer
         post(devices, parts, made);
         return made;
     });
-    WaitFor wait(layer, "NCCL has not connected the GPUs", timeout,
-                 "NCCL_DEBUG=INFO shows what NCCL does. kvstore='host' avoids NCCL.", interrupts_before);
+    Wait wait(timeout, layer, "NCCL has not connected the GPUs",
+              "NCCL_DEBUG=INFO shows what NCCL does. kvstore='host' avoids NCCL.", interrupts_before);
     wait.spins = true;
     while (communicators.wait_for(kSlice) != std::future_status::ready) wait.look();
     cliques.push_back(std::make_unique<Connected>(Connected{devices, communicators.get()}));

@@ -43,13 +43,6 @@ void speak_of_nonfinite_again() {
     culprit.replica.clear();
 }
 
-std::unique_ptr<Call> Call::create(Node node, std::string context, Tensor tensor) {
-    const bool on_gpu = context.compare(0, 4, "gpu(") == 0;
-    if (!on_gpu && context.compare(0, 3, "cpu") != 0)
-        throw Failure("CPU and GPU contexts can be synchronised; " + context + " was given");
-    return (on_gpu ? device_call : host_call)(std::move(node), std::move(context), std::move(tensor));
-}
-
 void Call::issue() {
     terms_ = node_.layer->terms();
     recall_ = recall();
@@ -269,9 +262,9 @@ void Call::join_meeting() {
 }
 
 std::shared_ptr<const void> Call::repeat() {
-    WaitFor wait(terms_->name, "the forward that this call repeats (gluon_syncbn.checkpoint) has not been computed",
-                 terms_->timeout,
-                 "An operator before it does not finish, or the replicas of the forward were not all called.");
+    Wait wait(terms_->timeout, terms_->name,
+              "the forward that this call repeats (gluon_syncbn.checkpoint) has not been computed",
+              "An operator before it does not finish, or the replicas of the forward were not all called.");
     const auto outcome = recall_.memo->outcome(wait);
     const int phase = place_.phase;
     place_ = outcome->place;

@@ -88,8 +88,6 @@ class Call {
   public:
     std::array<void*, 3> callback_states;  // MXNet keeps a pointer to these
 
-    // Makes a call for "cpu(0)" or "gpu(1)"; another kind of context is a Failure.
-    static std::unique_ptr<Call> create(Node node, std::string context, Tensor tensor);
     Call(Node node, std::string context, Tensor tensor)
         : node_(std::move(node)), context_(std::move(context)), tensor_(std::move(tensor)) {}
     virtual ~Call() = default;
@@ -196,6 +194,7 @@ class Call {
     Vector own_;  // this replica's vectors, if it contributes none
 };
 
+// Make a call for "cpu(0)", and for "gpu(1)".
 std::unique_ptr<Call> host_call(Node node, std::string context, Tensor tensor);
 std::unique_ptr<Call> device_call(Node node, std::string context, Tensor tensor);
 

@@ -205,10 +205,9 @@ bool DeviceCall::idle_within(double limit) const {
 // Polls instead of waiting in the driver: that wait would not end if a collective hangs.
 void DeviceCall::wait() {
     if (idle_within(kWatchAfter)) return;
-    WaitFor wait(
-        terms_->name, "the GPU has not finished", terms_->timeout,
-        "Either a GPU of this layer is lost (nvidia-smi), or another user of NCCL in this process waits for the "
-        "same GPUs. NCCL_DEBUG=INFO shows what NCCL does. configure(kvstore='host') avoids NCCL.");
+    Wait wait(terms_->timeout, terms_->name, "the GPU has not finished",
+              "Either a GPU of this layer is lost (nvidia-smi), or another user of NCCL in this process waits for the "
+              "same GPUs. NCCL_DEBUG=INFO shows what NCCL does. configure(kvstore='host') avoids NCCL.");
     for (; !work_->lease.idle(); std::this_thread::sleep_for(kLongPause)) wait.look();
 }
 

@@ -124,8 +124,6 @@ struct Guarded<function> {
     static int call(Parameters... parameters) {
         try {
             return function(parameters...);
-        } catch (const dmlc::Error&) {
-            throw;
         } catch (const std::exception& e) {
             throw error_with(reason_of(e));
         }
@@ -173,7 +171,7 @@ int list_states(char*** out, void* state) {
 }
 
 [[noreturn]] void refuse(const Property& property, const std::string& reason) {
-    throw dmlc::Error(Failure(property.layer->name, "", "", reason).what());
+    throw Failure(property.layer->name, "", "", reason);
 }
 
 int channel_axis(const Property& property, int dims) {
@@ -299,7 +297,8 @@ int backward_dependency(const int* dy, const int* inputs, const int* outputs, in
 int create_operator(const char* context, int, unsigned** shapes, const int* dims, const int* types, MXCallbackList* out,
                     void* state) {
     const Property& property = *property_of(state);
-    if (std::strncmp(context, "cpu", 3) == 0 && !property.on_cpus)
+    const bool on_gpu = std::strncmp(context, "gpu", 3) == 0;
+    if (!on_gpu && !property.on_cpus)
         refuse(property, std::string("the net was traced on GPUs and is now called on ") + context +
                              "; call net.hybridize() again");
     const int axis = channel_axis(property, dims[0]);
@@ -324,11 +323,11 @@ int create_operator(const char* context, int, unsigned** shapes, const int* dims
         node.mask.floating = kTypes[types[at]].floating;
     }
     const TypeOfData& data = *type_of_data(types[0]);
-    if (std::strncmp(context, "gpu", 3) == 0 && !data.on_gpus)
+    if (on_gpu && !data.on_gpus)
         refuse(property, std::string(data.name) + " data is on " + context +
                              ", but MXNet 1.9 computes with it on CPUs only; use float16 there");
-    std::unique_ptr<Call> op =
-        Call::create(std::move(node), context, {static_cast<Type>(types[0]), shape, samples, {}});
+    Tensor tensor{static_cast<Type>(types[0]), shape, samples, {}};
+    auto op = (on_gpu ? device_call : host_call)(std::move(node), context, std::move(tensor));
     bool training = false;
     mx.MXAutogradIsTraining(&training);
     if (training && !property.frozen && property.role != Role::kTrack) op->issue();
@@ -359,14 +358,14 @@ Node node_of(int count, const char** keys, const char** values) {
         if (std::strcmp(keys[i], "call") == 0) {
             std::lock_guard<std::mutex> lock(calls.mutex);
             const auto found = calls.nodes.find(std::atoll(values[i]));
-            if (found == calls.nodes.end()) throw dmlc::Error(kGone);
+            if (found == calls.nodes.end()) throw Failure(kGone);
             return found->second;
         }
         given[keys[i]] = values[i];
     }
     Node node;
     node.layer = registry().of_token(given["layer"]);
-    if (!node.layer) throw dmlc::Error(kGone);
+    if (!node.layer) throw Failure(kGone);
     node.number = std::stoll(given["node"]);
     node.role = static_cast<Role>(std::stoi(given["role"]));
     node.per_context = std::stoul(given["per_context"]);

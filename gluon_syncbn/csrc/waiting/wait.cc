@@ -113,8 +113,13 @@ void watch_interrupts() {
 
 long interrupts() { return interrupted.load(); }
 
-Wait::Wait(double timeout, long interrupts_before)
-    : limit_(timeout), interrupts_(interrupts_before), checked_(seconds()) {}
+Wait::Wait(double timeout, std::string layer, std::string state, std::string advice, long interrupts_before)
+    : layer_(std::move(layer)),
+      state_(std::move(state)),
+      advice_(std::move(advice)),
+      limit_(timeout),
+      interrupts_(interrupts_before),
+      checked_(seconds()) {}
 
 void Wait::sample(double time) {
     const double processor = processor_time(), ran = processor - processor_time_;
@@ -175,13 +180,8 @@ void Wait::look() {
 
 void Wait::give_up(const std::string& text) { throw Failure(text); }
 
-void Wait::warn(const std::string& text) { log(Level::kWarning, text); }
+void Wait::warn(const std::string& text) { log(Level::kWarning, Failure(layer_, "", "", text).what()); }
 
 void Wait::throw_if_failed() { step().throw_if_failed(); }
-
-WaitFor::WaitFor(std::string layer, std::string what, double timeout, std::string advice, long interrupts_before)
-    : Wait(timeout, interrupts_before), layer_(std::move(layer)), what_(std::move(what)), advice_(std::move(advice)) {}
-
-void WaitFor::warn(const std::string& text) { log(Level::kWarning, Failure(layer_, "", "", text).what()); }
 
 }  // namespace syncbn

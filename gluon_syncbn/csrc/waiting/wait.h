@@ -19,8 +19,10 @@ long interrupts();
 
 class Wait {
   public:
-    // Seconds. `interrupts_before`: the number of interrupts at its beginning.
-    explicit Wait(double timeout, long interrupts_before = interrupts());
+    // `timeout`: seconds. `layer`: its name, for warnings. `state` and `advice`: see below. `interrupts_before`: the
+    // number of interrupts at its beginning.
+    explicit Wait(double timeout, std::string layer = "", std::string state = "", std::string advice = "",
+                  long interrupts_before = interrupts());
     virtual ~Wait() = default;
 
     // Throws Failure if the wait must end: the step has failed, the process was asked to end, a fork waits, or time is
@@ -31,9 +33,9 @@ class Wait {
 
   protected:
     // What has not happened: "rank 0 of 2 waits for rank 1".
-    virtual std::string state() = 0;
+    virtual std::string state() { return state_; }
     // What is likely if it takes long, and what to do about it.
-    virtual std::string advice() = 0;
+    virtual std::string advice() { return advice_; }
     // Throws the text.
     [[noreturn]] virtual void give_up(const std::string& text);
     virtual void warn(const std::string& text);
@@ -60,6 +62,7 @@ class Wait {
 
     void sample(double time);
 
+    const std::string layer_, state_, advice_;
     double limit_;
     const long interrupts_;
     double checked_;           // the time of the last check, or of the beginning
@@ -68,22 +71,6 @@ class Wait {
     double waited_ = 0, busy_ = 0, processor_time_ = 0;
     double delay_ = -1;  // of all threads together, waiting for a processor; -1 before the first measurement
     std::deque<std::pair<double, double>> samples_;  // (time, seconds in which a thread ran or was ready)
-};
-
-// A wait for an object that `what` names.
-class WaitFor : public Wait {
-  public:
-    // For the layer of this name. `what`: "NCCL has not connected the GPUs".
-    WaitFor(std::string layer, std::string what, double timeout, std::string advice,
-            long interrupts_before = interrupts());
-
-  protected:
-    std::string state() override { return what_; }
-    std::string advice() override { return advice_; }
-    void warn(const std::string& text) override;
-
-  private:
-    const std::string layer_, what_, advice_;
 };
 
 }  // namespace syncbn
