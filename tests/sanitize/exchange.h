@@ -9,7 +9,7 @@ namespace driver {
 // A wait for other processes, which looks around as those of the core do.
 class WaitForOthers : public syncbn::Wait {
   public:
-    WaitForOthers() : Wait(10) {}
+    WaitForOthers() : Wait(10, "", "rank 0 waits") {}
     // Returns whether it goes on.
     bool looks() noexcept {
         try {
@@ -19,10 +19,6 @@ class WaitForOthers : public syncbn::Wait {
             return false;
         }
     }
-
-  protected:
-    std::string state() override { return "rank 0 waits"; }
-    std::string advice() override { return ""; }
 };
 
 // Once, before the first layer.

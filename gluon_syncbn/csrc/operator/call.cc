@@ -173,13 +173,7 @@ void Call::end_backward(const Arrays& arrays, const int* reqs) {
             pass_backward(arrays, reqs);
         else
             differentiate(arrays, reqs);
-        const int batch = node_.batch();
-        if (node_.role == Role::kTrack && (reqs[batch] == kWrite || reqs[batch] == kInplace))
-            fill(arrays[node_.gradients() + batch], Type::kFloat64, moments_length(channels()), 0);
         write_zeros(true, arrays, reqs);
-        const int mask = node_.mask_input();
-        if (node_.masks && (reqs[mask] == kWrite || reqs[mask] == kInplace))
-            fill_with_zeros(arrays[node_.gradients() + mask], node_.mask.size * node_.mask.bytes);
         SYNCBN_POINT("before_backward_ends");
         finish();
     });
@@ -208,27 +202,30 @@ void Call::leave_out(bool is_out) {
 }
 
 void Call::write_zeros(bool backward, const Arrays& arrays, const int* reqs) {
-    if (tensor_.shape.outer == outer_) return;  // it is not left out
-    const int64_t size = outer_ * channels() * tensor_.shape.inner;
+    const bool left_out = tensor_.shape.outer != outer_;
     const int first = backward ? node_.gradients() : node_.output();
-    for (int i = 0; i < (backward ? node_.inputs() : node_.outputs()); ++i)
-        if (node_.is_data(backward ? i : first + i) && (reqs[i] == kWrite || reqs[i] == kInplace))
-            fill(arrays[first + i], tensor_.type, size, 0);
+    for (int i = 0; i < (backward ? node_.inputs() : node_.outputs()); ++i) {
+        const Array to = arrays[first + i];
+        if (reqs[i] != kWrite && reqs[i] != kInplace) continue;
+        if (left_out && node_.is_data(backward ? i : first + i))
+            fill(to, tensor_.type, outer_ * channels() * tensor_.shape.inner, 0);
+        if (!backward) continue;
+        if (node_.is_batch(i)) fill(to, Type::kFloat64, moments_length(channels()), 0);
+        if (node_.is_mask(i)) fill_with_zeros(to, node_.mask.size * node_.mask.bytes);
+        if (passes_on() && (i == kGamma || i == kBeta)) fill(to, tensor_.parameter_type(), channels(), 0);
+    }
 }
 
 void Call::pass(Array from, Array to, int req) {
     if (req != kNull) copy(from, tensor_.type, tensor_.shape.size(), to, req == kAdd);
 }
 
-// The other operator of the call has the gradients with respect to gamma, beta and the addend. The second operator does
-// not write the addend's gradient, because the first one does not read it.
+// The other operator of the call has the gradients with respect to gamma and beta, and here they are 0. It has the
+// addend's, too. The second operator does not write the addend's gradient, because the first one does not read it.
 void Call::pass_backward(const Arrays& arrays, const int* reqs) {
     pass(arrays[0], arrays[node_.gradients() + kX], reqs[kX]);
     if (node_.hands_addend_on())
         pass(arrays[Node::kGradientOfAddendOutput], arrays[node_.gradients() + kAddend], reqs[kAddend]);
-    for (int i : {kGamma, kBeta})
-        if (reqs[i] == kWrite || reqs[i] == kInplace)
-            fill(arrays[node_.gradients() + i], tensor_.parameter_type(), channels(), 0);
 }
 
 Affine Call::affine(const Arrays& arrays, int inputs) const {

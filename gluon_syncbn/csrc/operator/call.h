@@ -185,6 +185,7 @@ class Call {
 
     // A process that is out of batches: the call works on no sample, and its outputs and gradients are 0.
     void leave_out(bool is_out);
+    // Into these, and into gradients that are always 0.
     void write_zeros(bool backward, const Arrays& arrays, const int* reqs);
 
     bool issued_ = false;    // with its place, and has not begun its forward

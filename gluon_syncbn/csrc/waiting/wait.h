@@ -51,7 +51,6 @@ class Wait {
     bool idle_for(double seconds) const;
     // Seconds since the first look that was not short. Of a time in which this process was stopped (Ctrl-Z), one counts.
     double waited() const { return waited_; }
-    double limit() const { return limit_; }
     // Allows so many seconds more from now on.
     void extend(double seconds) { limit_ = std::floor(waited_ + seconds); }
 
