@@ -20,8 +20,7 @@ from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from mxnet.gluon.nn.basic_layers import _BatchNorm
 
 from .. import _native, layer, parallel
-from ..mxnet_side import blocks, lifetime, patches, translations
-from ..mxnet_side.compatibility import imports
+from ..mxnet_side import blocks, compatibility, lifetime, patches, translations
 from ..nets import executors
 from ..nets.convert import convert as convert_layers
 from ..system import arguments, logs
@@ -249,9 +248,9 @@ class _Watch:
     """Replaces GluonCV's helpers when GluonCV is imported, before its other modules import them by name."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Optional[ModuleSpec]:
-        spec = imports.spec_behind(self, name, path, target) if name == HELPERS else None
+        spec = compatibility.spec_behind(self, name, path, target) if name == HELPERS else None
         if spec is not None:
-            imports.change_after(spec.loader, self._loaded)
+            compatibility.change(spec.loader, None, self._loaded)
         return spec
 
     def _loaded(self, module: ModuleType) -> None:

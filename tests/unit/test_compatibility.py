@@ -11,7 +11,7 @@ from mxnet import recordio
 from places import PACKAGE, ROOT
 
 from gluon_syncbn.mxnet_side import compatibility
-from gluon_syncbn.mxnet_side.compatibility import lost_names, release
+from gluon_syncbn.mxnet_side.compatibility import older_numpy, release
 
 #: Makes a young NumPy and Python of any that runs these tests.
 YOUNG = """
@@ -153,8 +153,8 @@ else:
 def test_names_from_elsewhere_serve():
     """A script gives NumPy the names by itself, before it imports MXNet."""
     done = child(f"""{WITHOUT_FILE}
-from gluon_syncbn_first.mxnet_side.compatibility import lost_names, release
-vars(numpy).update((name, value) for name, value in lost_names.supplied().items() if not hasattr(numpy, name))
+from gluon_syncbn_first.mxnet_side.compatibility import older_numpy, release
+vars(numpy).update((name, value) for name, value in older_numpy.supplied().items() if not hasattr(numpy, name))
 sys.modules["distutils"] = sys.modules["distutils.version"] = versions = type(sys)("distutils")
 versions.LooseVersion = versions.StrictVersion = release
 import mxnet
@@ -286,7 +286,7 @@ def test_records_with_several_labels():
 
 
 def test_old_names_mean_what_they_meant():
-    names = lost_names.modules()["numpy"]
+    names = older_numpy.modules()["numpy"]
     assert names.bool is bool and names.int is int and names.float is float
     assert names.in1d([[1, 2], [3, 4]], [2, 3]).tolist() == [False, True, True, False]
     assert names.msort(np.array([[3], [1]])).tolist() == [[1], [3]]

@@ -2,18 +2,26 @@
 
 Alone they support Python 3.11 and NumPy 1.23 at most. Their libraries depend on neither; they only lack names. `supply`
 gives these names to their modules alone. ``numpy`` itself, and the imports of other packages, stay as they are.
+
+Python looks up ``__import__`` among the builtins of the module that imports. A module of these packages is loaded with
+its own builtins, in which only ``__import__`` differs. This serves imports within functions too, and at run time a name
+costs the same as in any module.
 """
 
 from __future__ import annotations
 
+import builtins
+import importlib.machinery
 import re
 import sys
 import warnings
-from types import SimpleNamespace
-from typing import List, Tuple
+from types import ModuleType, SimpleNamespace
+from typing import Any, Callable, List, Mapping, Optional, Tuple
 
 #: The newest versions that the tests ran with.
 TRIED = {"Python": "3.13", "NumPy": "2.5"}
+SERVED = ("mxnet", "gluoncv")
+Change = Callable[[ModuleType], None]
 
 
 def release(version: str) -> Tuple[int, ...]:
@@ -34,21 +42,19 @@ def supply() -> None:
     What remains of a failed import is forgotten, so that the next import begins anew. A module that was loaded with
     names from elsewhere keeps them, and follows NumPy's changed rules from now on.
     """
-    from . import imports
-
-    # gluon_syncbn_first has a copy of the module.
-    if not needed() or any(type(one).__module__.endswith(".compatibility.imports") for one in sys.meta_path):
+    # gluon_syncbn_first has a copy of this module.
+    if not needed() or any(type(one).__module__.endswith(".compatibility") for one in sys.meta_path):
         return
-    from . import changes, lost_names
+    from . import older_numpy
 
     versions = SimpleNamespace(LooseVersion=release, StrictVersion=release)  # MXNet and GluonCV only compare
-    instead = {"distutils.version": versions, **lost_names.modules()}
-    sys.meta_path.insert(0, imports.Finder(instead, changes.CHANGES))
-    for name in [name for name in sys.modules if name.partition(".")[0] in imports.SERVED]:
+    instead = {"distutils.version": versions, **older_numpy.modules()}
+    sys.meta_path.insert(0, Finder(instead, older_numpy.CHANGES))
+    for name in [name for name in sys.modules if name.partition(".")[0] in SERVED]:
         if name.partition(".")[0] not in sys.modules:
             del sys.modules[name]
-        elif name in changes.CHANGES:
-            changes.CHANGES[name](sys.modules[name])
+        elif name in older_numpy.CHANGES:
+            older_numpy.CHANGES[name](sys.modules[name])
 
 
 def warn() -> None:
@@ -64,8 +70,59 @@ def warn() -> None:
 
 def names() -> List[str]:
     """Returns the names that are supplied here; empty if none are needed."""
-    from . import lost_names
+    from . import older_numpy
 
     if not needed():
         return []
-    return ["distutils.version", *(f"numpy.{name}" for name in sorted(lost_names.supplied()))]
+    return ["distutils.version", *(f"numpy.{name}" for name in sorted(older_numpy.supplied()))]
+
+
+class Finder:
+    """Finds the modules of the served packages as Python does, and has them loaded with other builtins.
+
+    ``instead`` holds the results of their imports. ``changes`` holds functions that are called with a loaded module.
+    """
+
+    def __init__(self, instead: Mapping[str, Any], changes: Mapping[str, Change]) -> None:
+        self._builtins = {**vars(builtins), "__import__": _importer(instead)}
+        self._changes = changes
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Optional[importlib.machinery.ModuleSpec]:
+        if name.partition(".")[0] not in SERVED:
+            return None
+        spec = spec_behind(self, name, path, target)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            change(spec.loader, self._give_builtins, self._changes.get(name))
+        return spec
+
+    def _give_builtins(self, module: ModuleType) -> None:
+        vars(module)["__builtins__"] = self._builtins
+
+
+def spec_behind(finder: Any, name: str, path: Any, target: Any) -> Optional[importlib.machinery.ModuleSpec]:
+    """Finds a module as Python does without this finder and those before it, which may ask this one."""
+    others = sys.meta_path[sys.meta_path.index(finder) + 1 :]
+    return next(filter(None, (other.find_spec(name, path, target) for other in others)), None)
+
+
+def change(loader: Any, before: Optional[Change], after: Optional[Change]) -> None:
+    """Has a loader change a module before it runs, and afterwards."""
+    execute = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        for step in filter(None, (before, execute, after)):
+            step(module)
+
+    loader.exec_module = exec_module
+
+
+def _importer(instead: Mapping[str, Any]) -> Any:
+    def import_(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+        other = None if level else instead.get(name if fromlist else name.partition(".")[0])
+        if other is None:
+            return builtins.__import__(name, globals, locals, fromlist, level)
+        if not fromlist and "." in name:
+            importlib.import_module(name)
+        return other
+
+    return import_

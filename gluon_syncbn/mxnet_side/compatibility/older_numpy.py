@@ -1,0 +1,206 @@
+"""Provides NumPy and onnx as MXNet and GluonCV see them: with the names that they have lost.
+
+Where NumPy has changed a rule and not a name, modules of MXNet are changed after they were loaded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any, Callable, Dict, NoReturn, Optional
+
+import numpy as np
+
+#: Names with two spellings, and the spelling that stayed.
+RENAMED = {
+    "alltrue": "all",
+    "asfarray": "asarray",
+    "cfloat": "complex128",
+    "complex_": "complex128",
+    "cumproduct": "cumprod",
+    "float_": "float64",
+    "longfloat": "longdouble",
+    "mat": "asmatrix",
+    "product": "prod",
+    "round_": "round",
+    "row_stack": "vstack",
+    "singlecomplex": "complex64",
+    "sometrue": "any",
+    "string_": "bytes_",
+    "trapz": "trapezoid",
+    "unicode_": "str_",
+}
+
+
+class Names(ModuleType):
+    """Forwards missing names to the module of this name, and keeps the results, so that the second access is a look-up.
+
+    The module is imported then: few programs that import MXNet export a net to onnx.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(importlib.import_module(self.__name__), name)
+        setattr(self, name, value)
+        return value
+
+
+class _Onnx(Names):
+    """Has ``mapping``, which onnx has lost since 1.14. An onnx that lacks these functions still has its own."""
+
+    @property
+    def mapping(self) -> Any:
+        helper = importlib.import_module("onnx.helper")
+        return SimpleNamespace(
+            NP_TYPE_TO_TENSOR_TYPE=_Table(helper.np_dtype_to_tensor_dtype),
+            TENSOR_TYPE_TO_NP_TYPE=_Table(helper.tensor_dtype_to_np_dtype),
+        )
+
+
+class _Table:
+    """A dictionary whose values a function computes."""
+
+    def __init__(self, value_of: Callable[[Any], Any]) -> None:
+        self._value_of = value_of
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._value_of(key)
+
+
+def modules() -> Dict[str, ModuleType]:
+    """Returns what imports give instead; the modules themselves stay as they are."""
+    numpy = Names("numpy", np.__doc__)
+    vars(numpy).update(
+        {name: value for name, value in vars(np).items() if name.startswith("__") and name != "__getattr__"}
+    )
+    vars(numpy).update(supplied())
+    # Without onnx, its import fails as it does.
+    onnx = sys.modules.get("onnx") if "onnx" in sys.modules else importlib.util.find_spec("onnx")
+    return {"numpy": numpy, "onnx": _Onnx("onnx")} if onnx else {"numpy": numpy}
+
+
+def supplied() -> Dict[str, Any]:
+    """Returns the names that this NumPy lacks or has changed, with their values."""
+    old = {**VALUES, **{name: getattr(np, new) for name, new in RENAMED.items() if hasattr(np, new)}}
+    return {name: value for name, value in old.items() if vars(np).get(name, np) is not value}
+
+
+def _array(object: Any, dtype: Any = None, **rest: Any) -> np.ndarray:
+    """Wraps integers that do not fit into ``dtype``, which is an error since NumPy 2."""
+    try:
+        return np.array(object, dtype, **rest)
+    except OverflowError:
+        return np.array(object, **rest).astype(dtype)
+
+
+def _removed(*args: Any, **kwargs: Any) -> NoReturn:
+    raise RuntimeError("NumPy removed its financial functions in 1.20: `pip install numpy-financial` has them")
+
+
+#: Names that stand for a value of their own.
+VALUES: Dict[str, Any] = {
+    # Aliases of Python's own types. NumPy 2 uses `bool` anew; MXNet and GluonCV mean the old ones.
+    **{kind.__name__: kind for kind in (bool, int, float, complex, object, str)},
+    **dict.fromkeys(("Inf", "Infinity", "infty", "PINF"), np.inf),
+    **dict.fromkeys(("NaN", "NAN"), np.nan),
+    "NINF": -np.inf,
+    "PZERO": 0.0,
+    "NZERO": -0.0,
+    "array": _array,
+    "compat": SimpleNamespace(basestring=str),
+    "in1d": lambda ar1, ar2, assume_unique=False, invert=False: np.isin(np.ravel(ar1), ar2, assume_unique, invert),
+    "msort": lambda a: np.sort(a, axis=0),
+    # NumPy 1.20 to 1.23 have these too, and every call of them raises an error.
+    **dict.fromkeys(("fv", "ipmt", "irr", "mirr", "nper", "npv", "pmt", "ppmt", "pv", "rate"), _removed),
+}
+if hasattr(np.lib, "array_utils"):  # NumPy 2 makes `np.core` private and warns of its use
+    normalize = np.lib.array_utils.normalize_axis_tuple
+    VALUES["core"] = SimpleNamespace(numeric=SimpleNamespace(normalize_axis_tuple=normalize))
+
+
+def written_plainly(module: ModuleType) -> None:
+    """Writes tuples of NumPy's integers as plain text.
+
+    MXNet's library reads the parameters of operators from text, and reads ``(3, 4)``. NumPy 2 writes
+    ``(np.int64(3), 4)`` for such a tuple.
+    """
+    module.str = _Text  # type: ignore[attr-defined]
+
+
+_BEFORE_NUMPY_2: Any = {"legacy": "1.25"}  # NumPy's own types differ in what they allow here
+
+
+class _Strings(type):
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, str)
+
+
+class _Text(metaclass=_Strings):
+    """Replaces ``str``, and returns one."""
+
+    def __new__(cls, value: Any = "") -> str:  # type: ignore[misc]
+        text = str(value)
+        if "np." not in text or isinstance(value, str):
+            return text
+        with np.printoptions(**_BEFORE_NUMPY_2):
+            return str(value)
+
+
+def sums_in_float64(metric: ModuleType) -> None:
+    """Keeps the sums of metrics in float64.
+
+    A metric adds ``np.float32`` to a sum that begins as Python's 0.0. Before NumPy 2 the result was float64. Since then
+    it is float32, which stops counting at 2**24 batches.
+    """
+
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        object.__setattr__(self, name, np.float64(value) if isinstance(value, np.floating) else value)
+
+    metric.EvalMetric.__setattr__ = set_attribute
+
+
+def arrays_for_numpy(ndarray: ModuleType) -> None:
+    """Gives NDArrays an ``__array__``, which NumPy asks first.
+
+    Otherwise NumPy takes an NDArray for an endless sequence, because each element is again an NDArray of one element.
+    Until 1.23 NumPy made an array of objects, today it raises an error.
+    """
+
+    def array(self: Any, dtype: Any = None, copy: Optional[bool] = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError("an NDArray becomes a NumPy array only by a copy, but copy=False was given")
+        values = self.asnumpy()
+        return values if dtype is None else values.astype(dtype, copy=False)
+
+    ndarray.NDArray.__array__ = array
+
+
+def sparse_in_its_place(module: ModuleType) -> None:
+    """Replaces ``scipy.sparse.csr``, which warns at each call and leaves with SciPy 2.0, by its parent module."""
+    sparse = module.spsp
+    if sparse is not None:  # SciPy is installed
+        here = SimpleNamespace(csr=sparse, csr_matrix=sparse.csr_matrix, coo_matrix=sparse.coo_matrix)
+        module.spsp = here  # type: ignore[attr-defined]
+
+
+def bytes_by_their_name(recordio: ModuleType) -> None:
+    """Makes functions call ``tobytes``, which since NumPy 2.3 is the only name of ``tostring``."""
+    for function in vars(recordio).values():
+        if isinstance(function, FunctionType):
+            names = function.__code__.co_names
+            if "tostring" in names:
+                new = tuple("tobytes" if name == "tostring" else name for name in names)
+                function.__code__ = function.__code__.replace(co_names=new)
+
+
+#: {module: the function that changes it after it was loaded}
+CHANGES: Dict[str, Callable[[ModuleType], None]] = {
+    "mxnet._ctypes.ndarray": written_plainly,
+    "mxnet._ctypes.symbol": written_plainly,
+    "mxnet.symbol.symbol": written_plainly,
+    "mxnet.metric": sums_in_float64,
+    "mxnet.ndarray.ndarray": arrays_for_numpy,
+    "mxnet.ndarray.sparse": sparse_in_its_place,
+    "mxnet.ndarray.utils": sparse_in_its_place,
+    "mxnet.recordio": bytes_by_their_name,
+}
