@@ -41,8 +41,8 @@ CORE = Extension("gluon_syncbn._core", [])  # `compile_core` finds its sources
 NEEDS = "g++ 8 or later, with its headers and OpenMP: apt-get install g++ libgomp1 (for clang: libomp-dev) or "
 NEEDS += "dnf install gcc-c++ libgomp"
 # Without importing the package, which needs MXNet.
-VERSION = runpy.run_path(str(PACKAGE / "system" / "version.py"))["__version__"]
-REPOSITORY = runpy.run_path(str(PACKAGE / "system" / "distribution.py"))["REPOSITORY"]
+DISTRIBUTION = runpy.run_path(str(PACKAGE / "system" / "distribution.py"))
+VERSION, REPOSITORY = DISTRIBUTION["__version__"], DISTRIBUTION["REPOSITORY"]
 
 
 def description(text):

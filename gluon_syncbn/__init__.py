@@ -3,7 +3,7 @@
 from .mxnet_side import compatibility as _compatibility
 from .system import cuda_libraries as _cuda_libraries
 from .system import distribution as _distribution
-from .system.version import __version__
+from .system.distribution import __version__
 
 # Like an error for a missing module, this one names the package. `python -m gluon_syncbn` then prints the text without
 # a traceback.

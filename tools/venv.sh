@@ -99,7 +99,7 @@ build_core() { "$VENV/bin/python" setup.py -q build_ext --inplace; }
 set_up_run() {
     local packages package start=$SECONDS
     packages="$PWD $(cat requirements/build.txt requirements/run*.txt | cksum)"
-    package=$(cat setup.py pyproject.toml gluon_syncbn/system/version.py | cksum)
+    package=$(cat setup.py pyproject.toml gluon_syncbn/system/distribution.py | cksum)
     whole() {
         [ ! -e "$VENV/.busy" ] && stamped packages "$packages" && "$VENV/bin/python" -c '' 2>/dev/null &&
             { [ -z "$PYTHON" ] || stamped python "$(identity "$PYTHON")"; }

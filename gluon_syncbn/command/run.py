@@ -14,7 +14,7 @@ from types import ModuleType, TracebackType
 from typing import Any, Callable, List, NoReturn, Optional, Tuple, Type
 
 from ..nets import executors
-from ..system.version import __version__
+from ..system.distribution import __version__
 from ..training.replicas import Replicas
 from ..training.session import session
 from . import report, selfcheck

@@ -23,7 +23,6 @@ from ..exchange import named
 from ..layer import SyncBatchNorm
 from ..mxnet_side.compatibility import names as names_supplied
 from ..system import cuda, cuda_libraries, distribution
-from ..system.version import __version__
 from ..training.session import configure
 from . import report
 
@@ -48,7 +47,8 @@ def versions() -> str:
             f"{distribution.command('cpu')} or {distribution.command('cu112')}{distribution.WHERE}"
         )
     return (
-        f"gluon_syncbn {__version__}, Apache MXNet {mx.__version__} ({next(iter(builds), 'not from a package')}), "
+        f"gluon_syncbn {distribution.__version__}, Apache MXNet {mx.__version__} "
+        f"({next(iter(builds), 'not from a package')}), "
         f"NumPy {np.__version__}, Python {platform.python_version()} on {platform.platform()}"
     )
 

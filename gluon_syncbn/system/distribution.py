@@ -1,5 +1,5 @@
-"""Says where the package can be obtained today. It changes on the day of publication, as do the docs that its test
-finds.
+"""Says which version this is, and where it can be obtained today. That changes on the day of publication, as do the
+docs that its test finds.
 
 ``setup.py`` reads the constants without importing the package.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 
+__version__ = "0.3.0"
 #: The argument of pip: "." is the checkout. "gluon_syncbn" as soon as a package index has it.
 TARGET = "."
 #: Where such a command works. "" as soon as a package index has it.

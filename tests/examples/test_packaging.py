@@ -542,7 +542,7 @@ def test_with_a_repository_links_are_whole(tree):
 
 
 def distribution_version():
-    text = (PACKAGE / "system" / "version.py").read_text(encoding="utf-8")
+    text = (PACKAGE / "system" / "distribution.py").read_text(encoding="utf-8")
     return re.search(r'^__version__ = "(.+)"', text, re.MULTILINE).group(1)
 
 
