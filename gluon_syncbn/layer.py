@@ -18,7 +18,6 @@ from .activation import NONE, invertible, of_arguments
 from .mxnet_side import export, operators, patches
 from .mxnet_side.op import sync_batch_norm
 from .system import arguments, kinds
-from .system.bfloat16 import is_bfloat16
 from .training.replicas import EAGER, UNFUSED, Pooling, Replicas
 from .training.session import session
 
@@ -343,7 +342,7 @@ class SyncBatchNorm(nn.BatchNorm):
 
     def cast(self, dtype: Any) -> None:
         """Casts as ``nn.BatchNorm`` does: for float16 and bfloat16, parameters stay float32."""
-        super().cast("float32" if is_bfloat16(dtype) else dtype)
+        super().cast("float32" if kinds.is_bfloat16(dtype) else dtype)
 
     def infer_shape(self, *args: Any) -> None:
         if self._kwargs["use_global_stats"]:

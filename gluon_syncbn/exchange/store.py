@@ -23,7 +23,7 @@ import numpy as np
 
 from .. import _native
 from .._native import Agreed
-from ..system import arguments, bfloat16, environment, kinds
+from ..system import arguments, environment, kinds
 from ..system.logs import log
 from .base import Exchange, LayerInfo
 from .groups import group_of_each, problem, shared
@@ -46,7 +46,7 @@ def _machine() -> str:
 def _in_place(values: Sequence[mx.nd.NDArray]) -> bool:
     """Whether the core adds these arrays where they are."""
     plain = not _native.why_custom() and all(value.ctx.device_type != "gpu" for value in values)
-    return plain and bfloat16.is_float(values[0])
+    return plain and kinds.is_float(values[0])
 
 
 def _copied(value: mx.nd.NDArray) -> mx.nd.NDArray:
@@ -54,7 +54,7 @@ def _copied(value: mx.nd.NDArray) -> mx.nd.NDArray:
     if value.stype != "default":
         arguments.refuse("value", value, "dense arrays")
     value = kinds.classic(value)
-    value = value if bfloat16.is_float(value) else value.astype("float64")
+    value = value if kinds.is_float(value) else value.astype("float64")
     # Where the core does not know oneDNN's layouts: see mxnet_side/op.py.
     return mx.nd.SwapAxis(value.as_in_context(mx.cpu()), dim1=0, dim2=0)
 

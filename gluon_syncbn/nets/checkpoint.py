@@ -23,7 +23,7 @@ from ..mxnet_side import blocks, draws, patches
 from ..mxnet_side.nodes import json_of
 from ..mxnet_side.op import NAME
 from ..system import arguments, kinds
-from ..system.bfloat16 import is_float
+from ..system.kinds import is_float
 from .graphs import derived
 
 BlockT = TypeVar("BlockT", bound=Block)

@@ -20,7 +20,7 @@ from ..layer import SyncBatchNorm, SyncBatchNormAdd
 from ..mxnet_side import blocks
 from ..mxnet_side.op import moments
 from ..system import arguments, kinds
-from ..system.bfloat16 import values
+from ..system.kinds import values
 from ..training import steps
 from ..training.replicas import Pooling, Replicas
 from .parameters import check_values, store_of

@@ -1,4 +1,5 @@
-"""Converts between the two kinds of arrays and symbols: ``mx.nd`` or ``mx.sym``, and ``mx.np``.
+"""Converts between the two kinds of arrays and symbols: ``mx.nd`` or ``mx.sym``, and ``mx.np``. Tells floating-point
+arrays from others.
 
 Operators of one kind refuse arrays of the other. A converted array shares its memory and its record for autograd.
 """
@@ -8,7 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import mxnet as mx
+import numpy as np
 from mxnet.util import is_np_array
+
+#: MXNet's type, whose NumPy arrays are structures with one field.
+BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
 
 
 def classic(value: Any) -> Any:
@@ -25,3 +30,18 @@ def variable(name: str) -> mx.sym.Symbol:
     """Returns a variable of the kind that Gluon's layers expect now."""
     var = mx.sym.var(name)
     return var.as_np_ndarray() if is_np_array() else var
+
+
+def is_bfloat16(dtype: Any) -> bool:
+    """Whether ``dtype`` is bfloat16, as a type or as a name."""
+    return dtype == "bfloat16" if isinstance(dtype, str) else dtype == BFLOAT16
+
+
+def is_float(array: mx.nd.NDArray) -> bool:
+    return np.dtype(array.dtype).kind == "f" or is_bfloat16(array.dtype)
+
+
+def values(array: mx.nd.NDArray) -> np.ndarray:
+    """Returns the values as NumPy can compute with them, bfloat16 as float32."""
+    found = array.asnumpy()
+    return (found.view(np.uint16).astype(np.uint32) << 16).view(np.float32) if is_bfloat16(found.dtype) else found

@@ -46,7 +46,7 @@ from soak.layers.trial import run as random_case
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, _native
-from gluon_syncbn.system import bfloat16
+from gluon_syncbn.system import kinds
 
 if not GPUS:
     pytest.skip("MXNet finds no GPU; `make test-gpu-emulated` needs none", allow_module_level=True)
@@ -111,7 +111,7 @@ def test_bfloat16_is_refused(way):
     layer.initialize(ctx=gpus(2))
     if WAYS[way] is not None:
         layer.hybridize(**WAYS[way])
-    data = nd.ones((2, 3, 4)).astype(bfloat16.DTYPE).as_in_context(gpus(2)[1])
+    data = nd.ones((2, 3, 4)).astype(kinds.BFLOAT16).as_in_context(gpus(2)[1])
     with pytest.raises(mx.MXNetError, match=r"bfloat16 data is on gpu\(1\), but MXNet 1.9 computes with it on CPUs"):
         with autograd.record():
             layer(data)

@@ -14,7 +14,7 @@ from mpi_worker import CONTEXTS, devices_of, kv, main, report, wait_for_reports
 from replicas import on_devices
 
 import gluon_syncbn
-from gluon_syncbn.system import bfloat16
+from gluon_syncbn.system import kinds
 
 import mxnet as mx  # isort: skip
 from mxnet import autograd, gluon, nd  # isort: skip
@@ -183,7 +183,7 @@ def rounded(values, dtype):
 def adds_in_the_order_of_the_ranks():
     """All types and sizes, several contexts, many rounds under way; to the bit on a single machine."""
     for dtype in ("float16", "bfloat16", "float32", "float64", "int32"):
-        kind = bfloat16.DTYPE if dtype == "bfloat16" else dtype
+        kind = kinds.BFLOAT16 if dtype == "bfloat16" else dtype
         wide = np.float64 if dtype in ("float64", "int32") else np.float32
         for sizes in ([1], [5, 1, 300_001, 2], [131_072, 131_073]):
             arrays = [[np.random.RandomState(99 * d + i).randn(n) * 9 for i, n in enumerate(sizes)] for d in range(8)]

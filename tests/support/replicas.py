@@ -17,7 +17,7 @@ from mxnet import autograd, nd
 from mxnet.gluon import nn
 
 import gluon_syncbn
-from gluon_syncbn.system import bfloat16
+from gluon_syncbn.system import kinds
 
 #: hybridize arguments of every way in which Gluon runs a net; None is eager.
 WAYS = {
@@ -36,7 +36,7 @@ ON_CPUS = TOLERANCE if os.environ.get("GLUON_SYNCBN_TEST_DEVICE") == "gpu" else 
 @functools.lru_cache(maxsize=None)
 def convolves_bfloat16() -> bool:
     """oneDNN does on processors with AVX-512, unless DNNL_MAX_CPU_ISA keeps it from that."""
-    one = nd.ones((1, 1, 1, 1)).astype(bfloat16.DTYPE)
+    one = nd.ones((1, 1, 1, 1)).astype(kinds.BFLOAT16)
     try:
         nd.Convolution(one, one, num_filter=1, kernel=(1, 1), no_bias=True).wait_to_read()
     except mx.MXNetError as error:
@@ -105,7 +105,7 @@ def prepare(layer, batch: Batch, contexts: Sequence[mx.Context], dtype: str, way
 def on_devices(arrays, contexts, dtype):
     if dtype != "bfloat16":
         return [nd.array(a, ctx=c, dtype=dtype) for a, c in zip(arrays, contexts)]
-    return [nd.array(a, ctx=c, dtype="float32").astype(bfloat16.DTYPE) for a, c in zip(arrays, contexts)]
+    return [nd.array(a, ctx=c, dtype="float32").astype(kinds.BFLOAT16) for a, c in zip(arrays, contexts)]
 
 
 def in_blocks(array, context, dtype="float32"):
@@ -140,13 +140,13 @@ def step_of(layer, inputs, heads, req="write", before=0.0) -> Tuple[Result, List
     for array in chain(*inputs):
         array.attach_grad(req)
         if req == "add" and before:  # by a copy, which the emulator of GPUs can do
-            dtype = "bfloat16" if array.dtype == bfloat16.DTYPE else np.dtype(array.dtype).name
+            dtype = "bfloat16" if array.dtype == kinds.BFLOAT16 else np.dtype(array.dtype).name
             on_devices([np.full(array.shape, before)], [array.ctx], dtype)[0].copyto(array.grad)
     with autograd.record():
         ys = [layer(*given) for given in zip(*inputs)]
     autograd.backward(ys, heads)
     gradients = [[array.grad for array in arrays] for arrays in inputs]
-    return collect(layer, ys, gradients[0], [x.ctx for x in inputs[0]]), [bfloat16.values(g) for g in gradients[-1]]
+    return collect(layer, ys, gradients[0], [x.ctx for x in inputs[0]]), [kinds.values(g) for g in gradients[-1]]
 
 
 def step_in_any_order(rng, layers, xs, heads, pause=0.0):
@@ -169,8 +169,8 @@ def collect(layer, ys, dxs, contexts) -> Result:
         return sum(parameter.grad(c).asnumpy().astype("float64") for c in dict.fromkeys(contexts))
 
     return Result(
-        [bfloat16.values(y) for y in ys],
-        [bfloat16.values(dx) for dx in dxs],
+        [kinds.values(y) for y in ys],
+        [kinds.values(dx) for dx in dxs],
         total(layer.gamma),
         total(layer.beta),
         [layer.running_mean.data(c).asnumpy() for c in contexts],
