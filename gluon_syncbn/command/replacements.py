@@ -36,7 +36,8 @@ _OWN = __name__.partition(".")[0]
 
 def begin() -> None:
     """Makes all changes of the import, but for the names that MXNet needs to be imported at all."""
-    logs.start(_native)
+    logs.start()
+    steps.follow_level()
     _native.register()
     patches.install()
     executors.install()

@@ -16,7 +16,7 @@ from typing import List, Tuple
 import mxnet as mx
 
 from .. import _native
-from ..system import logs
+from ..system.logs import log
 from ..training import steps
 from ..training.session import session
 
@@ -42,7 +42,11 @@ def _at_exit() -> None:
     _native.nobody_reads()
     steps.drain()
     _native.close()
-    logs.finish()
+    while _pass_on(0.0):
+        pass
+    slowest = _native.slowest()
+    if slowest:
+        log.debug(slowest)
     if os.getpid() != _pid:
         return  # a child of a fork: the exchanges belong to its parent
     if _native.failure():
@@ -118,7 +122,23 @@ def _is_of(frame: FrameType, *folders: str) -> bool:
     return frame.f_code.co_filename.startswith(folders)
 
 
-def _start_watching() -> None:
+# ---- records --------------------------------------------------------------------------------------------------
+
+
+def _pass_on_records() -> None:
+    while True:
+        _pass_on(60.0)
+
+
+def _pass_on(seconds: float) -> bool:
+    level, _, text = _native.next_record(seconds).partition(" ")
+    if level:
+        log.log(int(level), text)
+    return bool(level)
+
+
+def _start_threads() -> None:
+    threading.Thread(target=_pass_on_records, name="gluon_syncbn-log", daemon=True).start()
     threading.Thread(target=_watch_callers, name="gluon_syncbn-callers", daemon=True).start()
 
 
@@ -134,7 +154,7 @@ def _before_fork() -> None:
     _native.forking(session.is_only_one_in_a_step())  # no other thread is in one, so no other replica can come
     try:
         for error in dict.fromkeys(steps.drain()):  # a persistent error appears again and again
-            logs.log.error("failed before a fork, so reading the result no longer raises this error: %s", error)
+            log.error("failed before a fork, so reading the result no longer raises this error: %s", error)
     finally:
         _native.forking(False)
 
@@ -142,12 +162,11 @@ def _before_fork() -> None:
 def _after_fork_in_child() -> None:
     _native.forked()
     session.forked()
-    logs.fetch()
-    _start_watching()
+    _start_threads()
 
 
 def watch() -> None:
     """Installs the handlers of exits and forks for good: Python cannot remove a handler of forks."""
     atexit.register(_at_exit)
     os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
-    _start_watching()
+    _start_threads()

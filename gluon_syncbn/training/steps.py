@@ -6,6 +6,7 @@ none: there a training forward begins a step, unless the one before has failed a
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from typing import Any, List, Optional
@@ -79,6 +80,13 @@ def reset() -> None:
         raise mx.MXNetError(f"no step can begin, because MXNet fails at every wait: {errors[-1]}")
 
 
+def follow_level() -> None:
+    """Tells the native core whether this logger itself has a level that asks for a record of every meeting. A level of
+    the root logger is meant for the user's own messages.
+    """
+    _native.debug(logs.log.level != logging.NOTSET and logs.log.isEnabledFor(logging.DEBUG))
+
+
 def scope_entered() -> None:
     if session.ending:
         if threading.current_thread().daemon:
@@ -92,7 +100,7 @@ def scope_entered() -> None:
         return
     with session.beginning:
         if session.enter_scope():
-            logs.follow_level()
+            follow_level()
             if _native.failure():
                 try:
                     reset()
