@@ -65,6 +65,7 @@ class SampleShuffle:
         return order
 
 
+@dataclass(eq=False, repr=False)
 class ShuffledBatch:
     """A batch whose samples have changed places. It is not a list: its shards do not match the queries' shards.
 
@@ -76,11 +77,9 @@ class ShuffledBatch:
         Sample i over all ``shuffled_shards`` is sample ``order[i]`` of the batch.
     """
 
-    def __init__(self, shuffled_shards: List[Any], order: np.ndarray, batch_axis: int) -> None:
-        self.shuffled_shards = shuffled_shards
-        self.order = order
-        self._contexts = [shard.ctx for shard in shuffled_shards]
-        self._lengths = [shard.shape[batch_axis] for shard in shuffled_shards]
+    shuffled_shards: List[Any]
+    order: np.ndarray
+    _batch_axis: int
 
     def apply(self, net: Callable[[Any], Any]) -> List[Any]:
         """Calls ``net(shard)`` for each shard and returns `unshuffle` of the results."""
@@ -104,13 +103,14 @@ class ShuffledBatch:
         """
         if isinstance(features, _Unshuffled):
             raise ValueError("features: these have been unshuffled before, expected those of shuffled_shards")
-        count = len(self._contexts)
+        count = len(self.shuffled_shards)
         if not isinstance(features, (list, tuple)) or len(features) != count:
             arguments.refuse("features", features, f"a list of {count}, one for each shard")
-        for i, (feature, length, context) in enumerate(zip(features, self._lengths, self._contexts)):
+        for i, (feature, shard) in enumerate(zip(features, self.shuffled_shards)):
             _check_array(f"features[{i}]", feature)
-            if feature.shape[0] != length or feature.ctx != context:
-                arguments.refuse(f"features[{i}]", feature, f"{length} rows on {context}, as the shard has")
+            length = shard.shape[self._batch_axis]
+            if feature.shape[0] != length or feature.ctx != shard.ctx:
+                arguments.refuse(f"features[{i}]", feature, f"{length} rows on {shard.ctx}, as the shard has")
         _check_alike("features", features, 0)
         return _Unshuffled(_rearrange(features, np.argsort(self.order), 0))
 
@@ -293,8 +293,8 @@ class ShuffleSampler(Sampler):
             batches += 1
         if not batches:
             raise ValueError(f"length: {length} was given, expected at least {whole}, one batch of all processes")
-        self._length, self._batches, self._num_processes = length, batches, num_processes
-        self._batch_size, self._rank, self._seed = batch_size, rank, seed
+        self._length, self._whole, self._batches = length, whole, batches
+        self._num_processes, self._rank, self._seed = num_processes, rank, seed
         self.epoch = epoch
 
     @property
@@ -313,16 +313,14 @@ class ShuffleSampler(Sampler):
 
     def _pairs(self, epoch: int) -> Iterator[List[Tuple[int, int]]]:
         samples = _permutation(self._length, self._seed, epoch, 0)
-        whole = self._batch_size * self._num_processes
         for batch in range(len(self)):
-            of_all = samples[batch * whole : (batch + 1) * whole]
+            of_all = samples[batch * self._whole :][: self._whole]
             keys = of_all[self._order(epoch, batch)]
             yield list(zip(self._own(of_all).tolist(), self._own(keys).tolist()))
 
     def _order(self, epoch: int, batch: int) -> np.ndarray:
         """Returns the sample at each place of the keys of all processes."""
-        whole = self._batch_size * self._num_processes
-        return _permutation(min(whole, self._length - batch * whole), self._seed, epoch, 1 + batch)
+        return _permutation(min(self._whole, self._length - batch * self._whole), self._seed, epoch, 1 + batch)
 
     def _own(self, rows: np.ndarray) -> np.ndarray:
         return np.array_split(rows, self._num_processes)[self._rank]
