@@ -56,14 +56,8 @@ def SyncBatchNorm(
     ----------
     data : Symbol
         2 to 5 dimensions.
-    gamma, beta, moving_mean, moving_var : Symbol, optional
-        By default variables with the node's name as prefix.
-    eps : float
-        At least 0.
-    momentum : float
-        From 0 to 1: the weight of the old running statistics.
-    fix_gamma, use_global_stats : bool
-        Whether gamma counts as 1. Whether training also uses the running statistics.
+    gamma, beta, moving_mean, moving_var, eps, momentum, fix_gamma, use_global_stats, name, attr, cudnn_off
+        As in ``mx.sym.BatchNorm``, within the layer's bounds. ``cudnn_off``, MXNet's choice of a kernel, is ignored.
     output_mean_var : bool
         Must be False.
     ndev : int, optional
@@ -72,12 +66,8 @@ def SyncBatchNorm(
     key : str, optional
         Nodes with the same key train together, if each executor is bound from another symbol. By default, each node has
         its own key.
-    name, attr : optional
-        As all symbols of MXNet take them.
     mask : Symbol, optional
         As in the layer.
-    cudnn_off
-        Ignored: MXNet's choice of a kernel.
     **kwargs
         ``axis``, ``activation``, ``slope``, ``inplace``, ``mode``, ``virtual_devices``, ``group_size``, ``groups``,
         ``num_devices``, ``running_variance``, ``kvstore``, ``timeout`` of the layer. Also attributes that all symbols

@@ -202,9 +202,8 @@ def _issuing(cached_op: Any, sym: mx.sym.Symbol, flags: Any = ()) -> mx.nd.Cache
         return cached_op(sym, flags)
     graph = _Issuing(sym, flags)
     graph.layers = [layer for layer, _ in found]
-    graph.calls = [(layer.id, int(of["node"])) for layer, of in found if _meets(layer, of)]
-    if not dict(flags).get("static_shape"):
-        graph.calls = []
+    static = dict(flags).get("static_shape")
+    graph.calls = [(layer.id, int(of["node"])) for layer, of in found if static and _meets(layer, of)]
     return graph
 
 
