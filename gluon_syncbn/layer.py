@@ -7,7 +7,7 @@ import numbers
 import sys
 import warnings
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, Literal, Optional, Sequence, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Callable, Dict, Literal, Optional, Sequence, TypedDict, TypeVar, cast
 
 import mxnet as mx
 from mxnet import autograd
@@ -18,7 +18,7 @@ from .activation import NONE, invertible, of_arguments
 from .mxnet_side import export, operators, patches
 from .mxnet_side.op import sync_batch_norm
 from .system import arguments, kinds
-from .training.replicas import EAGER, UNFUSED, Pooling, Replicas
+from .training.replicas import EAGER, UNFUSED, Pooling, Replicas, followers_of
 from .training.session import session
 
 if TYPE_CHECKING:
@@ -284,8 +284,7 @@ class SyncBatchNorm(nn.BatchNorm):
         center, scale = arguments.flag("center", center), arguments.flag("scale", scale)
         use_global_stats = arguments.flag("use_global_stats", use_global_stats)
         in_channels = arguments.whole("in_channels", in_channels, 0, 2**31 - 1)
-        if num_devices is not None:
-            num_devices = arguments.devices("num_devices", num_devices)
+        num_devices = None if num_devices is None else arguments.devices("num_devices", num_devices)
         its_activation = of_arguments(activation, slope)
         inplace, adds = arguments.flag("inplace", inplace), isinstance(self, SyncBatchNormAdd)
         if inplace and not invertible(its_activation, adds):
@@ -293,24 +292,11 @@ class SyncBatchNorm(nn.BatchNorm):
             arguments.refuse("inplace", inplace, f"False: x cannot be found from what {what} leaves of it")
         pooling = Pooling.checked(mode, virtual_devices, group_size, groups, axis, num_devices)
         running_variance = arguments.one_of("running_variance", running_variance, ("biased", "unbiased"))
-        if timeout is not None:
-            timeout = arguments.seconds("timeout", timeout)
+        timeout = None if timeout is None else arguments.seconds("timeout", timeout)
         exchange = session.exchange_of(kvstore)
-        super().__init__(
-            axis=axis,
-            momentum=momentum,
-            epsilon=epsilon,
-            center=center,
-            scale=scale,
-            use_global_stats=use_global_stats,
-            beta_initializer=beta_initializer,
-            gamma_initializer=gamma_initializer,
-            running_mean_initializer=running_mean_initializer,
-            running_variance_initializer=running_variance_initializer,
-            in_channels=in_channels,
-            prefix=prefix,
-            params=params,
-        )
+        flags = center, scale, use_global_stats
+        initializers = beta_initializer, gamma_initializer, running_mean_initializer, running_variance_initializer
+        super().__init__(axis, momentum, epsilon, *flags, *initializers, in_channels, prefix=prefix, params=params)
         self._unbiased = running_variance == "unbiased"
         self._activation = its_activation
         self._inplace = inplace
@@ -357,12 +343,15 @@ class SyncBatchNorm(nn.BatchNorm):
 
     def _adopt_parameters(self, *settings: Any) -> None:
         """Makes the contexts of ``running_mean`` this layer's replicas; by default with the settings as before."""
-        self._replicas: Replicas = Replicas(self.name, *(settings or self._replicas.settings()))
-        self._replicas.keep_running(self.running_mean, self.running_var)
-        _ReplicatedParameter.follow(self.running_mean, self._replicas)
+        self._replicas: Replicas = Replicas(self.name, *(settings or self._replicas.settings))
+        self._replicas.running.update((self.running_mean, self.running_var))
+        patches.replace(_initialising, Parameter, "_init_impl")
+        self.running_mean._followers = [*followers_of([self.running_mean]), self._replicas]
+        if self.running_mean._data is not None:
+            _place(self._replicas, self.running_mean)
 
     def _release_parameters(self) -> None:
-        _ReplicatedParameter.unfollow(self.running_mean, self._replicas)
+        self.running_mean._followers.remove(self._replicas)
 
     def hybrid_forward(self, F: Any, x: Any, mask: Any = None, *, addend: Any = None, **parameters: Any) -> Any:
         """Returns the output as the kind of ``x``, from operators of ``mx.nd`` or ``mx.sym``."""
@@ -460,40 +449,16 @@ class ShuffleBatchNorm(SyncBatchNorm):
         super().__init__(*args, **kwargs)
 
 
-class _ReplicatedParameter(Parameter):
-    """A parameter that tells layers when it moves to other contexts.
-
-    A hybridized net calls no Python code of its layers, so a layer cannot check this itself. ``initialize``,
-    ``reset_ctx`` and ``load_parameters`` all call ``_init_impl``. An existing parameter changes its class and stays the
-    same object, because nets, trainers and parameter dictionaries hold references to it.
+def _initialising(initialise: Callable[..., None], parameter: Parameter, *args: Any) -> None:
+    """Tells layers where their parameters are: ``initialize``, ``reset_ctx`` and ``load_parameters`` all come here. A
+    hybridized net calls no Python code of its layers, so a layer cannot check this itself.
     """
+    initialise(parameter, *args)
+    for replicas in followers_of([parameter]):
+        _place(replicas, parameter)
 
-    _followers: List[Replicas]
 
-    @staticmethod
-    def follow(parameter: Parameter, replicas: Replicas) -> None:
-        if type(parameter) is Parameter:
-            parameter.__class__ = _ReplicatedParameter
-            parameter._followers = []
-        if not isinstance(parameter, _ReplicatedParameter):
-            arguments.refuse("running_mean", parameter, "a gluon.Parameter")
-        parameter._followers.append(replicas)
-        if parameter._data is not None:
-            parameter._tell(replicas)
-
-    @staticmethod
-    def unfollow(parameter: Parameter, replicas: Replicas) -> None:
-        parameter._followers.remove(replicas)
-        if not parameter._followers:
-            del parameter._followers
-            parameter.__class__ = Parameter
-
-    def _init_impl(self, data: Any, ctx_list: Any) -> None:
-        super()._init_impl(data, ctx_list)
-        for replicas in self._followers:
-            self._tell(replicas)
-
-    def _tell(self, replicas: Replicas) -> None:
-        replicas.set_contexts(self.list_ctx(), self._data[0].shape[0])
-        if replicas.separates():
-            patches.replace(patches.for_replica, Block, "__call__")
+def _place(replicas: Replicas, parameter: Parameter) -> None:
+    replicas.set_contexts(parameter.list_ctx(), parameter._data[0].shape[0])
+    if replicas.separates():
+        patches.replace(patches.for_replica, Block, "__call__")

@@ -116,9 +116,9 @@ def is_ours(node: Json) -> bool:
 def _arguments(attributes: Dict[str, str]) -> Json:
     """Returns the arguments that create the layer again, except a KVStore, which a file cannot hold."""
     written: Json = json.loads(attributes.get(SYNCHRONISED, "{}"))
-    replicas = Replicas.of_token(attributes["layer"])
+    replicas = Replicas.by_token.get(attributes["layer"])
     if replicas is not None:
-        pooling, num_devices, _, timeout = replicas.settings()
+        pooling, num_devices, _, timeout = replicas.settings
         written.update(pooling._asdict(), num_devices=num_devices, timeout=timeout)
     if int(attributes["unbiased"]):
         written["running_variance"] = "unbiased"

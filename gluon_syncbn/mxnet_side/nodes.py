@@ -80,7 +80,7 @@ def uses(graph: Json) -> Counter:
 def layers_of(symbol: mx.sym.Symbol) -> List[Tuple[Replicas, Dict[str, str]]]:
     """Returns the layers of this process in a graph, each with the attributes of its node."""
     given = [node.get("attrs", {}) for node in json_of(symbol)["nodes"]]
-    found = [(Replicas.of_token(attributes.get("layer", "")), attributes) for attributes in given]
+    found = [(Replicas.by_token.get(attributes.get("layer", "")), attributes) for attributes in given]
     return [(layer, attributes) for layer, attributes in found if layer is not None]
 
 

@@ -127,7 +127,7 @@ def _layer(node: Json) -> SyncBatchNorm:
 
 
 def _replicas(node: Json) -> Replicas:
-    replicas = Replicas.of_token(node["attrs"]["layer"])
+    replicas = Replicas.by_token.get(node["attrs"]["layer"])
     if replicas is None:
         raise mx.MXNetError(
             f"the SyncBatchNorm of '{node['name']}' no longer exists, or belongs to another process: keep the net of "

@@ -70,7 +70,7 @@ def fused(symbol: mx.sym.Symbol, inputs: Dict[str, mx.nd.NDArray]) -> Optional[m
             inplace = attributes["inplace"] == "1" and invertible(activation, adds)
             attributes.update(adds=str(int(adds)), inplace=str(int(inplace)), fuses="0")  # it absorbs nothing more
             at = graph.add({**layer, "attrs": attributes}, entries)
-            replicas = Replicas.of_token(attributes["layer"])
+            replicas = Replicas.by_token.get(attributes["layer"])
             if replicas is not None:
                 replicas.taken_in = described(activation, adds, inplace)
             return [[at if guard is None else graph.add(nodes[guard], [[at, 0, 0]]), 0, 0]]

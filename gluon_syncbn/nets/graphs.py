@@ -118,7 +118,7 @@ def layer_of(prefix: str, attributes: Dict[str, str], replicas: Replicas) -> Syn
     layer = (SyncBatchNormAdd if int(attributes["adds"]) else SyncBatchNorm)(**settings)
     layer._fuses = attributes["fuses"] == "1"
     layer._release_parameters()
-    layer._adopt_parameters(*replicas.settings())
+    layer._adopt_parameters(*replicas.settings)
     return layer
 
 
@@ -127,7 +127,7 @@ def _layer(node: Recorded, attributes: Dict[str, str], parameters: Sequence[Para
     gamma = parameters[0].name
     prefix = gamma[: -len("gamma")] if gamma.endswith("gamma") else f"{node.name}_"
     if node.operator == NAME:
-        replicas = Replicas.of_token(attributes["layer"])
+        replicas = Replicas.by_token.get(attributes["layer"])
         if replicas is None:
             return None
         layer = layer_of(prefix, attributes, replicas)

@@ -65,7 +65,7 @@ def devices(contexts: Sequence[Context]) -> Iterator[None]:
         _native.reset()
         settle_gradients(_trained_parameters())
         _active = None
-        for replicas in Replicas.all():
+        for replicas in list(Replicas.by_token.values()):
             replicas.spread_running(chosen)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 import weakref
 from contextlib import contextmanager
-from typing import Any, ClassVar, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, ClassVar, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence
 
 from mxnet import autograd
 from mxnet.context import Context
@@ -97,7 +98,8 @@ def stores_of(parameters: Iterable[Any]) -> List[ProcessStore]:
 class Replicas:
     """The replicas of one layer, as the native core sees them. Without ``num_devices``, each context has one."""
 
-    _of_tokens: ClassVar[weakref.WeakValueDictionary[str, Replicas]] = weakref.WeakValueDictionary()
+    #: By the tokens that nodes of graphs have: those of this process that still exist.
+    by_token: ClassVar[weakref.WeakValueDictionary[str, Replicas]] = weakref.WeakValueDictionary()
     #: Whether any layer of the process has trained, and with several replicas.
     any_ran: ClassVar[bool] = False
     any_met: ClassVar[bool] = False
@@ -112,6 +114,7 @@ class Replicas:
     ) -> None:
         self.name, self.pooling, self.num_devices = name, pooling, num_devices
         self.exchange, self.timeout = exchange, timeout  # None is the setting of `configure`
+        self.settings = pooling, num_devices, exchange, timeout
         self.channels = 0
         self.given: List[Context] = []
         self.contexts: List[Context] = []  # the same, without repetitions
@@ -119,14 +122,14 @@ class Replicas:
         self.of_context = 1  # `per_context` of these
         self.calls: Dict[Any, _native.Call] = {}  # eager ones, by their settings
         self.problem = ""  # why these contexts cannot train
-        self._running: Sequence[weakref.ref[Parameter]] = ()
+        self.running: weakref.WeakSet[Parameter] = weakref.WeakSet()  # the parameters of the running statistics
         self.ran = NEVER  # how the last training call came
         self.taken_in = ""  # names the operators that the layer absorbed in the graph that was recorded last
         mode = MODES.index(pooling.mode)
         groups = exchange_groups.group_of_each(exchange_groups.named_replicas(pooling.groups), 0, pooling.groups)
         self.id = _native.layer_create(name, mode, pooling.virtual_devices, pooling.group_size or 0, groups.tolist())
         self.token = f"{_native.PROCESS}{self.id}"
-        self._of_tokens[self.token] = self
+        self.by_token[self.token] = self
         if pooling.mode != "local":
             session.to_come.add(self)
         # At exit a daemon thread may still use it.
@@ -136,20 +139,6 @@ class Replicas:
         if exchange is not None:
             _native.layer_exchange(self.id, exchange.handle)
 
-    @classmethod
-    def of_token(cls, token: str) -> Optional[Replicas]:
-        """Returns the replicas that a node of a graph names, if they belong to this process and still exist."""
-        return cls._of_tokens.get(token)
-
-    @classmethod
-    def all(cls) -> List[Replicas]:
-        """Returns the replicas of all layers."""
-        return list(cls._of_tokens.values())
-
-    def keep_running(self, *running: Parameter) -> None:
-        """Notes the parameters of the running statistics, which exist as long as their layer."""
-        self._running = [weakref.ref(parameter) for parameter in running]
-
     def spread_running(self, trained: Sequence[Context]) -> None:
         """After steps on some contexts, gives the others their running statistics, if all share one statistic."""
         if self.pooling.mode != "sync" or self.pooling.group_size is not None or self.pooling.groups is not None:
@@ -158,9 +147,9 @@ class Replicas:
         if source is None:
             return
         with autograd.pause():
-            for parameter in (reference() for reference in self._running):
+            for parameter in list(self.running):
                 for context in self.contexts:
-                    if parameter is not None and context not in trained:
+                    if context not in trained:
                         parameter.data(source).copyto(parameter.data(context))
 
     def set_contexts(self, contexts: List[Context], channels: int) -> None:
@@ -215,10 +204,6 @@ class Replicas:
         if self.of_context > 1 and at_least("MXNET_CPU_PARALLEL_RAND_COPY", 4 * (self.of_context - 1)):
             _native.renew_resources()
 
-    def settings(self) -> Tuple[Pooling, Optional[int], Optional[Exchange], Optional[float]]:
-        """Returns all arguments of the constructor except the name."""
-        return self.pooling, self.num_devices, self.exchange, self.timeout
-
     def count(self) -> int:
         """Returns the number of replicas of this process, if the contexts are known."""
         return self.num_devices or len(self.given)
@@ -234,8 +219,9 @@ class Replicas:
 
     def __deepcopy__(self, memo: dict) -> Replicas:
         # A copy of a net trains by itself: its replicas must not meet the replicas of the original.
-        twin = Replicas(self.name, *self.settings())
+        twin = Replicas(self.name, *self.settings)
         memo[id(self)] = twin
+        twin.running.update(copy.deepcopy(list(self.running), memo))
         if self.contexts:
             twin.set_contexts(self.given, self.channels)
         return twin
