@@ -7,7 +7,7 @@ import numbers
 import sys
 import warnings
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Callable, Dict, Literal, Optional, Sequence, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Callable, Dict, Literal, Optional, Sequence, TypedDict
 
 import mxnet as mx
 from mxnet import autograd
@@ -22,11 +22,11 @@ from .training.replicas import EAGER, UNFUSED, Pooling, Replicas, followers_of
 from .training.session import session
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import Concatenate, ParamSpec
 
-ConstructT = TypeVar("ConstructT", bound=Callable[..., None])
+    P = ParamSpec("P")
+
 Mode = Literal["sync", "local", "shuffle"]
-ActivationName = Literal["relu", "relu6", "leaky"]
 
 
 class Settings(TypedDict, total=False):
@@ -43,27 +43,7 @@ class Settings(TypedDict, total=False):
     timeout: Optional[float]
 
 
-class Arguments(Settings, total=False):
-    """The other arguments too."""
-
-    axis: int
-    momentum: float
-    epsilon: float
-    center: bool
-    scale: bool
-    use_global_stats: bool
-    beta_initializer: Any
-    gamma_initializer: Any
-    running_mean_initializer: Any
-    running_variance_initializer: Any
-    in_channels: int
-    activation: Optional[ActivationName]
-    slope: float
-    prefix: Optional[str]
-    params: Any
-
-
-def _checked_names(construct: ConstructT) -> ConstructT:
+def _checked_names(construct: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
     """Checks the names of arguments, and positional ones: contrib's layer begins with ``(in_channels, num_devices)``,
     ``nn.BatchNorm`` and this layer with ``(axis, momentum)``.
     """
@@ -75,7 +55,7 @@ def _checked_names(construct: ConstructT) -> ConstructT:
         _look_at_positions(type(layer).__name__, given, named)
         construct(layer, *given, **named)
 
-    return cast(ConstructT, looking)
+    return looking
 
 
 #: Arguments of PyTorch's layer, and what says the same here.
@@ -265,7 +245,7 @@ class SyncBatchNorm(nn.BatchNorm):
         in_channels: int = 0,
         num_devices: Optional[int] = None,
         *,
-        activation: Optional[ActivationName] = None,
+        activation: Optional[Literal["relu", "relu6", "leaky"]] = None,
         slope: float = 0.01,
         inplace: bool = False,
         mode: Mode = "sync",
@@ -407,6 +387,11 @@ class SyncBatchNorm(nn.BatchNorm):
         return bool((data.asnumpy() == 0).any())
 
 
+def _taking(construct: Callable[Concatenate[Any, P], None]) -> Callable[[Any], Callable[Concatenate[Any, P], None]]:
+    """Tells type checkers that a constructor takes the arguments of another one."""
+    return lambda own: own
+
+
 class SyncBatchNormAdd(SyncBatchNorm):
     r"""`SyncBatchNorm`, an addition and an activation: the end of a residual block.
 
@@ -429,7 +414,8 @@ class SyncBatchNormAdd(SyncBatchNorm):
         - **out**: shape and type of the data.
     """
 
-    def __init__(self, *args: Any, **kwargs: Unpack[Arguments]) -> None:
+    @_taking(SyncBatchNorm.__init__)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("activation", "relu")
         super().__init__(*args, **kwargs)
 
@@ -442,7 +428,8 @@ class SyncBatchNormAdd(SyncBatchNorm):
 class ShuffleBatchNorm(SyncBatchNorm):
     """`SyncBatchNorm` with ``mode='shuffle'``, to be passed as ``norm_layer=``. All other arguments are the same."""
 
-    def __init__(self, *args: Any, **kwargs: Unpack[Arguments]) -> None:
+    @_taking(SyncBatchNorm.__init__)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         mode = kwargs.setdefault("mode", "shuffle")
         if not isinstance(mode, str) or mode != "shuffle":
             arguments.refuse("mode", mode, "'shuffle'; SyncBatchNorm has the other modes")

@@ -6,6 +6,7 @@ block twice: the object stays, its class and its settings change.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from contextlib import contextmanager
 from functools import lru_cache
@@ -16,7 +17,7 @@ from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from mxnet.gluon.nn import BatchNorm  # by name, because a script may put ours into its place in `nn`
 
 from ..activation import NONE, RELU, BatchNormActivation, BatchNormAdd, invertible
-from ..layer import Arguments, Settings, SyncBatchNorm, SyncBatchNormAdd
+from ..layer import Settings, SyncBatchNorm, SyncBatchNormAdd
 from ..mxnet_side import blocks, callers, gamma
 from ..mxnet_side.op import NAME
 from ..system import arguments
@@ -243,7 +244,7 @@ def _check_kwargs(norm_layer: Type[SyncBatchNorm], kwargs: Mapping[str, Any]) ->
     """Refuses bad arguments, and returns what they mean."""
     accepted = list(Settings.__annotations__)
     for name, value in kwargs.items():
-        if name in Arguments.__annotations__ and name not in accepted:
+        if name in inspect.signature(SyncBatchNorm).parameters and name not in accepted:
             raise ValueError(f"{name}: {value!r} was given, but each layer keeps its own; expected one of {accepted}")
     try:
         layer = norm_layer(in_channels=1, prefix="check_", params=ParameterDict(), **kwargs)
