@@ -55,7 +55,7 @@ class DataParallelModel:
         if isinstance(module, type) or not callable(module) or not callable(getattr(module, "collect_params", None)):
             arguments.refuse("module", module, "a network: something that can be called and has collect_params")
         self.module = module
-        self.ctx_list = _contexts(ctx_list)
+        self.ctx_list = None if ctx_list is None else arguments.contexts("ctx_list", ctx_list)
         self.sync = arguments.flag("sync", sync)
         module.collect_params().reset_ctx(ctx=self.ctx_list)
 
@@ -97,7 +97,7 @@ class DataParallelCriterion:
         self, module: Callable[..., Any], ctx_list: Optional[Sequence[mx.Context]] = None, sync: bool = False
     ) -> None:
         _check_callable(module, "a loss")
-        self.ctx_list = _contexts(ctx_list)
+        self.ctx_list = None if ctx_list is None else arguments.contexts("ctx_list", ctx_list)
         self.sync = arguments.flag("sync", sync)
         self.module = module
 
@@ -160,13 +160,6 @@ def parallel_backward(losses: Sequence[Any], sync: bool = True) -> None:
 def _check_callable(module: Any, what: str) -> None:
     if not callable(module):
         arguments.refuse("module", module, f"{what}: something that can be called")
-
-
-def _contexts(contexts: Any) -> Optional[List[mx.Context]]:
-    if contexts is None:
-        return None
-    contexts = [contexts] if isinstance(contexts, mx.Context) else contexts
-    return arguments.contexts("ctx_list", contexts, "None or a list of mx.Context")
 
 
 def _parts(value: Any, contexts: List[mx.Context]) -> List[Any]:

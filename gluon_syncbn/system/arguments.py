@@ -83,11 +83,12 @@ def block(name: str, value: Any) -> mx.gluon.Block:
 
 
 def contexts(name: str, value: Any, expected: str = "a list of mx.Context objects") -> List[mx.Context]:
-    """A list of at least one context."""
-    listed = isinstance(value, (list, tuple)) and len(value) > 0
-    if not listed or not all(isinstance(context, mx.Context) for context in value):
+    """A list of at least one context. A context by itself is such a list."""
+    found = [value] if isinstance(value, mx.Context) else value
+    listed = isinstance(found, (list, tuple)) and len(found) > 0
+    if not listed or not all(isinstance(context, mx.Context) for context in found):
         refuse(name, value, expected)
-    return list(value)
+    return list(found)
 
 
 def seconds(name: str, value: Any) -> float:

@@ -39,8 +39,6 @@ def devices(contexts: Sequence[Context]) -> Iterator[None]:
     ValueError
         If the list is empty, repeats a context or holds something else.
     """
-    if isinstance(contexts, Context):
-        contexts = [contexts]
     expected = "a list of different mx.Context objects"
     chosen = arguments.contexts("contexts", contexts, expected)
     names = [str(context) for context in chosen]
