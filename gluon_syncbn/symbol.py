@@ -75,11 +75,6 @@ def SyncBatchNorm(
 
     Numbers and truth values may be text, as in ``momentum='0.9'`` and ``fix_gamma='False'``, or 0 and 1.
 
-    Returns
-    -------
-    Symbol
-        The normalised data, in its shape and type.
-
     Raises
     ------
     ValueError

@@ -136,10 +136,6 @@ def cpu_devices(n: int) -> List[Context]:
     n : int
         Number of contexts, from 1 to 1024.
 
-    Returns
-    -------
-    list of Context
-
     Raises
     ------
     ValueError

@@ -137,7 +137,8 @@ def split_and_load(
 ) -> Union[List[Any], ShuffledBatch]:
     """Splits a batch as ``gluon.utils.split_and_load`` does, and shuffles the samples on their way to the devices.
 
-    No sample moves twice. Without ``shuffle`` this is Gluon's function, with its arguments, results and errors.
+    No sample moves twice. The result is a `ShuffledBatch` with a shard for each context. Without ``shuffle`` this is
+    Gluon's function, with its arguments, results and errors.
 
     Parameters
     ----------
@@ -152,11 +153,6 @@ def split_and_load(
         more.
     shuffle : SampleShuffle, optional
         Draws the permutation.
-
-    Returns
-    -------
-    ShuffledBatch, or without ``shuffle`` a list of NDArray
-        A shard for each context.
 
     Raises
     ------
