@@ -1,4 +1,4 @@
-"""Provides NumPy and onnx as MXNet and GluonCV see them: with the names that they have lost.
+"""Provides NumPy and onnx as MXNet and GluonCV see them: with the names that they have lost and MXNet or GluonCV uses.
 
 Where NumPy has changed a rule and not a name, modules of MXNet are changed after they were loaded.
 """
@@ -11,26 +11,6 @@ from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, Callable, Dict, NoReturn, Optional
 
 import numpy as np
-
-#: Names with two spellings, and the spelling that stayed.
-RENAMED = {
-    "alltrue": "all",
-    "asfarray": "asarray",
-    "cfloat": "complex128",
-    "complex_": "complex128",
-    "cumproduct": "cumprod",
-    "float_": "float64",
-    "longfloat": "longdouble",
-    "mat": "asmatrix",
-    "product": "prod",
-    "round_": "round",
-    "row_stack": "vstack",
-    "singlecomplex": "complex64",
-    "sometrue": "any",
-    "string_": "bytes_",
-    "trapz": "trapezoid",
-    "unicode_": "str_",
-}
 
 
 class Names(ModuleType):
@@ -81,8 +61,7 @@ def modules() -> Dict[str, ModuleType]:
 
 def supplied() -> Dict[str, Any]:
     """Returns the names that this NumPy lacks or has changed, with their values."""
-    old = {**VALUES, **{name: getattr(np, new) for name, new in RENAMED.items() if hasattr(np, new)}}
-    return {name: value for name, value in old.items() if vars(np).get(name, np) is not value}
+    return {name: value for name, value in VALUES.items() if vars(np).get(name, np) is not value}
 
 
 def _array(object: Any, dtype: Any = None, **rest: Any) -> np.ndarray:
@@ -97,25 +76,30 @@ def _removed(*args: Any, **kwargs: Any) -> NoReturn:
     raise RuntimeError("NumPy removed its financial functions in 1.20: `pip install numpy-financial` has them")
 
 
-#: Names that stand for a value of their own.
 VALUES: Dict[str, Any] = {
     # Aliases of Python's own types. NumPy 2 uses `bool` anew; MXNet and GluonCV mean the old ones.
     **{kind.__name__: kind for kind in (bool, int, float, complex, object, str)},
-    **dict.fromkeys(("Inf", "Infinity", "infty", "PINF"), np.inf),
+    **dict.fromkeys(("Inf", "PINF"), np.inf),
     **dict.fromkeys(("NaN", "NAN"), np.nan),
     "NINF": -np.inf,
     "PZERO": 0.0,
     "NZERO": -0.0,
+    "alltrue": np.all,
+    "product": np.prod,
+    "round_": np.round,
+    "row_stack": np.vstack,
+    "sometrue": np.any,
     "array": _array,
     "compat": SimpleNamespace(basestring=str),
     "in1d": lambda ar1, ar2, assume_unique=False, invert=False: np.isin(np.ravel(ar1), ar2, assume_unique, invert),
     "msort": lambda a: np.sort(a, axis=0),
     # NumPy 1.20 to 1.23 have these too, and every call of them raises an error.
-    **dict.fromkeys(("fv", "ipmt", "irr", "mirr", "nper", "npv", "pmt", "ppmt", "pv", "rate"), _removed),
+    **dict.fromkeys(("mirr", "npv", "pmt", "ppmt", "pv", "rate"), _removed),
 }
 if hasattr(np.lib, "array_utils"):  # NumPy 2 makes `np.core` private and warns of its use
     normalize = np.lib.array_utils.normalize_axis_tuple
     VALUES["core"] = SimpleNamespace(numeric=SimpleNamespace(normalize_axis_tuple=normalize))
+    VALUES["trapz"] = vars(np)["trapezoid"]
 
 
 def written_plainly(module: ModuleType) -> None:
