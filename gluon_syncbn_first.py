@@ -18,22 +18,18 @@ class Finder:
         others = sys.meta_path[sys.meta_path.index(self) + 1 :]
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         if spec is not None and hasattr(spec.loader, "exec_module"):
-            _prepare(spec.loader)
+            execute = spec.loader.exec_module
+
+            def exec_module(module):
+                from gluon_syncbn_first.mxnet_side import compatibility
+                from gluon_syncbn_first.system import cuda_libraries
+
+                compatibility.supply()
+                cuda_libraries.load()
+                execute(module)
+
+            spec.loader.exec_module = exec_module
         return spec
-
-
-def _prepare(loader):
-    execute = loader.exec_module
-
-    def exec_module(module):
-        from gluon_syncbn_first.mxnet_side import compatibility
-        from gluon_syncbn_first.system import cuda_libraries
-
-        compatibility.supply()
-        cuda_libraries.load()
-        execute(module)
-
-    loader.exec_module = exec_module
 
 
 sys.meta_path.insert(0, Finder())
