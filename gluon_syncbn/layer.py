@@ -15,8 +15,8 @@ from mxnet.gluon import Block, HybridBlock, nn
 from mxnet.gluon.parameter import Parameter
 
 from .activation import NONE, invertible, of_arguments
-from .mxnet_side import export, operators, patches
-from .mxnet_side.op import sync_batch_norm
+from .mxnet_side import export, patches
+from .mxnet_side.op import own, sync_batch_norm
 from .system import arguments, kinds
 from .training.replicas import EAGER, UNFUSED, Pooling, Replicas, followers_of
 from .training.session import session
@@ -361,9 +361,7 @@ class SyncBatchNorm(nn.BatchNorm):
         kwargs.update((name, kinds.classic(array)) for name, array in parameters.items())
         addend, mask = (None if one is None else kinds.classic(one) for one in (addend, None if frozen else mask))
         with session.issuing(x.ctx) if F is mx.nd else nullcontext():
-            y = sync_batch_norm(
-                operators.own(F), kinds.classic(x), replicas=replicas, addend=addend, mask=mask, **kwargs
-            )
+            y = sync_batch_norm(own(F), kinds.classic(x), replicas=replicas, addend=addend, mask=mask, **kwargs)
         return kinds.like(y, x)
 
     def _works_in_place(self, F: Any) -> bool:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
+import traceback
+import weakref
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
 
 from mxnet.gluon import Block, HybridBlock, SymbolBlock
@@ -11,10 +14,8 @@ from mxnet.gluon.nn.basic_layers import _BatchNorm
 
 from ..activation import BatchNormActivation, BatchNormAdd
 from ..system import arguments, kinds
-from . import callers
 from .nodes import json_of
-from .op import NAME, Role
-from .operators import SYMBOLS
+from .op import NAME, SYMBOLS, Role
 
 PARAMETERS = ("gamma", "beta", "running_mean", "running_var")
 #: Operators of BatchNorm in a recorded graph; for custom ones their `op_type`.
@@ -37,7 +38,7 @@ def iterate(net: Block, seen: Optional[Set[int]] = None) -> Iterator[Block]:
     seen.add(id(net))
     yield net
     attributes = list(_attributes(net))
-    for block in [*net._children.values(), *_within(attributes, set()), *callers.called_by(net)]:
+    for block in [*net._children.values(), *_within(attributes, set()), *called_by(net)]:
         yield from iterate(block, seen)
 
 
@@ -155,3 +156,39 @@ def selection(select: Any) -> Callable[..., bool]:
     except re.error as error:
         arguments.refuse("select", select, f"a regular expression ({error})")
     return lambda *names: any(map(pattern.match, names))
+
+
+# ---- callers --------------------------------------------------------------------------------------------------
+# Gluon knows the blocks that a block itself holds. A layer in an attribute of another object is found when it runs. A
+# block does not know the blocks around it, whose graphs contain its layers.
+
+# Layers by caller. They are keys, in the order of their first calls, because processes have to number them alike.
+called: weakref.WeakKeyDictionary[Block, weakref.WeakKeyDictionary[Block, None]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakSet[Block] = weakref.WeakSet()  # layers whose callers are recorded
+with_graph: weakref.WeakSet[HybridBlock] = weakref.WeakSet()
+
+
+def noting(call: Callable[..., Any], layer: Block, *args: Any) -> Any:
+    """Runs in the place of a layer's ``__call__``: its first call within other blocks records these blocks."""
+    if layer not in _known:
+        for frame, _ in traceback.walk_stack(sys._getframe()):
+            caller = frame.f_locals.get("self")
+            # A constructor that calls a net records its graph, as those of GluonCV's SymbolBlocks do.
+            if isinstance(caller, Block) and caller is not layer and frame.f_code.co_name != "__init__":
+                called.setdefault(caller, weakref.WeakKeyDictionary())[layer] = None
+                _known.add(layer)
+    return call(layer, *args)
+
+
+def called_by(block: Block) -> List[Block]:
+    """Returns the layers that have run within this block."""
+    return list(called.get(block, ()))
+
+
+def with_graphs_of(parameters: Set[int]) -> List[HybridBlock]:
+    """Returns the blocks whose graphs read one of these parameters, given by their ``id``."""
+    return [
+        block
+        for block in list(with_graph)
+        if any(not is_input and id(given) in parameters for is_input, given in block._cached_op_args)
+    ]

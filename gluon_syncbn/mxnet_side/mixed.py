@@ -9,7 +9,7 @@ from mxnet.gluon.parameter import Parameter
 
 from ..system.arguments import some
 from ..training.replicas import IN_GRAPH, NEVER, UNFUSED, followers_of
-from . import blocks, callers
+from . import blocks
 
 _MEANS = ("running_mean", "moving_mean")
 
@@ -83,7 +83,7 @@ def _layers(parameters: Sequence[Parameter]) -> Dict[str, List[Any]]:
 def _called(parameters: Sequence[Parameter]) -> List[str]:
     """Returns the BatchNorm operators in graphs of the net whose running statistics no name tells."""
     found: Dict[str, None] = {}
-    for block in callers.with_graphs_of({id(parameter) for parameter in parameters}):
+    for block in blocks.with_graphs_of({id(parameter) for parameter in parameters}):
         given = {parameter.name: parameter for is_input, parameter in block._cached_op_args if not is_input}
         for node in blocks.recorded(block):
             if node.operator in blocks.OPERATORS and not node.frozen:
@@ -100,10 +100,10 @@ def _run_within(parameters: Sequence[Parameter]) -> List[str]:
     """
     known = {id(parameter) for parameter in parameters}
     found: Dict[str, None] = {}
-    for block in list(callers.called):
+    for block in list(blocks.called):
         plain = [
             layer.name
-            for layer in callers.called_by(block)
+            for layer in blocks.called_by(block)
             if id(layer.running_mean) not in known
             and not followers_of([layer.running_mean])
             and layer.gamma.grad_req != "null"

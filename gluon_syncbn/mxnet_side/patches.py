@@ -18,7 +18,7 @@ from ..system import arguments
 from ..training import steps
 from ..training.replicas import IN_GRAPH, Replicas
 from ..training.session import session
-from . import callers, draws, module, trainer
+from . import blocks, draws, module, trainer
 from .nodes import layers_of
 from .op import Role
 
@@ -38,7 +38,7 @@ def install() -> None:
     replace(_saving, gluon.Parameter, "_reduce")
     replace(_saving, gluon.Trainer, "save_states")
     replace(_reading, mx.nd.NDArray, "asnumpy", "wait_to_read")
-    replace(callers.noting, _BatchNorm, "__call__")
+    replace(blocks.noting, _BatchNorm, "__call__")
     replace(_issuing, mx.nd, "CachedOp")
     replace(_once, gluon.HybridBlock, "_build_cache")
     replace(_telling, mx.random, "seed")
@@ -219,7 +219,7 @@ def _once(build: Callable, block: gluon.HybridBlock, *args: Any) -> None:
     with session.tracing:
         if block._cached_op is None:
             build(block, *args)
-            callers.with_graph.add(block)
+            blocks.with_graph.add(block)
 
 
 def _noting_layers(grad: Callable, heads: Any, variables: Any, head_grads: Any = None, retain_graph: Any = None,

@@ -18,7 +18,7 @@ from mxnet.gluon.nn import BatchNorm  # by name, because a script may put ours i
 
 from ..activation import NONE, RELU, BatchNormActivation, BatchNormAdd, invertible
 from ..layer import Settings, SyncBatchNorm, SyncBatchNormAdd
-from ..mxnet_side import blocks, callers, gamma
+from ..mxnet_side import blocks, gamma
 from ..mxnet_side.op import NAME
 from ..system import arguments
 from ..training.replicas import Pooling
@@ -326,6 +326,6 @@ def forget_graphs(net: Block) -> None:
     """Drops the graphs that blocks in the net and around it recorded with the old layers. The flags stay."""
     within = list(blocks.iterate(net))
     parameters = {id(parameter) for block in within for parameter in block._reg_params.values()}
-    for block in within + callers.with_graphs_of(parameters):
+    for block in within + blocks.with_graphs_of(parameters):
         if isinstance(block, HybridBlock):
             block._clear_cached_op()

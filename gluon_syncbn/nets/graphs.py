@@ -20,8 +20,7 @@ from ..mxnet_side import blocks
 from ..mxnet_side.blocks import Recorded
 from ..mxnet_side.export import SYNCHRONISED, is_guard, names_of_outputs, passing
 from ..mxnet_side.nodes import Entry, Graph, Json, json_of, symbol_of, uses
-from ..mxnet_side.op import NAME
-from ..mxnet_side.operators import SYMBOLS
+from ..mxnet_side.op import NAME, SYMBOLS
 from ..system import kinds
 from ..training.replicas import Replicas
 

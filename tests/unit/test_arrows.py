@@ -135,8 +135,8 @@ def test_the_package_calls_only_functions_that_the_core_has():
 
 def test_the_core_and_the_driver_are_behind_one_module_each():
     users = {module for module, path in MODULES.items() if any(n.split(".")[0] == "ctypes" for n in imports(path))}
-    # `operators` passes a handle of MXNet on, the self-check asks NVRTC for its version.
-    others = {"mxnet_side.operators", "command.selfcheck"}
+    # `op` passes handles of MXNet on, the self-check asks NVRTC for its version.
+    others = {"mxnet_side.op", "command.selfcheck"}
     assert users == {f"gluon_syncbn.{name}" for name in {"_native", "system.cuda", "system.cuda_libraries"} | others}
 
 
