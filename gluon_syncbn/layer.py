@@ -69,7 +69,7 @@ _PYTORCHS = {
 
 
 def _look_at_positions(name: str, given: Sequence[Any], named: Dict[str, Any]) -> None:
-    whole = [_counts(value) for value in given[:2]]
+    whole = [arguments.is_a(numbers.Integral, value) and value >= 0 for value in given[:2]]
     if not whole or not whole[0]:
         return
     names = ("in_channels", "num_devices")
@@ -90,10 +90,6 @@ def _look_at_positions(name: str, given: Sequence[Any], named: Dict[str, Any]) -
             "contrib's layer: write it by name",
             stacklevel=3,
         )
-
-
-def _counts(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, numbers.Integral) and int(value) >= 0
 
 
 class SyncBatchNorm(nn.BatchNorm):

@@ -13,7 +13,16 @@ from .. import _native
 from ..training import steps
 from ..training.replicas import IN_GRAPH
 from ..training.session import session
+from . import patches
 from .nodes import Synchronised
+
+
+def install() -> None:
+    """For a ``Module`` with synchronised layers. A program may have one of its own, which makes the group itself."""
+    patches.replace(beginning, DataParallelExecutorGroup, "forward")
+    patches.replace(within, DataParallelExecutorGroup, "backward")
+    patches.replace(updating, Module, "update")
+    patches.replace(after_forward, DataParallelExecutorGroup, "get_params")
 
 
 def calling(forward: Callable, executor: Executor, /, is_train: bool = False, **kwargs: Any) -> Any:

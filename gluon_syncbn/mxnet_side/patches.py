@@ -10,15 +10,13 @@ from typing import Any, Callable, Dict, List, Tuple
 import mxnet as mx
 from mxnet import autograd, gluon
 from mxnet.gluon.nn.basic_layers import _BatchNorm
-from mxnet.module import Module
-from mxnet.module.executor_group import DataParallelExecutorGroup
 
 from .. import _native
 from ..system import arguments
 from ..training import steps
 from ..training.replicas import IN_GRAPH, Replicas
 from ..training.session import session
-from . import blocks, draws, module, trainer
+from . import blocks, draws, trainer
 from .nodes import layers_of
 from .op import Role
 
@@ -42,14 +40,6 @@ def install() -> None:
     replace(_issuing, mx.nd, "CachedOp")
     replace(_once, gluon.HybridBlock, "_build_cache")
     replace(_telling, mx.random, "seed")
-
-
-def install_for_modules() -> None:
-    """For a ``Module`` with synchronised layers. A program may have one of its own, which makes the group itself."""
-    replace(module.beginning, DataParallelExecutorGroup, "forward")
-    replace(module.within, DataParallelExecutorGroup, "backward")
-    replace(module.updating, Module, "update")
-    replace(module.after_forward, DataParallelExecutorGroup, "get_params")
 
 
 def replace(around: Callable, owner: Any, *names: str) -> None:

@@ -63,7 +63,7 @@ def _grouping(
             if group.for_training:
                 _check(layer._replicas)
             layer._replicas.set_contexts(layer._replicas.given, group.execs[0].aux_dict[name].shape[0])
-        patches.install_for_modules()
+        module.install()
 
 
 def _check(replicas: Replicas) -> None:

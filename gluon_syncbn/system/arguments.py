@@ -39,13 +39,13 @@ def refuse(name: str, value: Any, expected: str) -> NoReturn:
     raise ValueError(f"{name}: {described(value)} was given, expected {expected}")
 
 
-def _is(kind: type, value: Any) -> bool:
+def is_a(kind: type, value: Any) -> bool:
     return isinstance(value, kind) and not isinstance(value, _BOOLEANS)
 
 
 def whole(name: str, value: Any, low: int, high: int, expected: str = "") -> int:
     """An integer from ``low`` to ``high``."""
-    if not _is(numbers.Integral, value) or not low <= value <= high:
+    if not is_a(numbers.Integral, value) or not low <= value <= high:
         refuse(name, value, expected or f"a whole number from {low} to {high}")
     return int(value)
 
@@ -54,7 +54,7 @@ def number(name: str, value: Any, low: float, high: float, expected: str) -> flo
     """A finite number from ``low`` to ``high``."""
     if isinstance(value, np.floating):  # NumPy 2 would round `high` to the value's type before it compares
         value = float(value)
-    if not _is(numbers.Real, value) or not low <= value <= high:
+    if not is_a(numbers.Real, value) or not low <= value <= high:
         refuse(name, value, expected)
     return float(value)
 

@@ -85,14 +85,13 @@ def issuing(context: Context) -> Iterator[None]:
 
 def followers_of(parameters: Iterable[Any]) -> List[Replicas]:
     """Returns the replicas of the layers that some of these parameters belong to, each once."""
-    found = [replicas for parameter in parameters for replicas in getattr(parameter, "_followers", [])]
-    return list({id(replicas): replicas for replicas in found}.values())
+    return list(dict.fromkeys(one for parameter in parameters for one in getattr(parameter, "_followers", ())))
 
 
 def stores_of(parameters: Iterable[Any]) -> List[ProcessStore]:
     """Returns the stores of several processes that are the default, or that the layers of these parameters name."""
     used = [session.exchange, *(replicas.exchange for replicas in followers_of(parameters))]
-    return list({id(one): one for one in used if isinstance(one, ProcessStore)}.values())
+    return list(dict.fromkeys(one for one in used if isinstance(one, ProcessStore)))
 
 
 class Replicas:
