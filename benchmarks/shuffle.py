@@ -153,7 +153,7 @@ def steps(cell: _measuring.Cell, contexts: Sequence[Any], host: Any) -> Dict[str
     from mxnet import nd
     from mxnet.gluon.utils import split_and_load
 
-    from gluon_syncbn.training import shuffle as ours
+    from gluon_syncbn import contrastive as ours
 
     n = cell["batch"] * len(contexts)
     data = nd.random.uniform(shape=(n, *cell["image"]), ctx=host)

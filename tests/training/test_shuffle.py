@@ -12,7 +12,7 @@ import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
-from gluon_syncbn.training.shuffle import SampleShuffle, ShuffleSampler, shuffle_shards, split_and_load
+from gluon_syncbn.contrastive import SampleShuffle, ShuffleSampler, shuffle_shards, split_and_load
 
 LENGTHS = (3, 1, 4, 2)  # of shards on devices
 
