@@ -89,12 +89,10 @@ class _Gradients:
 
     def __init__(self, contexts: Sequence[Context]) -> None:
         self._contexts = contexts
-        self._marks: Dict[gluon.Parameter, List[bool]] = {}
+        self._marks: Dict[int, bool] = {}  # by the id of the array
         for parameter in _trained_parameters():
-            arrays = self._arrays(parameter)
-            self._marks[parameter] = [array._fresh_grad for array in arrays]
-            for array in arrays:
-                array._fresh_grad = False
+            for array in self._arrays(parameter):
+                self._marks[id(array)], array._fresh_grad = array._fresh_grad, False
 
     def _arrays(self, parameter: gluon.Parameter) -> List[mx.nd.NDArray]:
         return [array for array in parameter.list_data() if array.ctx in self._contexts]
@@ -102,7 +100,8 @@ class _Gradients:
     def settle(self, parameter: gluon.Parameter) -> None:
         if parameter._grad is None:
             return
-        marks, arrays = self._marks.pop(parameter, []), self._arrays(parameter)
+        arrays = self._arrays(parameter)
+        marks = [self._marks.pop(id(array), False) for array in arrays]
         if not any(array._fresh_grad for array in arrays):
             for array, mark in zip(arrays, marks):
                 array._fresh_grad = mark

@@ -16,7 +16,7 @@ from ..exchange.base import Exchange, LayerInfo, Memory
 from ..exchange.store import ProcessStore
 from ..system import arguments
 
-_UNCHANGED: Any = ...
+_UNCHANGED: Any = type("_Unchanged", (), {"__repr__": lambda _: "unchanged"})()
 _NONFINITE = ("propagate", "skip", "error")  # the order is that of `Nonfinite` in csrc/meeting/meeting.h
 _MEMORY = Memory()
 _ROOM = 256  # errors, before somebody calls `mx.nd.waitall`
