@@ -14,7 +14,7 @@ import mxnet as mx
 from mxnet import autograd
 from mxnet.gluon.utils import split_and_load
 
-from .system import arguments
+from .system import arguments, kinds
 
 __all__ = [
     "DataParallelCriterion",
@@ -163,21 +163,20 @@ def _check_callable(module: Any, what: str) -> None:
 
 
 def _parts(value: Any, contexts: List[mx.Context]) -> List[Any]:
-    """Cuts a value into the parts of the replicas."""
-    if isinstance(value, mx.nd.NDArray):
-        if len(value) < len(contexts) and not mx.util.is_np_shape():  # without it MXNet knows no empty array
-            raise ValueError(
-                f"batch: {len(value)} samples were given, expected at least {len(contexts)}, one for each replica; a "
-                "DataLoader with last_batch='discard' or 'rollover' gives no short batch"
-            )
-        return split_and_load(value, contexts, even_split=False)
-    if isinstance(value, (tuple, list)):
-        columns = [_parts(entry, contexts) for entry in value]
-        return [type(value)(column[i] for column in columns) for i in range(len(contexts))]
-    if isinstance(value, dict):
-        named = {key: _parts(entry, contexts) for key, entry in value.items()}
-        return [{key: column[i] for key, column in named.items()} for i in range(len(contexts))]
-    return [value] * len(contexts)
+    """Cuts the arrays in a value into the parts of the replicas."""
+    arrays = kinds.arrays_of(value)
+    samples = min(map(len, arrays), default=len(contexts))
+    if samples < len(contexts) and not mx.util.is_np_shape():  # without it MXNet knows no empty array
+        raise ValueError(
+            f"batch: {samples} samples were given, expected at least {len(contexts)}, one for each replica; a "
+            "DataLoader with last_batch='discard' or 'rollover' gives no short batch"
+        )
+    cut = {id(array): split_and_load(array, contexts, even_split=False) for array in arrays}
+
+    def part(replica: int) -> Any:
+        return kinds.map_arrays(lambda array: cut[id(array)][replica], value)
+
+    return [part(replica) for replica in range(len(contexts))]
 
 
 def _apply(
@@ -188,15 +187,9 @@ def _apply(
     if len(kwargs) != len(args):
         arguments.refuse("kwargs_tup", f"{len(kwargs)} of them", f"those of {len(args)} replicas")
     outputs = tuple(call(*each, **named) for each, named in zip(args, kwargs))
-    for array in _arrays(outputs) if sync else ():
+    for array in kinds.arrays_of(outputs) if sync else ():
         array.wait_to_read()
     return outputs
-
-
-def _arrays(outputs: Any) -> List[mx.nd.NDArray]:
-    if isinstance(outputs, mx.nd.NDArray):
-        return [outputs]
-    return [array for entry in outputs for array in _arrays(entry)] if isinstance(outputs, (tuple, list)) else []
 
 
 def _as_tuple(outputs: Any) -> Any:

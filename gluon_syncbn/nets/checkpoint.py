@@ -10,7 +10,7 @@ import re
 import threading
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, TypeVar
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, TypeVar
 
 import mxnet as mx
 from mxnet import autograd
@@ -23,7 +23,7 @@ from ..mxnet_side import blocks, draws, patches
 from ..mxnet_side.nodes import json_of
 from ..mxnet_side.op import NAME
 from ..system import arguments, kinds
-from ..system.kinds import is_float
+from ..system.kinds import arrays_of, is_float, map_arrays
 from .graphs import derived
 
 BlockT = TypeVar("BlockT", bound=Block)
@@ -98,7 +98,7 @@ class _Recomputed(Block):
 
     def forward(self, *args: Any) -> Any:
         forward = super().forward
-        arrays = _arrays(args)
+        arrays = arrays_of(args)
         if any(isinstance(array, mx.sym.Symbol) for array in arrays):
             raise mx.MXNetError(
                 f"'{self.name}' is recomputed (gluon_syncbn.checkpoint) and cannot be part of a hybridized block: "
@@ -118,21 +118,21 @@ class _Recomputed(Block):
 
 def _recorded(block: Block, forward: Callable[..., Any], seed: Optional[int], args: Any) -> Any:
     """Calls a block, and records how to compute it again."""
-    context, training, tape = _arrays(args)[0].ctx, autograd.is_training(), _native.Tape()
+    context, training, tape = arrays_of(args)[0].ctx, autograd.is_training(), _native.Tape()
     np_shape, np_array = mx.util.is_np_shape(), mx.util.is_np_array()  # of this thread
     depth = len(_of_thread.frames)
     with _recording(False, training):
         # These are copies, because the engine runs the second forward after all operators that were issued since
         # then and write the same arrays. Parameters are written by their update, which waits for the gradient.
-        copies = _map(lambda array: array.copy(), args)
+        copies = map_arrays(lambda array: array.copy(), args)
         with _frame(None) as used, tape.running(again=False):
             outputs = forward(*args)
         parameters = [(parameter, array.copy()) for parameter, array in used.values()]
 
     def again(heads: List[NDArray], gradients: List[NDArray], requests: List[int]) -> None:
         """Runs the backward. Issues operators and waits for none."""
-        args = _map(lambda array: array.detach(), copies)
-        wanted = [array for array in _arrays(args) if is_float(array)]
+        args = map_arrays(lambda array: array.detach(), copies)
+        wanted = [array for array in arrays_of(args) if is_float(array)]
         given = {id(parameter): array.detach() for parameter, array in parameters}
         wanted += [given[id(parameter)] for parameter, _ in parameters if parameter.grad_req != "null"]
         asked = [(a, g, r) for a, g, r in zip(wanted, gradients, requests) if r != _native.NULL]
@@ -143,7 +143,7 @@ def _recorded(block: Block, forward: Callable[..., Any], seed: Optional[int], ar
         with context, mx.util.np_shape(np_shape), mx.util.np_array(np_array), _recording(True, training):
             with _seeded(seed, context), _frame(given), tape.running(again=True):
                 outputs = forward(*args)
-        computed = [array for array in _arrays(outputs) if is_float(array)]
+        computed = [array for array in arrays_of(outputs) if is_float(array)]
         if len(computed) != len(heads):
             raise mx.MXNetError(f"the second forward had {len(computed)} outputs, the first {len(heads)}")
         found = autograd.grad(computed, [a for a, _, _ in asked], heads, train_mode=training)
@@ -151,11 +151,11 @@ def _recorded(block: Block, forward: Callable[..., Any], seed: Optional[int], ar
             value = kinds.classic(array)
             gradient[:] = gradient + value if request == _native.ADD else value
 
-    inputs = [array for array in _arrays(args) if is_float(array)]
+    inputs = [array for array in arrays_of(args) if is_float(array)]
     inputs += [array for parameter, array in used.values() if parameter.grad_req != "null"]
     # An output may be one of the inputs, or be returned twice.
-    outputs = _map(lambda array: array.detach() if is_float(array) else array, outputs)
-    floats = [array for array in _arrays(outputs) if is_float(array)]
+    outputs = map_arrays(lambda array: array.detach() if is_float(array) else array, outputs)
+    floats = [array for array in arrays_of(outputs) if is_float(array)]
     if not floats:
         return outputs
     what = f"'{block.name}' was computed again (gluon_syncbn.checkpoint)"
@@ -164,7 +164,7 @@ def _recorded(block: Block, forward: Callable[..., Any], seed: Optional[int], ar
     if context.device_type == "gpu":
         return outputs
     guarded = functools.partial(mx.nd.SwapAxis, dim1=0, dim2=0)
-    return _map(lambda a: kinds.like(guarded(kinds.classic(a)), a) if is_float(a) else a, outputs)
+    return map_arrays(lambda a: kinds.like(guarded(kinds.classic(a)), a) if is_float(a) else a, outputs)
 
 
 def _seeded(seed: Optional[int], context: mx.Context) -> Any:
@@ -274,7 +274,7 @@ def _may_be_random(block: Block, forward: Callable[..., Any], args: Any) -> bool
     if known is None:
         numbers = itertools.count()
         try:
-            traced = _arrays(forward(*_map(lambda a: kinds.like(mx.sym.var(f"data{next(numbers)}"), a), args)))
+            traced = arrays_of(forward(*map_arrays(lambda a: kinds.like(mx.sym.var(f"data{next(numbers)}"), a), args)))
             known = any(map(_is_random, json_of(mx.sym.Group(traced))["nodes"]))
         except Exception:  # the user's code fails; the only consequence here is that it cannot be traced
             known = True
@@ -288,24 +288,6 @@ def _is_random(node: Dict[str, Any]) -> bool:
     if node["op"] == "Custom":
         return blocks.operator_of(node) != NAME
     return _RANDOM.fullmatch(node["op"]) is not None
-
-
-def _arrays(value: Any) -> List[Any]:
-    found: List[Any] = []
-    _map(found.append, value)
-    return found
-
-
-def _map(change: Callable[[Any], Any], value: Any) -> Any:
-    """Returns the value with each array changed."""
-    if isinstance(value, (NDArray, mx.sym.Symbol)):
-        return change(value)
-    if isinstance(value, (list, tuple)):
-        entries: Sequence[Any] = [_map(change, entry) for entry in value]
-        return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
-    if isinstance(value, dict):
-        return {key: _map(change, entry) for key, entry in value.items()}
-    return value
 
 
 @contextmanager

@@ -6,7 +6,7 @@ Operators of one kind refuse arrays of the other. A converted array shares its m
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Callable, List, Sequence
 
 import mxnet as mx
 import numpy as np
@@ -45,3 +45,22 @@ def values(array: mx.nd.NDArray) -> np.ndarray:
     """Returns the values as NumPy can compute with them, bfloat16 as float32."""
     found = array.asnumpy()
     return (found.view(np.uint16).astype(np.uint32) << 16).view(np.float32) if is_bfloat16(found.dtype) else found
+
+
+def arrays_of(value: Any) -> List[Any]:
+    """Returns the arrays and symbols in a value, also within lists, tuples and dictionaries."""
+    found: List[Any] = []
+    map_arrays(found.append, value)
+    return found
+
+
+def map_arrays(change: Callable[[Any], Any], value: Any) -> Any:
+    """Returns the value with each array changed."""
+    if isinstance(value, (mx.nd.NDArray, mx.sym.Symbol)):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        entries: Sequence[Any] = [map_arrays(change, entry) for entry in value]
+        return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
+    if isinstance(value, dict):
+        return {key: map_arrays(change, entry) for key, entry in value.items()}
+    return value
