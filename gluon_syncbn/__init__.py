@@ -20,18 +20,15 @@ except ImportError as error:
     )
 except OSError as error:
     if str(error).startswith(("libarmpl_lp64_mp.", "libamath.", "libastring.")):
-        raise ImportError(
-            f"MXNet 1.9 cannot be loaded ({error}): its wheel for ARM64 lacks Arm Performance Libraries; install them "
-            f"or, in their place, `apt-get install libopenblas0 liblapacke`, then {_distribution.ARM_LINKS}",
-            name=__name__,
-        ) from None
-    if not str(error).startswith(("libgomp.", "libquadmath.")):
+        remedy = (
+            "its wheel for ARM64 lacks Arm Performance Libraries; install them "
+            f"or, in their place, `apt-get install libopenblas0 liblapacke`, then {_distribution.ARM_LINKS}"
+        )
+    elif str(error).startswith(("libgomp.", "libquadmath.")):  # a bare system has neither, and MXNet does not ask for
+        remedy = "`apt-get install libgomp1 libquadmath0`, or `dnf install libgomp libquadmath`"
+    else:
         raise
-    raise ImportError(  # a bare system has neither, and MXNet's package does not require them
-        f"MXNet 1.9 cannot be loaded ({error}): `apt-get install libgomp1 libquadmath0`, "
-        "or `dnf install libgomp libquadmath`",
-        name=__name__,
-    ) from None
+    raise ImportError(f"MXNet 1.9 cannot be loaded ({error}): {remedy}", name=__name__) from None
 except AttributeError as error:  # NumPy has lost more names than this package supplies
     tried = _compatibility.TRIED["NumPy"]
     raise ImportError(
