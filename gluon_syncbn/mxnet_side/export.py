@@ -92,7 +92,7 @@ def plain(symbol: mx.sym.Symbol, tells: bool = False) -> mx.sym.Symbol:
             for place, part in enumerate(behind["nodes"]):
                 part["name"] = f"{name}_{place}"
                 part.setdefault("attrs", {}).update(of_any)
-            graph.grow(behind, lambda _, part, __: [z] if part["op"] == "null" else None)
+            graph.append(behind, lambda _, part, __: [z] if part["op"] == "null" else None)
             last = len(graph.nodes) - 1
             graph.nodes[last]["name"] = name
         if tells:  # who goes on with a file finds outputs by name

@@ -14,7 +14,7 @@ from ..training.replicas import Replicas
 Json = Dict[str, Any]
 Entry = List[int]  # an output: its node, its number there, and the version of the array that the node overwrites
 #: Replaces a node, given its number, the node and its inputs: an entry for each output; None copies the node.
-Stead = Callable[[int, Json, List[Entry]], Optional[List[Entry]]]
+Rule = Callable[[int, Json, List[Entry]], Optional[List[Entry]]]
 
 _tojson = mx.sym.Symbol.tojson  # `export` replaces it by a function that writes plain operators
 
@@ -29,7 +29,7 @@ class Graph:
         self.nodes.append({**node, "inputs": inputs})
         return len(self.nodes) - 1
 
-    def grow(self, graph: Json, stead: Stead) -> List[Entry]:
+    def append(self, graph: Json, rule: Rule) -> List[Entry]:
         """Adds the nodes of another graph, or their replacements. Returns the entries of its outputs here."""
         found: List[Optional[List[Entry]]] = []
         copies: Dict[int, int] = {}
@@ -41,14 +41,14 @@ class Graph:
 
         for number, node in enumerate(graph["nodes"]):
             inputs = [here(entry) for entry in node["inputs"]]
-            found.append(stead(number, node, inputs))
+            found.append(rule(number, node, inputs))
             if found[number] is None:
                 copies[number] = self.add(node, inputs)
         return [here(entry) for entry in graph["heads"]]
 
-    def rewrite(self, graph: Json, stead: Stead) -> Json:
+    def rewrite(self, graph: Json, rule: Rule) -> Json:
         """Returns another graph with the replacements."""
-        heads = self.grow(graph, stead)
+        heads = self.append(graph, rule)
         variables = [number for number, node in enumerate(self.nodes) if node["op"] == "null"]
         return {"nodes": self.nodes, "arg_nodes": variables, "heads": heads, "attrs": graph["attrs"]}
 

@@ -173,7 +173,7 @@ def with_layers(recorded: Json, layers: Mapping[int, BatchNorm]) -> mx.sym.Symbo
             if part["op"] != "null":  # an output is called after its node
                 part["name"] = name if at == last else f"{name}_{part['name']}"
                 part.setdefault("attrs", {}).update(attributes)
-        return graph.grow(written, lambda _, part, __: [given[part["name"]]] if part["op"] == "null" else None)
+        return graph.append(written, lambda _, part, __: [given[part["name"]]] if part["op"] == "null" else None)
 
     graph = Graph()
     return symbol_of(graph.rewrite(recorded, unfold))

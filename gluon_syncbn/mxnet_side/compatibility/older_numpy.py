@@ -102,7 +102,7 @@ if hasattr(np.lib, "array_utils"):  # NumPy 2 makes `np.core` private and warns 
     VALUES["trapz"] = vars(np)["trapezoid"]
 
 
-def written_plainly(module: ModuleType) -> None:
+def print_plainly(module: ModuleType) -> None:
     """Writes tuples of NumPy's integers as plain text.
 
     MXNet's library reads the parameters of operators from text, and reads ``(3, 4)``. NumPy 2 writes
@@ -130,7 +130,7 @@ class _Text(metaclass=_Strings):
             return str(value)
 
 
-def sums_in_float64(metric: ModuleType) -> None:
+def sum_in_float64(metric: ModuleType) -> None:
     """Keeps the sums of metrics in float64.
 
     A metric adds ``np.float32`` to a sum that begins as Python's 0.0. Before NumPy 2 the result was float64. Since then
@@ -143,7 +143,7 @@ def sums_in_float64(metric: ModuleType) -> None:
     metric.EvalMetric.__setattr__ = set_attribute
 
 
-def arrays_for_numpy(ndarray: ModuleType) -> None:
+def give_array(ndarray: ModuleType) -> None:
     """Gives NDArrays an ``__array__``, which NumPy asks first.
 
     Otherwise NumPy takes an NDArray for an endless sequence, because each element is again an NDArray of one element.
@@ -159,7 +159,7 @@ def arrays_for_numpy(ndarray: ModuleType) -> None:
     ndarray.NDArray.__array__ = array
 
 
-def sparse_in_its_place(module: ModuleType) -> None:
+def replace_scipy_sparse_csr(module: ModuleType) -> None:
     """Replaces ``scipy.sparse.csr``, which warns at each call and leaves with SciPy 2.0, by its parent module."""
     sparse = module.spsp
     if sparse is not None:  # SciPy is installed
@@ -167,7 +167,7 @@ def sparse_in_its_place(module: ModuleType) -> None:
         module.spsp = here  # type: ignore[attr-defined]
 
 
-def bytes_by_their_name(recordio: ModuleType) -> None:
+def rename_tostring(recordio: ModuleType) -> None:
     """Makes functions call ``tobytes``, which since NumPy 2.3 is the only name of ``tostring``."""
     for function in vars(recordio).values():
         if isinstance(function, FunctionType):
@@ -179,12 +179,12 @@ def bytes_by_their_name(recordio: ModuleType) -> None:
 
 #: {module: the function that changes it after it was loaded}
 CHANGES: Dict[str, Callable[[ModuleType], None]] = {
-    "mxnet._ctypes.ndarray": written_plainly,
-    "mxnet._ctypes.symbol": written_plainly,
-    "mxnet.symbol.symbol": written_plainly,
-    "mxnet.metric": sums_in_float64,
-    "mxnet.ndarray.ndarray": arrays_for_numpy,
-    "mxnet.ndarray.sparse": sparse_in_its_place,
-    "mxnet.ndarray.utils": sparse_in_its_place,
-    "mxnet.recordio": bytes_by_their_name,
+    "mxnet._ctypes.ndarray": print_plainly,
+    "mxnet._ctypes.symbol": print_plainly,
+    "mxnet.symbol.symbol": print_plainly,
+    "mxnet.metric": sum_in_float64,
+    "mxnet.ndarray.ndarray": give_array,
+    "mxnet.ndarray.sparse": replace_scipy_sparse_csr,
+    "mxnet.ndarray.utils": replace_scipy_sparse_csr,
+    "mxnet.recordio": rename_tostring,
 }
