@@ -38,7 +38,7 @@ def iterate(net: Block, seen: Optional[Set[int]] = None) -> Iterator[Block]:
     seen.add(id(net))
     yield net
     attributes = list(_attributes(net))
-    for block in [*net._children.values(), *_within(attributes, set()), *called_by(net)]:
+    for block in [*net._children.values(), *_within(attributes, set()), *called.get(net, ())]:
         yield from iterate(block, seen)
 
 
@@ -162,7 +162,8 @@ def selection(select: Any) -> Callable[..., bool]:
 # Gluon knows the blocks that a block itself holds. A layer in an attribute of another object is found when it runs. A
 # block does not know the blocks around it, whose graphs contain its layers.
 
-# Layers by caller. They are keys, in the order of their first calls, because processes have to number them alike.
+# Layers by the block within which they have run. They are keys, in the order of their first calls, because processes
+# have to number them alike.
 called: weakref.WeakKeyDictionary[Block, weakref.WeakKeyDictionary[Block, None]] = weakref.WeakKeyDictionary()
 _known: weakref.WeakSet[Block] = weakref.WeakSet()  # layers whose callers are recorded
 with_graph: weakref.WeakSet[HybridBlock] = weakref.WeakSet()
@@ -178,11 +179,6 @@ def noting(call: Callable[..., Any], layer: Block, *args: Any) -> Any:
                 called.setdefault(caller, weakref.WeakKeyDictionary())[layer] = None
                 _known.add(layer)
     return call(layer, *args)
-
-
-def called_by(block: Block) -> List[Block]:
-    """Returns the layers that have run within this block."""
-    return list(called.get(block, ()))
 
 
 def with_graphs_of(parameters: Set[int]) -> List[HybridBlock]:

@@ -100,10 +100,10 @@ def _run_within(parameters: Sequence[Parameter]) -> List[str]:
     """
     known = {id(parameter) for parameter in parameters}
     found: Dict[str, None] = {}
-    for block in list(blocks.called):
+    for block, layers in list(blocks.called.items()):
         plain = [
             layer.name
-            for layer in blocks.called_by(block)
+            for layer in list(layers)
             if id(layer.running_mean) not in known
             and not followers_of([layer.running_mean])
             and layer.gamma.grad_req != "null"
