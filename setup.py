@@ -100,11 +100,10 @@ def make(target, command):
     with tempfile.TemporaryDirectory(prefix=".core-", dir=target.parent) as scratch:
         unfinished = os.path.join(scratch, target.name)
         environment = dict(os.environ, LC_ALL="C")
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        done = subprocess.run([*command, "-o", unfinished], text=True, env=environment, **pipes)
+        done = subprocess.run([*command, "-o", unfinished], text=True, env=environment, capture_output=True)
         if done.returncode == 0:
             os.replace(unfinished, target)
-    return done.returncode == 0, done.stdout
+    return done.returncode == 0, done.stdout + done.stderr
 
 
 def compile_core(target, force=False):
