@@ -96,16 +96,10 @@ class BatchNormActivation(nn.BatchNorm):
 
     _activation = NONE
 
-    def hybrid_forward(self, F: Any, x: Any, **parameters: Any) -> Any:
-        z = super().hybrid_forward(F, x, **parameters)
-        return epilogue(F, z, None, self._activation, self.gamma.dtype)
-
-
-class BatchNormAdd(nn.BatchNorm):
-    """``nn.BatchNorm``, an addition and an activation."""
-
-    _activation = NONE
-
-    def hybrid_forward(self, F: Any, x: Any, addend: Any, **parameters: Any) -> Any:
+    def hybrid_forward(self, F: Any, x: Any, addend: Optional[Any] = None, **parameters: Any) -> Any:
         z = super().hybrid_forward(F, x, **parameters)
         return epilogue(F, z, addend, self._activation, self.gamma.dtype)
+
+
+class BatchNormAdd(BatchNormActivation):
+    """``nn.BatchNorm``, an addition and an activation."""

@@ -311,7 +311,7 @@ def _make_plain(block: SyncBatchNorm) -> None:
         delattr(block, name)
     block.__class__ = cls
     block._kwargs = {**settings, **block._kwargs}
-    if issubclass(cls, (BatchNormActivation, BatchNormAdd)):
+    if issubclass(cls, BatchNormActivation):
         block._activation = activation
 
 
