@@ -241,7 +241,7 @@ def _population(
         if isinstance(x, mx.sym.Symbol) or x.size == 0:  # a symbol means that shapes are inferred
             return
         axis, masks = layer._kwargs.get("axis", 1), args[1 + isinstance(layer, SyncBatchNormAdd) :]
-        mask = kinds.classic(masks[0]).copy() if masks else None  # a net may overwrite it
+        mask = kinds.classic(masks[0]).copy() if masks and masks[0] is not None else None  # a net may overwrite it
         seen.append((layer, x.size // x.shape[axis], moments(x, mask, axis, each_by_itself), mask))
 
     done = 0

@@ -322,16 +322,17 @@ def test_what_becomes_of_a_net(contexts, rng, way, tmp_path):
 
 
 class Marked(HybridBlock):
-    """Two layers under the mask that the data itself gives."""
+    """Two layers under the mask that the data itself gives, and one without a mask."""
 
     def __init__(self, **settings):
         super().__init__()
         with self.name_scope():
             self.norm, self.residual = SyncBatchNorm(**settings), SyncBatchNormAdd(**settings)
+            self.of_all = SyncBatchNorm(**settings)
 
     def hybrid_forward(self, F, x):
         mask = F.expand_dims(F.sum(x, axis=1), 1) > 0
-        return self.residual(x, self.norm(x, mask), mask)
+        return self.residual(x, self.norm(x, mask), mask) + self.of_all(x, None)
 
 
 @pytest.mark.parametrize("way", ["eager", "hybrid"])
@@ -346,10 +347,11 @@ def test_statistics_of_a_population(contexts, rng, way):
         net.hybridize(**WAYS[way])
     gluon_syncbn.update_bn_stats(net, [on_devices(batch, contexts, "float64") for batch in batches])
     counting = np.concatenate([x.swapaxes(0, 1)[:, x.sum(1) > 0] for batch in batches for x in batch], axis=1)
-    for layer in (net.norm, net.residual):
+    everything = np.concatenate([x.swapaxes(0, 1).reshape(5, -1) for batch in batches for x in batch], axis=1)
+    for layer, values in ((net.norm, counting), (net.residual, counting), (net.of_all, everything)):
         for context in contexts[:2]:
-            np.testing.assert_allclose(layer.running_mean.data(context).asnumpy(), counting.mean(1), rtol=1e-11)
-            np.testing.assert_allclose(layer.running_var.data(context).asnumpy(), counting.var(1), rtol=1e-11)
+            np.testing.assert_allclose(layer.running_mean.data(context).asnumpy(), values.mean(1), rtol=1e-11)
+            np.testing.assert_allclose(layer.running_var.data(context).asnumpy(), values.var(1), rtol=1e-11)
 
 
 @pytest.mark.parametrize("settings", [{}, {"activation": "leaky"}, {"mode": "local"}], ids=str)
