@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Any, List, Optional, Tuple, Type
+from contextlib import contextmanager
+from typing import Any, ContextManager, Iterator, List, Tuple
 
 import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
+from mxnet.gluon.block import _flatten
 
 from .. import _native
 from ..exchange.store import ProcessStore
@@ -15,7 +16,7 @@ from ..system import arguments
 from .session import session
 
 
-class join:
+def join(net: gluon.Block, trainer: gluon.Trainer) -> ContextManager[None]:
     """Trains until every process of the job has used all of its batches. Their numbers may differ.
 
     ::
@@ -64,86 +65,72 @@ class join:
         At the end of the block, if this process never called the net, and others still train. If an exception leaves
         the block, the other processes end with an error that names this rank and the exception.
     """
+    if not isinstance(net, gluon.Block):
+        arguments.refuse("net", net, "a gluon.Block")
+    store = trainer._kvstore_params["kvstore"] if isinstance(trainer, gluon.Trainer) else None
+    if not isinstance(store, ProcessStore):
+        arguments.refuse("trainer", trainer, "a gluon.Trainer(..., kvstore=gluon_syncbn.kvstore(...))")
+    return _joined(net, trainer, store)
 
-    def __init__(self, net: gluon.Block, trainer: gluon.Trainer) -> None:
-        if not isinstance(net, gluon.Block):
-            arguments.refuse("net", net, "a gluon.Block")
-        store = trainer._kvstore_params["kvstore"] if isinstance(trainer, gluon.Trainer) else None
-        if not isinstance(store, ProcessStore):
-            arguments.refuse("trainer", trainer, "a gluon.Trainer(..., kvstore=gluon_syncbn.kvstore(...))")
-        self._net, self._trainer, self._store = net, trainer, store
-        self._calls: List[Tuple[Any, ...]] = []  # of the net, in the step that goes on or was the last
-        self._in_step = False
 
-    def __enter__(self) -> join:
-        self._hook = self._net.register_forward_pre_hook(self._called)
-        self._step, self._trainer.step = self._trainer.step, self._stepped
-        session.joins += 1
-        return self
+@contextmanager
+def _joined(net: gluon.Block, trainer: gluon.Trainer, store: ProcessStore) -> Iterator[None]:
+    calls: List[Tuple[Any, ...]] = []  # of the net, in the step that goes on or was the last
+    in_step = False
 
-    def __exit__(
-        self, kind: Optional[Type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
-    ) -> None:
-        try:
-            if error is not None:
-                self._fail(error)
-                return
-            if self._in_step:
-                arguments.refuse("trainer", self._trainer, "trainer.step(...) after the last call of the net")
-            self._hook.detach()
-            while self._others_train(False):
-                self._step_without_samples()
-        except BaseException as own:
-            self._fail(own)
-            raise
-        finally:
-            self._hook.detach()
-            del self._trainer.step
-            session.joins -= 1
+    def total(what: str, own: int) -> int:
+        return int(np.sum(store.allgather(what, np.array([own], np.int64))))
 
-    def _fail(self, error: BaseException) -> None:
-        self._store.fail(f"rank {self._store.rank} left gluon_syncbn.join with {type(error).__name__}: {error}")
-
-    def _called(self, net: gluon.Block, inputs: Tuple[Any, ...]) -> None:
+    def call(net: gluon.Block, inputs: Tuple[Any, ...]) -> None:
+        nonlocal in_step
         if not autograd.is_training():
             return
-        if not self._in_step:
-            self._calls, self._in_step = [], True
-            self._others_train(True)
-        self._calls.append(inputs)
+        if not in_step:
+            calls.clear()
+            in_step = True
+            total("processes with a batch", 1)
+        calls.append(inputs)
 
-    def _stepped(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
+    def step(batch_size: int, ignore_stale_grad: bool = False) -> None:
+        nonlocal in_step
         samples = arguments.whole("batch_size", batch_size, 0, 2**53)
-        parts = self._store.allgather("samples of a step", np.array([samples], np.int64))
-        self._step(int(np.sum(parts)), ignore_stale_grad)
-        self._in_step = False
+        take_step(total("samples of a step", samples), ignore_stale_grad)
+        in_step = False
 
-    def _others_train(self, this_one: bool) -> bool:
-        """Whether any process begins a step now."""
-        parts = self._store.allgather("processes with a batch", np.array([this_one], np.int64))
-        return bool(np.sum(parts))
+    hook = net.register_forward_pre_hook(call)
+    take_step, trainer.step = trainer.step, step
+    session.joins += 1
+    try:
+        yield
+        if in_step:
+            arguments.refuse("trainer", trainer, "trainer.step(...) after the last call of the net")
+        hook.detach()
+        while total("processes with a batch", 0):
+            if not calls:
+                raise mx.MXNetError(
+                    f"rank {store.rank} never called the net within gluon_syncbn.join, so it cannot take part in the "
+                    "steps of the others. Give each process at least one batch."
+                )
+            _repeat_without_samples(net, calls)
+            step(0, True)
+    except BaseException as error:
+        store.fail(f"rank {store.rank} left gluon_syncbn.join with {type(error).__name__}: {error}")
+        raise
+    finally:
+        hook.detach()
+        del trainer.step
+        session.joins -= 1
 
-    def _step_without_samples(self) -> None:
-        if not self._calls:
-            raise mx.MXNetError(
-                f"rank {self._store.rank} never called the net within gluon_syncbn.join, so it cannot take part in the "
-                "steps of the others. Give each process at least one batch."
-            )
+
+def _repeat_without_samples(net: gluon.Block, calls: List[Tuple[Any, ...]]) -> None:
+    mx.nd.waitall()
+    _native.out_of_batches(True)
+    try:
+        with autograd.record():
+            outputs = [array for call in calls for array in _flatten(net(*call), "output")[0]]
+        autograd.backward(outputs, [mx.nd.zeros_like(array) for array in outputs])
         mx.nd.waitall()
-        _native.out_of_batches(True)
-        try:
-            with autograd.record():
-                outputs = [array for call in self._calls for array in _arrays(self._net(*call))]
-            autograd.backward(outputs, [mx.nd.zeros_like(array) for array in outputs])
-            mx.nd.waitall()
-        finally:
-            _native.out_of_batches(False)
-        for parameter in self._net.collect_params().values():
-            parameter.zero_grad()
-        self._stepped(0, True)
-
-
-def _arrays(outputs: Any) -> List[mx.nd.NDArray]:
-    if isinstance(outputs, (list, tuple)):
-        return [array for part in outputs for array in _arrays(part)]
-    return [outputs]
+    finally:
+        _native.out_of_batches(False)
+    for parameter in net.collect_params().values():
+        parameter.zero_grad()
