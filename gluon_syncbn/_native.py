@@ -424,24 +424,16 @@ def set_layers(layer_of: Callable[[Any, Ticket], Any]) -> None:
 _functions_of_exchanges: Optional[_Functions] = None  # the core keeps pointers into it, so it is never replaced
 
 
-def bytes_of(
-    processes: Handle, ranks: Sequence[int], identity: Tuple[int, int, int, int], what: str, own: Sequence[bytes]
-) -> List[np.ndarray]:
-    """Sends bytes to some ranks. Returns theirs, this one's included, in the order of ``ranks``.
+def bytes_of(processes: Handle, ranks: int, key: int, what: str, own: Sequence[bytes]) -> List[np.ndarray]:
+    """Sends bytes to all ranks, of which there are so many. Returns those of each, this one included.
 
-    ``own`` has bytes for each of them, or once for all. The kind, key, call and phase identify the messages.
+    ``own`` has bytes for each rank, or once for all. The key identifies the messages, ``what`` is for errors.
     MXNetError: some rank does not come, or has failed.
     """
-    sizes = list(map(len, own))
-    found = _core.syncbn_bytes_of(processes, ranks, *identity, what, timeout_of(), sizes, b"".join(own))
-    try:
-        size, parts = ctypes.c_int64(), []
-        for place in range(len(ranks)):
-            address = _core.syncbn_bytes_at(found, place, ctypes.byref(size))
-            parts.append(np.frombuffer(ctypes.string_at(address, size.value), np.uint8))
-        return parts
-    finally:
-        _core.syncbn_bytes_free(found)
+    sizes, size = list(map(len, own)), ctypes.c_int64()
+    address = _core.syncbn_bytes_of(processes, key, what, timeout_of(), sizes, b"".join(own), ctypes.byref(size))
+    found = np.frombuffer(ctypes.string_at(address, size.value), np.uint8)
+    return np.split(found[8 * ranks :], np.cumsum(found[: 8 * ranks].view(np.int64))[:-1])
 
 
 def next_message(processes: Handle, seconds: float) -> Optional[bytes]:

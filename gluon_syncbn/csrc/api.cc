@@ -307,11 +307,11 @@ SYNCBN_API void* syncbn_processes(int64_t number, int64_t rank, int64_t ranks, c
 // For a carrier in Python: see exchange/python.h. The first returns bytes, until this thread's next call; a size of -1
 // stands for the end.
 SYNCBN_API const void* syncbn_next_message(void* processes, double seconds, int64_t* size) {
-    return guarded<const void*>(nullptr, [&] {
+    return text([&] {
         std::string message;
         const bool goes_on = syncbn::next_message(*of_processes(processes).job()->all.mail, seconds, &message);
         *size = goes_on ? static_cast<int64_t>(message.size()) : -1;
-        return keep(std::move(message));
+        return message;
     });
 }
 SYNCBN_API int syncbn_deliver(void* processes, int64_t size, const char* message) {
@@ -335,31 +335,23 @@ SYNCBN_API void* syncbn_exchange_machine(void* processes, void* segment, const S
     });
 }
 
-// Sends bytes to some ranks and brings theirs, in their order, this one's included. There are `sizes` for each rank, or
-// one for all. `kind`, `key`, `call` and `phase` identify the messages, `what` is for errors. `syncbn_bytes_free` frees
-// the result.
-using BytesOfRanks = std::vector<std::string>;
-SYNCBN_API void* syncbn_bytes_of(void* processes, const Span<const size_t>& ranks, int64_t kind, int64_t key,
-                                 int64_t call, int64_t phase, const char* what, double timeout,
-                                 const Span<const size_t>& sizes, const char* bytes) {
-    return guarded<void*>(nullptr, [&] {
-        BytesOfRanks own;
-        for (const size_t size : sizes) {
-            own.emplace_back(bytes, size);
-            bytes += size;
+// Sends bytes to all ranks, in parts of these `sizes`: one for each rank, or one for all. Returns theirs until this
+// thread's next call: see exchange/processes.h.
+SYNCBN_API const void* syncbn_bytes_of(void* processes, int64_t key, const char* what, double timeout,
+                                       const Span<const size_t>& sizes, const char* bytes, int64_t* size) {
+    return text([&] {
+        std::vector<std::string> own;
+        for (const size_t of_part : sizes) {
+            own.emplace_back(bytes, of_part);
+            bytes += of_part;
         }
-        return new BytesOfRanks(of_processes(processes).bytes_of({ranks.begin(), ranks.end()},
-                                                                 {key, phase, call, -1 - kind, 0}, what, timeout, own));
+        std::string all = of_processes(processes).bytes_of(key, what, timeout, own);
+        *size = static_cast<int64_t>(all.size());
+        return all;
     });
-}
-SYNCBN_API const void* syncbn_bytes_at(void* bytes, int64_t place, int64_t* size) {
-    const std::string& found = (*static_cast<BytesOfRanks*>(bytes))[static_cast<size_t>(place)];
-    *size = static_cast<int64_t>(found.size());
-    return found.data();
 }
 // The number of messages, for tests.
 SYNCBN_API int64_t syncbn_sent(void* processes) { return of_processes(processes).job()->all.sent; }
-SYNCBN_API void syncbn_bytes_free(void* bytes) { delete static_cast<BytesOfRanks*>(bytes); }
 
 SYNCBN_API void syncbn_merge_moments(double* total, const double* part, int64_t channels) {
     syncbn::merge_moments(total, part, channels);

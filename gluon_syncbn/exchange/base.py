@@ -1,4 +1,4 @@
-"""Defines what every exchange has: the native core's handle, and its layers."""
+"""Defines what every exchange and every transport has, and what an exchange knows of a layer."""
 
 from __future__ import annotations
 
@@ -23,37 +23,43 @@ class LayerInfo(NamedTuple):
     group_size: Optional[int]
     groups: Optional[Groups] = None
 
-    def in_groups(self) -> bool:
-        return self.group_size is not None or self.groups is not None
-
 
 class Exchange:
     """Combines the statistics of the replicas. An exception in it becomes the failure of the step, with its text."""
 
-    #: Whether replicas of other processes take part.
-    spans_processes = False
-    #: The same, for the core.
+    def __init__(self, handle: _native.Handle) -> None:
+        self.handle = handle
+
+
+class Transport:
+    """Knows the processes of a job, and carries their messages.
+
+    The native core writes, reads and awaits messages (csrc/exchange/processes.cc). It sends them over MPI, or gives
+    them to the transport (`next_message`), which brings them to the core of their readers (`deliver`).
+    """
+
+    #: What the core needs to send over MPI itself.
+    mpi: Optional[_native.Mpi] = None
+    #: Bytes from which the transport itself adds arrays of gradients, of all ranks only; None: it adds none.
+    adds_from: Optional[int] = None
+    #: The core's exchange over this transport alone, which `open` gives.
     handle: _native.Handle
 
-    def knows(self, layer: LayerInfo) -> bool:
-        """Whether the exchange can serve this layer; if not, `learn` has to come first."""
-        return True
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
 
-    def learn(self, layers: Sequence[LayerInfo], more: bool = False) -> None:
-        """Takes layers that it serves, in the order in which they were initialised. ``more``: others may follow."""
-
-    def fail(self, reason: str) -> None:
-        """Notes that the step has failed here; nothing may be exchanged with the rest of it."""
+    def open(self, handle: _native.Handle) -> None:
+        """Takes the core's exchange, whose messages it carries."""
+        self.handle = handle
 
     def close(self) -> None:
-        """Closes the exchange at the end of the process."""
+        """Closes the transport at the end of the process, which the core has told the others."""
 
     def forked(self) -> None:
-        """Resets the exchange in the child of a fork, which is not a member of its parent's job."""
+        """Closes in the child of a fork what belongs to its parent."""
 
+    def split(self, leaders: Sequence[int]) -> None:
+        """Prepares exchanges of these ranks, one for each machine. All ranks call it at once."""
 
-class Memory(Exchange):
-    """The core's own exchange, over this process's contexts. ``gpus`` is ``'nccl'``, ``'host'`` or either if empty."""
-
-    def __init__(self, gpus: str = "") -> None:
-        self.handle = _native.memory_exchange(gpus)
+    def has_failed(self) -> bool:
+        return _native.fate_of(self.handle, self.rank) not in ("", "has ended")

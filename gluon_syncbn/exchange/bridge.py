@@ -21,14 +21,14 @@ import time
 from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, Optional, Sequence
 
 import mxnet as mx
 import numpy as np
 
 from .. import _native
 from ..system.logs import log
-from .transport import Transport
+from .base import Transport
 
 BYTES = 256  # of an introduction
 _POLL = 0.05  # seconds between checks of other reasons to end
@@ -59,8 +59,6 @@ class Link:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small messages leave at once
         self.sender = threading.Thread(target=self._send, name="gluon_syncbn-link", daemon=True)
         self.receiver = threading.Thread(target=self._receive, name="gluon_syncbn-link", daemon=True)
-
-    def start(self) -> None:
         self.sender.start()
         self.receiver.start()
 
@@ -119,8 +117,6 @@ class Relay:
                 following, lost = partial(self._following, rank), partial(self._lose, rank, process)
                 self.links[rank] = Link(connection, following, self._take, lost)
         self._listener.close()
-        for link in self.links.values():
-            link.start()
 
     def _following(self, rank: int) -> Optional[bytes]:
         try:
@@ -140,51 +136,30 @@ class Relay:
                 outbox.put(None)
 
 
-#: What a rank has when it is connected: the process of rank 0, and in rank 0 the relay.
-Introduced = Tuple[Connection, int, Optional[Relay]]
-
-
-def introduce(rank: int, size: int, towards: str, spread: Callable[[np.ndarray], np.ndarray]) -> Introduced:
-    """Makes the relay in rank 0, and connects this rank to it. Has no time limit.
-
-    ``spread`` gets bytes in every rank, and returns those of rank 0. ``towards`` names a host that all ranks reach.
-    """
-    relay = Relay(towards, size) if rank == 0 else None
-    told = json.dumps(relay.introduction if relay else None).encode().ljust(BYTES)
-    introduction = json.loads(spread(np.frombuffer(told, np.uint8)).astype(np.uint8).tobytes())
-    return connect(introduction, rank), introduction[3], relay
-
-
-def connect(introduction: Sequence[Any], rank: int) -> Connection:
-    host, port, key, _ = introduction
-    try:
-        connection = Client((host, port), authkey=bytes.fromhex(key))
-        connection.send_bytes(json.dumps([rank, os.getpid()]).encode())
-        return connection
-    except _STRANGE as error:
-        raise mx.MXNetError(f"no connection to the relay in rank 0, at {host}:{port}: {error}") from error
-
-
 class BridgedTransport(Transport):
-    """Sends the core's messages by the relay."""
+    """Sends the core's messages by the relay, which rank 0 makes. To connect has no time limit.
 
-    def __init__(self, rank: int, size: int, introduced: Introduced) -> None:
+    ``towards`` names a host that all ranks reach. ``spread`` gets bytes in every rank, and returns those of rank 0.
+    """
+
+    def __init__(self, rank: int, size: int, towards: str, spread: Callable[[np.ndarray], np.ndarray]) -> None:
         super().__init__(rank, size)
-        self._connection, self._process, self._relay = introduced
+        self._relay = Relay(towards, size) if rank == 0 else None
+        told = json.dumps(self._relay and self._relay.introduction).encode().ljust(BYTES)
+        heard = spread(np.frombuffer(told, np.uint8)).astype(np.uint8).tobytes()
+        host, port, key, self._process = json.loads(heard)  # of rank 0
+        try:
+            self._connection = Client((host, port), authkey=bytes.fromhex(key))
+            self._connection.send_bytes(json.dumps([rank, os.getpid()]).encode())
+        except _STRANGE as error:
+            raise mx.MXNetError(f"no connection to the relay in rank 0, at {host}:{port}: {error}") from error
 
     def open(self, handle: _native.Handle) -> None:
         super().open(handle)
         self._link = Link(self._connection, self._following, self._take, self._lose)
-        self._link.start()
 
     def _following(self) -> Optional[bytes]:
-        message = _native.next_message(self.handle, _PULSE)
-        if message is None:
-            self.left()
-        return message
-
-    def left(self) -> None:
-        """Follows the last message of this rank, which has failed or ends."""
+        return _native.next_message(self.handle, _PULSE)
 
     def _take(self, message: bytes) -> None:
         _native.deliver(self.handle, len(message), message)
@@ -193,25 +168,22 @@ class BridgedTransport(Transport):
         self._take(_loss(0, self._process, silent))
 
     def forked(self) -> None:
-        super().forked()
         # While a child has the connections of its parent, nobody hears that the parent was killed.
         for link in (self._link, *(self._relay.links.values() if self._relay else ())):
             link.close()
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self.all_end()
+        self.all_end()
 
     def all_end(self) -> bool:
         """Waits until all ranks have come to their end, and returns whether they have. Some may run much longer."""
-        until, losses = math.inf, self._losses()
+        until = math.inf
         while self._link.receiver.is_alive() and time.monotonic() < until:
             self._link.receiver.join(_POLL)
-            losses = self._losses()
-            until = min(until, time.monotonic() + _GRACE if losses else until)
+            until = min(until, time.monotonic() + _GRACE if self._losses() else until)
         for link in self._relay.links.values() if self._relay and not self._link.receiver.is_alive() else ():
             link.sender.join(_PULSE)  # the others hear that all have come to their end
+        losses = self._losses()
         if losses and not self.has_failed():
             log.error("rank %d of %d ends without the others: %s.", self.rank, self.size, losses[0])
         return not losses

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import threading
-from typing import Dict, List, Tuple
+from typing import Dict, Tuple
 
 import mxnet as mx
 import numpy as np
-from mxnet.ndarray import NDArray
 
 from .. import _native
 from .base import Exchange, LayerInfo
@@ -25,7 +24,7 @@ class DeviceExchange(Exchange):
 
     def __init__(self, kvstore: mx.kvstore.KVStoreBase) -> None:
         self.kvstore = kvstore
-        self.handle = _native.kvstore_exchange(_native.python_exchange(self))
+        super().__init__(_native.kvstore_exchange(_native.python_exchange(self)))
         # A store makes the buffers of a key for the contexts of its first sum. CommCPU and CommDevice::Reduce resize
         # `copy_buf` once, and write past its end if a later sum has more contexts.
         self._keys: Dict[Tuple[int, Tuple[mx.Context, ...]], int] = {}  # (length, contexts) -> key
@@ -33,24 +32,19 @@ class DeviceExchange(Exchange):
 
     def add(self, layer: LayerInfo, rows: np.ndarray) -> np.ndarray:
         """For the core: returns the sum over all rows, float64, of shape (contexts, length)."""
-        contexts = layer.contexts[: len(rows)]
+        length, contexts = rows.shape[1], tuple(layer.contexts[: len(rows)])
         values = [mx.nd.array(row, ctx=context, dtype="float64") for row, context in zip(rows, contexts)]
-        out = [mx.nd.empty(rows.shape[1], ctx=context, dtype="float64") for context in contexts]
-        self._pushpull(values, out)
-        return out[0].asnumpy()
-
-    def _pushpull(self, values: List[NDArray], out: List[NDArray]) -> None:
-        """Does not wait for the sums. In MXNet's engine, the next user of a key waits."""
+        out = [mx.nd.empty(length, ctx=context, dtype="float64") for context in contexts]
         if getattr(self.kvstore, "_updater", None) is not None:
             raise ValueError(
                 "this KVStore has an optimizer set, which would run on the statistics. Give the Trainer "
                 "update_on_kvstore=False, or give SyncBatchNorm a store of its own."
             )
-        length, contexts = values[0].size, tuple(value.context for value in values)
-        with self._lock:
+        with self._lock:  # not during the sum: in MXNet's engine, the next user of a key waits
             key = self._keys.get((length, contexts))
             if key is None:
                 key = next(_keys)
                 self.kvstore.broadcast(key, mx.nd.zeros(length, mx.cpu(), "float64"), out=out)
                 self._keys[length, contexts] = key
             self.kvstore.pushpull(key, values, out=out)
+        return out[0].asnumpy()

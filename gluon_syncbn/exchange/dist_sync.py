@@ -27,49 +27,11 @@ import numpy as np
 from .. import _native
 from ..system.environment import read
 from ..system.logs import log
-from .bridge import BridgedTransport, Introduced, introduce
+from .bridge import BridgedTransport
 
 _VARIABLES = ("DMLC_ROLE", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER", "DMLC_NUM_SERVER")
 _POLL = 0.05  # seconds between checks of other reasons to end
 _ENDS = 30.0  # seconds in which servers and scheduler end
-
-
-class _Store:
-    """MXNet's store. Its thread may wait for ever."""
-
-    def __init__(self, scheduler: str) -> None:
-        self._scheduler = scheduler
-        self.introduced: futures.Future[Tuple[int, int, Introduced]] = futures.Future()
-        self._together: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="gluon_syncbn-store", daemon=True)
-        self._thread.start()
-
-    def _work(self) -> None:
-        try:
-            store = mx.kv.create("dist_sync")
-            _set_barrier(store, False)  # until all have come to their end
-            self.introduced.set_result(self._introduce(store))
-        except BaseException as error:  # the thread that waits raises it
-            self.introduced.set_exception(error.with_traceback(None))  # a traceback would keep the store
-        else:
-            _set_barrier(store, self._together.get())
-        # Here the store ends. With a barrier, it ends the servers and the scheduler, too.
-
-    def _introduce(self, store: mx.kv.KVStore) -> Tuple[int, int, Introduced]:
-        def spread(told: np.ndarray) -> np.ndarray:
-            # Bytes as float32, the one type that servers leave as it is: docs/mxnet_faults.md.
-            store.init(0, mx.nd.array(told, dtype="float32"))  # takes rank 0's
-            heard = mx.nd.zeros(told.size)
-            store.pull(0, out=heard)
-            return heard.asnumpy()
-
-        return store.rank, store.num_workers, introduce(store.rank, store.num_workers, self._scheduler, spread)
-
-    def end(self, together: bool) -> bool:
-        """Ends the store, with the servers and the scheduler if all ranks end together. Returns whether it has."""
-        self._together.put(together)
-        self._thread.join(min(_ENDS, _native.timeout_of()))
-        return not self._thread.is_alive()
 
 
 def _skip_destructors() -> None:
@@ -105,23 +67,49 @@ class DistSyncTransport(BridgedTransport):
                 where = "{}:{} (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT)".format(*scheduler)
                 raise mx.MXNetError(f"{late}: the scheduler is not there: nobody listens at {where}.")
             time.sleep(_POLL)
-        self._store = _Store(scheduler[0])
+        self._connected: futures.Future[None] = futures.Future()
+        self._together: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, args=scheduler[:1], name="gluon_syncbn-store", daemon=True)
+        self._thread.start()
         try:
-            if not futures.wait([self._store.introduced], max(0, deadline - time.monotonic())).done:
+            if not futures.wait([self._connected], max(0, deadline - time.monotonic())).done:
                 raise mx.MXNetError(
                     f"{late}: the scheduler at {scheduler[0]}:{scheduler[1]} is there, but not all of "
                     f"{read('DMLC_NUM_WORKER')} workers (DMLC_NUM_WORKER) and {read('DMLC_NUM_SERVER')} servers "
                     "(DMLC_NUM_SERVER) have come. Each worker creates one such KVStore, and no store by "
                     "mx.kv.create('dist_sync')."
                 )
-            super().__init__(*self._store.introduced.result())
+            self._connected.result()
         except BaseException:
             _skip_destructors()
             raise
 
+    def _run(self, scheduler: str) -> None:
+        """Has MXNet's store, in a thread that may wait for ever."""
+
+        def spread(told: np.ndarray) -> np.ndarray:
+            # Bytes as float32, the one type that servers leave as it is: docs/mxnet_faults.md.
+            store.init(0, mx.nd.array(told, dtype="float32"))  # takes rank 0's
+            heard = mx.nd.zeros(told.size)
+            store.pull(0, out=heard)
+            return heard.asnumpy()
+
+        try:
+            store = mx.kv.create("dist_sync")
+            _set_barrier(store, False)  # until all have come to their end
+            super().__init__(store.rank, store.num_workers, scheduler, spread)
+        except BaseException as error:  # whose traceback would keep the store
+            self._connected.set_exception(mx.MXNetError(str(error)))
+        else:
+            self._connected.set_result(None)
+            _set_barrier(store, self._together.get())
+        # Here the store ends. With a barrier, it ends the servers and the scheduler, too.
+
     def all_end(self) -> bool:
         together = super().all_end()
-        if not self._store.end(together):
+        self._together.put(together)
+        self._thread.join(min(_ENDS, _native.timeout_of()))
+        if self._thread.is_alive():
             log.error("rank %d of %d: MXNet's servers and scheduler have not ended.", self.rank, self.size)
             _skip_destructors()
         return together

@@ -21,7 +21,7 @@ import numpy as np
 
 from .. import _native
 from ..system.environment import read
-from .bridge import BYTES, BridgedTransport, introduce, readers_of
+from .bridge import BYTES, BridgedTransport, readers_of
 
 _ANSWER = 1.0  # seconds in which it is known which rank has ended, and why
 _LEAVE = 1.0  # seconds that a process has to end if it fails at the end
@@ -57,10 +57,11 @@ class HorovodTransport(BridgedTransport):
 
         towards = read("HOROVOD_GLOO_RENDEZVOUS_ADDR") or socket.gethostname()  # the launcher, where gloo meets
         atexit.register(_leave)  # in case that Horovod still waits then
-        introduced = _result_of(lambda: introduce(hvd.rank(), hvd.size(), towards, spread))
-        if not futures.wait([introduced], _native.timeout_of()).done:
+        connect = functools.partial(super().__init__, hvd.rank(), hvd.size(), towards, spread)
+        connected = _result_of(connect)
+        if not futures.wait([connected], _native.timeout_of()).done:
             raise mx.MXNetError("kvstore 'horovod': not every process has created one. Create it in all, at the start.")
-        super().__init__(hvd.rank(), hvd.size(), introduced.result())
+        connected.result()
         atexit.unregister(_leave)
         # Horovod's own handler would shut it down during a step; `close` runs after the step.
         atexit.unregister(hvd.shutdown)
@@ -68,6 +69,11 @@ class HorovodTransport(BridgedTransport):
 
     def _following(self) -> Optional[bytes]:
         message = super()._following()
+        if message is None and self.has_failed():
+            _result_of(self._hvd.shutdown)  # which waits for the other processes, and they may be frozen
+            if self._ending:
+                time.sleep(_LEAVE)
+                _leave()
         if not message or readers_of(message) != [self.size]:
             return message
         _result_of(functools.partial(self._add, message))
@@ -93,17 +99,8 @@ class HorovodTransport(BridgedTransport):
                 time.sleep(_ANSWER)  # if another rank has ended Horovod, the core tells its fate first
             line = (str(error).strip() or repr(error)).splitlines()[-1]
             who = [*self._losses(but=("",)), "Horovod could not add gradients"][0]
-            self.fail(f"{who}: {line} (rank {self.rank} was in sum {number} of gradients)")
-
-    def left(self) -> None:
-        if not self.has_failed():
-            return
-        # Horovod's shutdown waits for the other processes, which may be frozen.
-        threading.Thread(target=self._hvd.shutdown, name="gluon_syncbn-shutdown", daemon=True).start()
-        if self._ending:
-            timer = threading.Timer(_LEAVE, _leave)
-            timer.daemon = True
-            timer.start()
+            reason = f"{who}: {line} (rank {self.rank} was in sum {number} of gradients)"
+            _native.processes_failed(self.handle, reason)
 
     def all_end(self) -> bool:
         if not self.has_failed():

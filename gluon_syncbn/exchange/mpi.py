@@ -11,7 +11,7 @@ import mxnet as mx
 
 from .. import _native
 from ..system.distribution import WHERE, command
-from .transport import Transport
+from .base import Transport
 
 
 class MPITransport(Transport):
@@ -32,21 +32,17 @@ class MPITransport(Transport):
             )
         super().__init__(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size())
         self._MPI = MPI
-        self._comm = self._duplicate()
-        numbers = {"any_rank": MPI.ANY_SOURCE, "any_tag": MPI.ANY_TAG, "in_place": int(MPI.IN_PLACE) % 2**64}
-        types = {"bytes": MPI.BYTE, "float32": MPI.FLOAT, "float64": MPI.DOUBLE}
-        handles = {**types, "add": MPI.SUM, "communicator": self._comm}
-        found = {name: MPI._handleof(handle) for name, handle in handles.items()}
-        self.mpi = _native.Mpi.from_library(MPI.__file__, **numbers, **found)
-
-    def _duplicate(self) -> "MPI.Comm":  # type: ignore[name-defined]  # noqa: F821, UP037
-        comm, request = self._MPI.COMM_WORLD.Idup()
+        self._comm, request = MPI.COMM_WORLD.Idup()
         deadline = time.monotonic() + _native.timeout_of()
         while not request.Test():
             if time.monotonic() > deadline:
                 raise mx.MXNetError("kvstore 'mpi': not every process has created one. Create it in all, at the start.")
             time.sleep(1e-4)
-        return comm
+        numbers = {"any_rank": MPI.ANY_SOURCE, "any_tag": MPI.ANY_TAG, "in_place": int(MPI.IN_PLACE) % 2**64}
+        types = {"bytes": MPI.BYTE, "float32": MPI.FLOAT, "float64": MPI.DOUBLE}
+        handles = {**types, "add": MPI.SUM, "communicator": self._comm}
+        found = {name: MPI._handleof(handle) for name, handle in handles.items()}
+        self.mpi = _native.Mpi.from_library(MPI.__file__, **numbers, **found)
 
     def split(self, leaders: Sequence[int]) -> None:
         # All ranks have answered a moment ago, so none waits long in this.
@@ -56,10 +52,9 @@ class MPITransport(Transport):
         self.mpi.leaders = MPI._handleof(self._leaders)
 
     def close(self) -> None:
-        if not self._closed and self.size > 1 and self.has_failed():
+        if self.size > 1 and self.has_failed():
             # MPI_Finalize waits for processes that may be stuck or gone. MPI_Abort runs destructors in MXNet that end
             # in a signal. If the process leaves without either, mpiexec ends all processes and returns 1.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
-        self._closed = True

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-from typing import Any, Optional, Tuple
+from typing import Any, Optional
 
 import mxnet as mx
 
 from .. import _native
 from ..system import arguments, distribution
-from .base import Exchange, Memory
+from .base import Exchange, Transport
 from .device import DeviceExchange
 from .store import ProcessStore
-from .transport import Transport
 
 #: KVStore types that add within one process.
 TYPES = ("local", "device")
 #: The native core's own exchanges, for all contexts of a process.
-IN_CORE = {"nccl": Memory("nccl"), "host": Memory("host")}
+IN_CORE = {gpus: Exchange(_native.memory_exchange(gpus)) for gpus in ("nccl", "host")}
 #: The module of each transport, and its class there.
 TRANSPORTS = {"mpi": "MPITransport", "horovod": "HorovodTransport", "dist_sync": "DistSyncTransport"}
 #: The package that a transport needs, and what installs it.
@@ -27,23 +27,21 @@ PACKAGES = {
 }
 
 
-def transport_name(name: Any) -> str:
+def transport(name: Any) -> Transport:
+    """Returns the transport of this name. ImportError: a package that it needs is not installed."""
     if not isinstance(name, str) or name not in TRANSPORTS:
         of_one_process = isinstance(name, str) and name in (*TYPES, *IN_CORE)
         reason = _in_one_process(name) if of_one_process else _refusal(str(name))
         arguments.refuse("name", name, f"one of {tuple(TRANSPORTS)}.{reason}")
-    return name
-
-
-def transport(name: str) -> Transport:
-    """Returns the transport of this name. ImportError: a package that it needs is not installed."""
     return getattr(importlib.import_module(f".{name}", __package__), TRANSPORTS[name])()
 
 
-def exchange(kvstore: Any) -> Tuple[Optional[Exchange], Optional[int]]:
-    """Returns the exchange for ``None`` (see `configure`), a name or a KVStore object, and the id of the store.
+# One for each KVStore, so that one lock guards it.
+_adding = functools.lru_cache(maxsize=None)(DeviceExchange)
 
-    The id is None if the store is the exchange itself.
+
+def exchange(kvstore: Any) -> Optional[Exchange]:
+    """Returns the exchange for ``None`` (see `configure`), a name or a KVStore object.
 
     Raises
     ------
@@ -51,14 +49,14 @@ def exchange(kvstore: Any) -> Tuple[Optional[Exchange], Optional[int]]:
         If the argument is not a KVStore, or one that cannot add statistics. The text says why.
     """
     if kvstore is None or isinstance(kvstore, ProcessStore):
-        return kvstore, None
+        return kvstore
     if isinstance(kvstore, str) and kvstore in IN_CORE:
         problem = _without_nccl(kvstore)
         if problem:
             raise ValueError(
                 f"kvstore: 'nccl' was given, but {problem}; None (the default), 'host', 'device' and 'local' need none"
             )
-        return IN_CORE[kvstore], None
+        return IN_CORE[kvstore]
     if isinstance(kvstore, str):
         if kvstore not in TYPES:
             arguments.refuse("kvstore", kvstore, _EXPECTED + "." + _refusal(kvstore))
@@ -75,7 +73,7 @@ def exchange(kvstore: Any) -> Tuple[Optional[Exchange], Optional[int]]:
         raise ValueError(
             f"kvstore: an object of type {kvstore.type!r} was given, expected one of {TYPES}." + _refusal(kvstore.type)
         )
-    return DeviceExchange(kvstore), id(kvstore)
+    return _adding(kvstore)
 
 
 _EXPECTED = f"one of {(*TYPES, *IN_CORE)}, a KVStore object or None"

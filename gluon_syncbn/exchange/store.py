@@ -6,17 +6,16 @@ their nets, numbers the layers alike, and finds the members of groups.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import json
+import operator
 import os
 import re
 import socket
 import threading
 import weakref
-from collections import Counter
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -25,9 +24,8 @@ from .. import _native
 from .._native import Agreed
 from ..system import arguments, environment, kinds
 from ..system.logs import log
-from .base import Exchange, LayerInfo
+from .base import Exchange, LayerInfo, Transport
 from .groups import group_of_each, problem, shared
-from .transport import Label, Transport
 
 #: Bytes of gradients that NCCL adds at once. Not measured: NCCL is said to need some MB for its full rate.
 _BUCKET = 8 << 20
@@ -36,6 +34,8 @@ _ON_GPUS = {"float16", "float32", "float64"}
 
 def _machine() -> str:
     """Returns an id that is equal in all processes of one kernel and PID namespace: they share files in /proc."""
+    if environment.read("GLUON_SYNCBN_SHARED_MEMORY") == "off":
+        raise mx.MXNetError("GLUON_SYNCBN_SHARED_MEMORY=off")
     try:
         with open("/proc/sys/kernel/random/boot_id") as boot:
             return f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -70,6 +70,19 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
+class _TrainerState:
+    """What a store knows of a Trainer."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        # The contexts of its gradients, and their way over NCCL, if they have one.
+        self.contexts: Optional[List[mx.Context]] = None
+        self.way: Optional[_native.Handle] = None
+        # Its gradients, as the core takes them, until other arrays take their place.
+        self.given: List[mx.nd.NDArray] = []
+        self.summands: Optional[_native.Summands] = None
+
+
 class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
     """Adds over the devices of all processes, for ``gluon.Trainer(kvstore=...)`` and ``SyncBatchNorm(kvstore=...)``.
 
@@ -83,24 +96,16 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         Carries what the processes tell each other.
     """
 
-    spans_processes = True
-
     def __init__(self, name: str, transport: Transport) -> None:
         self._name = name
         self._transport = transport
         self._agreed: Dict[int, Agreed] = {}  # by layer
-        self._rounds: Counter = Counter()  # of gradients
-        self._trainers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._rounds: Dict[str, Iterator[int]] = {}  # of exchanges, by their names
+        self._trainers: weakref.WeakKeyDictionary[Any, _TrainerState] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()  # of trainers; one that is gone keeps its own
         #: Whether gradients of GPUs may go over NCCL.
         self.nccl = True
-        # The contexts of a Trainer's gradients, and their way over NCCL, if they have one.
-        self._ways: weakref.WeakKeyDictionary[Any, Tuple[List[mx.Context], Optional[_native.Handle]]]
-        self._ways = weakref.WeakKeyDictionary()
-        # Their gradients, as the core takes them, until other arrays take their place.
-        self._prepared: weakref.WeakKeyDictionary[Any, Tuple[List[Any], _native.Summands]] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
-        self._agreements = 0
         #: Why statistics go by the transport alone; None where processes meet in memory.
         self.why_not_in_memory: Optional[str] = "not every process was asked"
         #: The ranks of each machine that meet in memory; the first of each speaks for its machine.
@@ -108,7 +113,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         number = _native.python_exchange(self)
         self.handle = _native.processes(number, self.rank, self.num_workers, transport.mpi)
         transport.open(self.handle)
-        self._sums: Optional[_native.Handle] = None  # the same, with memory of this machine or of this process alone
+        self._sums = self.handle  # of gradients: after `meet_in_memory` with memory of this machine or of this process
 
     # ---- KVStoreBase ---------------------------------------------------------------------------------------
 
@@ -135,8 +140,8 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             machines = "each by itself"
         else:
             statistics = "shared memory" + (f", and {self._name} between machines" if len(self.machines) > 1 else "")
-        gradients = statistics if self.why_not_in_memory is None else self._name
-        if any(way is not None for _, way in self._ways.values()):
+        gradients = statistics if self._sums == self.handle else self._name
+        if any(one.way is not None for one in self._trainers.values()):
             gradients = "NCCL"
         return (
             f"<kvstore {self._name!r}: rank {self.rank} of {self.num_workers}, {machines}; statistics: {statistics}; "
@@ -146,10 +151,10 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
         """Copies rank 0's ``value`` into ``out``, in every process."""
         value = value[0] if isinstance(value, (list, tuple)) else value
-        label = self._label("broadcast", key)
+        what = self.next_round(f"broadcast {key!r}")
         like = value.asnumpy()
-        array = self._transport.allgather(label, like.ravel()[: None if self.rank == 0 else 0], equal=False)[0]
-        self._transport.check_alike(label, 0, array.size, array.dtype, like)
+        array = self.exchange(what, [like.ravel()[: None if self.rank == 0 else 0]], equal=False)[0]
+        self._check_alike(what, 0, array, like)
         array = array.reshape(like.shape)
         for target in out if isinstance(out, (list, tuple)) else [out]:
             mx.nd.array(array, dtype=array.dtype).copyto(kinds.classic(target))
@@ -158,44 +163,37 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         """Adds ``value`` over the devices of all processes into ``out``, or into ``value`` itself."""
         values = list(value) if isinstance(value, (list, tuple)) else [value]
         targets = values if out is None else list(out) if isinstance(out, (list, tuple)) else [out]
-        self._sum(self._label("gradient", key), {f"gradient {key!r}": (values, targets)})
+        what = f"gradient {key!r}"
+        self._sum(what, {what: (values, targets)})
 
     def add_gradients(self, trainer: Any, gradients: Dict[str, List[mx.nd.NDArray]]) -> None:
         """Adds the gradients of a Trainer over the devices of all processes, in place, as one round.
 
         Does not wait. All of them become sums, or all raise the failure, so that a failed step changes no parameter.
-        Trainers of several threads may come in any order. The store numbers them as `expect` got them.
-
-        Parameters
-        ----------
-        trainer : gluon.Trainer
-            The Trainer.
-        gradients : dict
-            By the name of the parameter, one for each context.
+        Trainers of several threads may come in any order. The store numbers them as `expect` got them. ``gradients``
+        has, by the name of the parameter, one for each context.
         """
-        label = self._label("gradient", f"of trainer {self._number(trainer)}")
+        known = self.expect(trainer)
+        what = f"the gradients of trainer {known.number}"
         given = [array for arrays in gradients.values() for array in arrays]
-        before = self._prepared.get(trainer)
-        if before is not None and len(before[0]) == len(given) and all(a is b for a, b in zip(before[0], given)):
-            self._begin_sum(label, before[1])
-            return
-        sums = {f"the gradient of '{name}'": (arrays, arrays) for name, arrays in _in_order(gradients)}
-        gpus = self._way_of(trainer, list(gradients.values()))
-        if gpus is None and not all(_in_place(arrays) for arrays in gradients.values()):
-            self._sum(label, sums)
-            return
-        summands = _native.Summands(list(sums), [arrays for arrays, _ in sums.values()], gpus)
-        self._prepared[trainer] = given, summands
-        self._begin_sum(label, summands)
+        if known.summands is None or len(known.given) != len(given) or any(map(operator.is_not, known.given, given)):
+            sums = {f"the gradient of '{name}'": (arrays, arrays) for name, arrays in _in_order(gradients)}
+            self._find_way(known, list(gradients.values()))
+            if known.way is None and not all(_in_place(arrays) for arrays in gradients.values()):
+                self._sum(what, sums)
+                return
+            known.summands = _native.Summands(list(sums), [arrays for arrays, _ in sums.values()], known.way)
+            known.given = given
+        self._begin_sum(what, known.summands)
 
-    def _way_of(self, trainer: Any, gradients: List[List[mx.nd.NDArray]]) -> Optional[_native.Handle]:
-        """Returns the way of gradients between the GPUs of all processes; None if they go over the host.
+    def _find_way(self, known: _TrainerState, gradients: List[List[mx.nd.NDArray]]) -> None:
+        """Finds the way of gradients between the GPUs of all processes.
 
         Every process calls this in its first step, and if its contexts change.
         """
         contexts = [array.context for array in gradients[0]] if gradients else []
-        if trainer in self._ways and self._ways[trainer][0] == contexts:
-            return self._ways[trainer][1]
+        if known.contexts == contexts:
+            return
         devices = [context.device_id for context in contexts if context.device_type == "gpu"]
 
         def find() -> Any:
@@ -204,19 +202,16 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
                 raise mx.MXNetError(problem)
             return list(map(_native.gpu_identity, devices)), _native.new_id()
 
-        label = self._label("exchange", f"the GPUs of trainer {self._number(trainer)}")
-        everyone, problem = self._all_make(label, find)
+        everyone, problem = self._all_make(f"the GPUs of trainer {known.number}", find)
         gpus = [] if problem else [gpu for theirs, _ in everyone for gpu in theirs]
         if len(set(gpus)) < len(gpus):
             problem = "several processes use the same GPU"
-        way = None
+        known.contexts, known.way = contexts, None
         if not problem:
             first = sum(len(theirs) for theirs, _ in everyone[: self.rank])
-            way = _native.gpus(devices, everyone[0][1], first, len(gpus), _BUCKET)
+            known.way = _native.gpus(devices, everyone[0][1], first, len(gpus), _BUCKET)
         elif devices and self.nccl:
             log.warning("the gradients of GPUs go through host memory: %s", problem)
-        self._ways[trainer] = contexts, way
-        return way
 
     def _without_nccl(self, contexts: List[mx.Context], gradients: List[List[mx.nd.NDArray]]) -> str:
         """Returns what keeps this process's gradients from NCCL; empty if nothing does."""
@@ -233,22 +228,10 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         return f"no NCCL: {missing}" if missing else ""
 
     def compare(self, everyone: List[List[Any]], what: str, advice: str = "") -> None:
-        """Compares what the processes have built, of which each rank has a list.
+        """Compares what the processes have built. MXNetError, in all of them: the first difference.
 
-        Parameters
-        ----------
-        everyone : list
-            By rank. An entry begins with a name, whose digits may differ, as Gluon's counters do, and what has to be
-            equal.
-        what : str
-            What is compared, and the word before the number of an entry: "the net: layer".
-        advice : str, optional
-            The rest of the last sentence of the error.
-
-        Raises
-        ------
-        MXNetError
-            If a list differs. The text names the first difference, and the other processes get it, too.
+        ``everyone`` has a list of each rank. An entry begins with a name, whose digits may differ, as Gluon's counters
+        do, and what has to be equal. ``what`` is compared, and the word before an entry's number: "the net: layer".
         """
         for rank, theirs in enumerate(everyone):
             for number, entries in enumerate(itertools.zip_longest(everyone[self.rank], theirs), 1):
@@ -265,20 +248,10 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
     def compare_weights(self, trainer: Any, parameters: Dict[str, Tuple[List[mx.nd.NDArray], bool]]) -> None:
         """Compares the parameters of a Trainer with those of the other processes, before its first update.
 
-        Parameters
-        ----------
-        trainer : gluon.Trainer
-            The Trainer.
-        parameters : dict
-            By the name of the parameter: its array for each context, and whether it is trained. One that is not, such
-            as the running statistics of plain BatchNorm, becomes that of rank 0.
-
-        Raises
-        ------
-        MXNetError
-            If a trained parameter differs. The text names the first one.
+        ``parameters`` has, by name, the array of each context, and whether it is trained. One that is not, such as the
+        running statistics of plain BatchNorm, becomes that of rank 0. MXNetError: the first trained one that differs.
         """
-        number, ordered = self._number(trainer), _in_order(parameters)
+        number, ordered = self.expect(trainer).number, _in_order(parameters)
         digests = [hashlib.blake2b(a[0].asnumpy().tobytes(), digest_size=8).digest() for _, (a, _) in ordered]
         own = np.frombuffer(b"".join(digests), np.uint8)
         everyone = self.allgather(f"digests of the weights of trainer {number}", own)
@@ -296,62 +269,74 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             for array in arrays[1:]:
                 kinds.classic(arrays[0]).copyto(kinds.classic(array))
 
-    def expect(self, trainer: Any) -> None:
+    def expect(self, trainer: Any) -> _TrainerState:
         """Gives a Trainer the next number, unless it has one. All processes make theirs in the same order."""
         with self._lock:
             if trainer not in self._trainers:
-                self._trainers[trainer] = next(self._numbers)
+                self._trainers[trainer] = _TrainerState(next(self._numbers))
+            return self._trainers[trainer]
 
-    def _number(self, trainer: Any) -> int:
-        self.expect(trainer)
-        return self._trainers[trainer]
-
-    def _sum(self, label: Label, sums: Dict[str, Tuple[List[mx.nd.NDArray], List[mx.nd.NDArray]]]) -> None:
+    def _sum(self, what: str, sums: Dict[str, Tuple[List[mx.nd.NDArray], List[mx.nd.NDArray]]]) -> None:
         """Adds values over the devices of all processes into targets; does not wait."""
         arrays, copies = [], []
         for values, targets in sums.values():
             arrays.append(values if values is targets and _in_place(values) else list(map(_copied, values)))
             if arrays[-1] is not values:
                 copies.append((arrays[-1][0], targets))
-        self._begin_sum(label, _native.Summands(list(sums), arrays))
+        self._begin_sum(what, _native.Summands(list(sums), arrays))
         for total, targets in copies:
             for target in targets:
                 kinds.classic(total.astype(target.dtype)).copyto(kinds.classic(target))
 
-    def _begin_sum(self, label: Label, summands: _native.Summands) -> None:
-        if self._sums is None:
-            self._begin_sums()
-        assert self._sums is not None
-        _native.sum_arrays(self._sums, _hash(f"{label.kind} {label.key}"), label.call, summands)
+    def _begin_sum(self, what: str, summands: _native.Summands) -> None:
+        _native.sum_arrays(self._sums, _hash(what), self._count(what) - 1, summands)
+
+    # ---- vectors of all processes ----------------------------------------------------------------------------
 
     def allgather(self, key: str, array: np.ndarray, *, equal: bool = True) -> List[np.ndarray]:
         """Returns the arrays of all processes, in the order of the ranks. All make the same calls with the same key.
 
         ``equal``: an array of another size or type than ours is an error.
         """
-        return self._transport.allgather(self._label("exchange", key), array, equal=equal)
+        return self.exchange(self.next_round(f"exchange {key!r}"), [array], equal)
 
-    def gather_rows(self, name: str, rows: np.ndarray) -> Tuple[Label, List[np.ndarray]]:
-        """Returns the arrays of all processes for a `gather`, and the label with which `add_rows` adds gradients."""
-        label = self._label("exchange", f"gather {name!r}")
-        label = label._replace(what=f"gather {name!r}, round {label.call + 1}")
-        return label, self._transport.allgather(label, rows, equal=False)
+    def exchange(self, what: str, parts: Sequence[np.ndarray], equal: bool) -> List[np.ndarray]:
+        """Returns the vectors of all processes under a name that all use once, in the order of the ranks.
 
-    def add_rows(self, label: Label, backward: int, gradients: np.ndarray, rows: Sequence[int]) -> np.ndarray:
-        """Returns the sum of the gradients of this process's rows, in the backward of this number from 1.
-
-        ``gradients`` has those of the rows of all processes, and ``rows`` how many each of them has.
+        ``parts`` has one for each rank, or one for all. `MXNetError`: a process is late, has failed, or has a vector of
+        another size or type where it has to be ``equal``. After that, nothing is exchanged any more.
         """
-        label = label._replace(phase=backward, what=f"the gradients of {label}")
-        parts = np.split(gradients, np.cumsum(rows)[:-1])
-        everyone = self._transport.allgather(label, [part.ravel() for part in parts], equal=True)
-        return functools.reduce(np.add, everyone).reshape(parts[self.rank].shape)
+        messages = [part.dtype.str.encode().ljust(8) + np.ascontiguousarray(part).tobytes() for part in parts]
+        try:
+            found = _native.bytes_of(self._transport.handle, self.num_workers, _hash(what), what, messages)
+        except mx.MXNetError as error:
+            self.fail(str(error))
+            raise
+        arrays = [part[8:].copy().view(bytes(part[:8]).decode().strip()) for part in found]
+        for rank, array in enumerate(arrays if equal else ()):
+            self._check_alike(what, rank, array, parts[self.rank % len(parts)])
+        return arrays
 
-    def _label(self, kind: str, key: Any) -> Label:
-        with self._lock:
-            call = self._rounds[kind, key]
-            self._rounds[kind, key] += 1
-        return Label(kind, _hash(repr(key)), call=call, what=f"{kind} {key!r}, round {call + 1}")
+    def _check_alike(self, what: str, rank: int, theirs: np.ndarray, ours: np.ndarray) -> None:
+        if (theirs.size, theirs.dtype) != (ours.size, ours.dtype):
+            reason = (
+                f"in {what}, rank {rank} sent {theirs.size} values of {theirs.dtype} where rank {self.rank} has "
+                f"{ours.size} of {ours.dtype}. All processes must build the same net and cast it alike."
+            )
+            self.fail(reason)
+            raise mx.MXNetError(reason)
+
+    def tell_all(self, what: str, ours: Any) -> List[Any]:
+        """Returns what each process tells, in the order of the ranks: all that JSON takes."""
+        part = np.frombuffer(json.dumps(ours).encode(), np.uint8)
+        return [json.loads(bytes(theirs)) for theirs in self.exchange(self.next_round(what), [part], equal=False)]
+
+    def next_round(self, what: str) -> str:
+        """Returns a name for the next exchange of its kind."""
+        return f"{what}, round {self._count(what)}"
+
+    def _count(self, what: str) -> int:
+        return next(self._rounds.setdefault(what, itertools.count(1)))  # one number for each of several threads
 
     # ---- memory of the machine -------------------------------------------------------------------------------
 
@@ -361,28 +346,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         With several machines, one process of each exchanges with the others. Every process calls this before the first
         step.
         """
-        self._meet()
-        self._begin_sums()
-
-    def _begin_sums(self) -> None:
-        """Makes the way of gradients, through memory of the machine or of this process, and between machines."""
-        self._sums = self.handle
-        if not self.machines or (len(self.machines) > 1 and self._transport.adds_from):
-            self._sums = self._machine(_native.segment_create(1), [self.rank], list(range(self.num_workers)))
-
-    def _machine(self, segment: int, ranks: List[int], leaders: List[int]) -> _native.Handle:
-        if len(leaders) > 1:
-            self._transport.split(leaders)
-        way = self._transport.mpi, self._transport.adds_from or 1 << 62
-        return _native.exchange_machine(self._transport.handle, segment, ranks, leaders, *way)
-
-    def _meet(self) -> None:
-        def machine() -> str:
-            if environment.read("GLUON_SYNCBN_SHARED_MEMORY") == "off":
-                raise mx.MXNetError("GLUON_SYNCBN_SHARED_MEMORY=off")
-            return _machine()
-
-        names, problem = self._all_make(self._agreement("the machines of the processes"), machine)
+        names, problem = self._all_make("the machines of the processes", _machine)
         machines: Dict[str, List[int]] = {}
         for rank, name in enumerate(names):
             machines.setdefault(name, []).append(rank)
@@ -393,9 +357,18 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         if segment is None:
             self.why_not_in_memory = problem
             log.info("the processes exchange statistics over %s: %s", self._name, problem)
-            return
-        self.why_not_in_memory, self.machines = None, list(machines.values())
-        self.handle = self._machine(segment, ranks, [first for first, *_ in self.machines])
+        else:
+            self.why_not_in_memory, self.machines = None, list(machines.values())
+            self.handle = self._machine(segment, ranks, [first for first, *_ in self.machines])
+        self._sums = self.handle
+        if not self.machines or (len(self.machines) > 1 and self._transport.adds_from):
+            self._sums = self._machine(_native.segment_create(1), [self.rank], list(range(self.num_workers)))
+
+    def _machine(self, segment: int, ranks: List[int], leaders: List[int]) -> _native.Handle:
+        if len(leaders) > 1:
+            self._transport.split(leaders)
+        way = self._transport.mpi, self._transport.adds_from or 1 << 62
+        return _native.exchange_machine(self._transport.handle, segment, ranks, leaders, *way)
 
     def _segment(self, ranks: List[int]) -> Tuple[Optional[int], str]:
         """Returns the segment that these ranks share, or the reason why a machine has none. Every process calls it."""
@@ -413,30 +386,22 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             if segment is None:
                 segment = _native.segment_open(len(ranks), ranks.index(self.rank), *places[ranks[0]])
 
-        places, problem = self._all_make(self._agreement("the memory that the processes of a machine share"), create)
+        places, problem = self._all_make("the memory that the processes of a machine share", create)
         if not problem:
-            problem = self._all_make(self._agreement("whether all processes see that memory"), see)[1]
+            problem = self._all_make("whether all processes see that memory", see)[1]
         if problem and segment is not None:
             _native.segment_free(segment)
         return (None if problem else segment), problem
 
-    def _all_make(self, label: Label, make: Callable[[], Any]) -> Tuple[List[Any], str]:
+    def _all_make(self, what: str, make: Callable[[], Any]) -> Tuple[List[Any], str]:
         """Returns what every process makes, and the first problem of one, empty if there is none."""
         made, problem = None, ""
         try:
             made = make()
         except mx.MXNetError as error:
             problem = f"rank {self.rank}: {error}"
-        everyone = self._tell_all(label, [made, problem])
+        everyone = self.tell_all(what, [made, problem])
         return [one for one, _ in everyone], next((problem for _, problem in everyone if problem), "")
-
-    def _agreement(self, what: str) -> Label:
-        self._agreements += 1
-        return Label("agreement", call=self._agreements, what=what)
-
-    def _tell_all(self, label: Label, ours: Any) -> List[Any]:
-        part = np.frombuffer(json.dumps(ours).encode(), np.uint8)
-        return [json.loads(bytes(p)) for p in self._transport.allgather(label, part, equal=False)]
 
     # ---- Exchange ------------------------------------------------------------------------------------------------
 
@@ -445,16 +410,14 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
 
         With 0, all of them take part. ValueError: some members of a group are missing.
         """
-        agreed = self._agreed[layer.id]
-        replicas, size = agreed.replicas, layer.group_size
-        if not layer.in_groups() or here in (0, replicas):
+        agreed, size = self._agreed[layer.id], layer.group_size
+        if not agreed.ranks or here in (0, agreed.replicas):
             return agreed
+        every = f"all {agreed.replicas} devices"
         if size is None:
-            arguments.refuse(
-                "groups", layer.groups, f"all {replicas} devices of this process in every step, not {here}"
-            )
+            arguments.refuse("groups", layer.groups, f"{every} of this process in every step, not {here}")
         if len(agreed.ranks) > 1:
-            reach = f"all {replicas} devices in every step, not {here}: groups reach from rank {self.rank} to others"
+            reach = f"{every} in every step, not {here}: groups reach from rank {self.rank} to others"
             arguments.refuse("group_size", size, reach)
         if here % size:
             arguments.refuse("group_size", size, f"a divisor of the {here} devices of this step")
@@ -462,11 +425,11 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         return agreed._replace(replicas=here, members=np.arange(here), groups=groups, first=0)
 
     def fail(self, reason: str) -> None:
-        for handle in {self.handle, self._sums or self.handle}:
+        for handle in {self.handle, self._sums}:
             _native.processes_failed(handle, reason)
 
     def close(self) -> None:
-        for handle in {self.handle, self._sums or self.handle}:
+        for handle in {self.handle, self._sums}:
             _native.processes_ended(handle)
         self._transport.close()
 
@@ -486,29 +449,25 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         """
         with self._lock:
             new = [layer for layer in layers if layer.id not in self._agreed]
-            if new:
-                self._agree(new, more)
-
-    def _agree(self, new: Sequence[LayerInfo], more: bool) -> None:
-        ours = [_describe(layer) for layer in new]
-        answers = self._tell_all(self._agreement("the agreement on the layers of the net"), [ours, more])
-        common = min((len(layers) for layers, to_come in answers if to_come), default=None)
-        everyone, ours = [layers[:common] for layers, _ in answers], ours[:common]
-        advice = "; layers that train in one process only need a KVStore of their own"
-        self.compare(everyone, "the net: layer", advice)
-        log.info(
-            "the statistics of %d layers meet over %r: %d replicas", len(ours), self, sum(one[0][2] for one in everyone)
-        )
-        for i, layer in enumerate(new[:common]):
-            replicas = [layers[i][2] for layers in everyone]
-            text = problem(sum(replicas), layer.group_size, layer.groups)
-            if text:
-                raise ValueError(text)
-            agreed = Agreed(len(self._agreed))
-            if layer.in_groups():
-                group_of = group_of_each(sum(replicas), layer.group_size or 0, layer.groups)
-                agreed = shared(agreed.key, layer.channels, group_of, replicas, self.rank)
-            self._agreed[layer.id] = agreed  # last, because another thread goes on when it finds it
+            if not new:
+                return
+            answers = self.tell_all("the agreement on the layers of the net", [list(map(_describe, new)), more])
+            common = min((len(theirs) for theirs, to_come in answers if to_come), default=None)
+            everyone = [theirs[:common] for theirs, _ in answers]
+            advice = "; layers that train in one process only need a KVStore of their own"
+            self.compare(everyone, "the net: layer", advice)
+            count, total = len(everyone[0]), sum(one[0][2] for one in everyone)
+            log.info("the statistics of %d layers meet over %r: %d replicas", count, self, total)
+            for layer, *of_ranks in zip(new, *everyone):
+                replicas = [one[2] for one in of_ranks]
+                text = problem(sum(replicas), layer.group_size, layer.groups)
+                if text:
+                    raise ValueError(text)
+                agreed = Agreed(len(self._agreed))
+                if layer.group_size or layer.groups:
+                    group_of = group_of_each(sum(replicas), layer.group_size or 0, layer.groups)
+                    agreed = shared(agreed.key, layer.channels, group_of, replicas, self.rank)
+                self._agreed[layer.id] = agreed  # last, because another thread goes on when it finds it
 
 
 def _describe(layer: LayerInfo) -> Tuple[str, str, int]:

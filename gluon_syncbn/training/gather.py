@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any, List
 
@@ -101,9 +102,10 @@ def _of_all_processes(own: nd.NDArray, name: str, store: ProcessStore) -> nd.NDA
         )
     kind = f"rows of shape {own.shape[1:]} and type {np.dtype(own.dtype)}"
     head = f"{len(own)} {kind}\n".encode()
-    label, parts = store.gather_rows(name, np.frombuffer(head + own.asnumpy().tobytes(), np.uint8))
+    this_round = store.next_round(title)
+    parts = [np.frombuffer(head + own.asnumpy().tobytes(), np.uint8)]
     counts, everyone = [], []
-    for rank, part in enumerate(parts):
+    for rank, part in enumerate(store.exchange(this_round, parts, equal=False)):
         line, _, rows = part.tobytes().partition(b"\n")
         count, _, theirs = line.decode().partition(" ")
         if theirs != kind:
@@ -120,10 +122,12 @@ def _of_all_processes(own: nd.NDArray, name: str, store: ProcessStore) -> nd.NDA
     backwards = itertools.count(1)
 
     def backward(heads: List[nd.NDArray], gradients: List[nd.NDArray], requests: List[int]) -> None:
-        head, gradient = heads[0].asnumpy(), gradients[0]
-        part = store.add_rows(label, next(backwards), head.astype(np.float64), counts)
-        if part.size and requests[0] != _native.NULL:
-            gradient[:] = part + gradient.asnumpy() if requests[0] == _native.ADD else part
+        of_ranks = np.split(heads[0].asnumpy().astype(np.float64), np.cumsum(counts)[:-1])
+        what = f"backward {next(backwards)} of {this_round}"
+        parts = store.exchange(what, [part.ravel() for part in of_ranks], equal=True)
+        total, gradient = functools.reduce(np.add, parts).reshape(of_ranks[store.rank].shape), gradients[0]
+        if total.size and requests[0] != _native.NULL:
+            gradient[:] = total + gradient.asnumpy() if requests[0] == _native.ADD else total
 
     _native.record_function(title, [own], [whole], backward)
     # A head gradient in oneDNN's layout would reach the backward as a copy that is freed too early; see op.py.

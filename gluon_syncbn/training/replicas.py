@@ -213,8 +213,7 @@ class Replicas:
 
     def reaches_other_processes(self) -> bool:
         """Whether replicas of other processes take part."""
-        exchange = self.exchange or session.exchange
-        return exchange is not None and exchange.spans_processes
+        return isinstance(self.exchange or session.exchange, ProcessStore)
 
     def __deepcopy__(self, memo: dict) -> Replicas:
         # A copy of a net trains by itself: its replicas must not meet the replicas of the original.

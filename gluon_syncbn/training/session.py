@@ -12,13 +12,12 @@ from mxnet.context import Context
 
 from .. import _native
 from ..exchange import named
-from ..exchange.base import Exchange, LayerInfo, Memory
+from ..exchange.base import Exchange, LayerInfo
 from ..exchange.store import ProcessStore
 from ..system import arguments
 
 _UNCHANGED: Any = type("_Unchanged", (), {"__repr__": lambda _: "unchanged"})()
 _NONFINITE = ("propagate", "skip", "error")  # the order is that of `Nonfinite` in csrc/meeting/meeting.h
-_MEMORY = Memory()
 _ROOM = 256  # errors, before somebody calls `mx.nd.waitall`
 
 
@@ -26,8 +25,9 @@ class Session:
     """The state of this process. The native core keeps time limits and the seed, because only the core uses them."""
 
     def __init__(self) -> None:
-        #: The exchange of layers that name no KVStore; None is shared memory.
+        #: The exchange of layers that name no KVStore; None is the core's own, over this process's contexts.
         self.exchange: Optional[Exchange] = None
+        self._in_core = Exchange(_native.memory_exchange(""))
         self.chosen = False  # `configure` has set it
         self.warned = False  # of processes that do not meet
         # In the order of first initialisation, which is the order in the net. Layers stay here after their last use,
@@ -35,10 +35,8 @@ class Session:
         self._layers: Dict[int, Tuple[LayerInfo, Optional[Exchange]]] = {}
         self.to_come: weakref.WeakSet[Any] = weakref.WeakSet()  # replicas of layers without parameters so far
         self._stores: Dict[str, ProcessStore] = {}  # by transport
-        # By the id of the KVStore that adds: one exchange for each, so that one lock guards a KVStore.
-        self._exchanges: weakref.WeakValueDictionary[int, Exchange] = weakref.WeakValueDictionary()
-        # Exchanges that reach other processes, which must be told of a failure and of the end.
-        self._between_processes: weakref.WeakSet[Exchange] = weakref.WeakSet()
+        # All that are in use; the other processes must be told of a failure and of the end.
+        self._between_processes: weakref.WeakSet[ProcessStore] = weakref.WeakSet()
         self._issuing: Dict[Tuple[int, int], threading.Lock] = {}  # by context
         self._open: Dict[threading.Thread, int] = {}  # scopes, of threads that have any
         self.beginning = threading.RLock()  # held by a thread that enters its first scope, or forgets a failed step
@@ -53,27 +51,29 @@ class Session:
 
     def process_store(self, name: str) -> ProcessStore:
         """Returns the store over this transport. The first call makes it."""
-        if name not in self._stores:
-            self._stores[name] = ProcessStore(name, named.transport(name))
-            self._between_processes.add(self._stores[name])
-            self._stores[name].meet_in_memory()
-        return self._stores[name]
+        store = self._stores.get(str(name))
+        if store is None:
+            store = ProcessStore(name, named.transport(name))
+            self._between_processes.add(store)
+            store.meet_in_memory()
+            self._stores[name] = store
+        return store
 
     def exchange_of(self, kvstore: Any) -> Optional[Exchange]:
         """Returns the exchange for the argument ``kvstore``; ValueError if there is none."""
-        exchange, key = named.exchange(kvstore)
-        if exchange is not None and exchange.spans_processes:
+        exchange = named.exchange(kvstore)
+        if isinstance(exchange, ProcessStore):
             self._between_processes.add(exchange)
-        return exchange if exchange is None or key is None else self._exchanges.setdefault(key, exchange)
+        return exchange
 
     def set_exchange(self, exchange: Optional[Exchange]) -> None:
         self.exchange = exchange
-        _native.default_exchange((exchange or _MEMORY).handle)
+        _native.default_exchange((exchange or self._in_core).handle)
 
     def layer_of(self, exchange: Exchange, ticket: _native.Ticket) -> LayerInfo:
         """For the core: returns the layer of a ticket. The exchange knows the layer from now on."""
         layer, _ = self._layers[ticket.layer]
-        while not exchange.knows(layer):
+        while isinstance(exchange, ProcessStore) and not exchange.knows(layer):
             more = len(self.to_come) > 0  # before the look at the layers, because the user's thread may add one
             exchange.learn(self._layers_of(exchange), more)
         return layer
@@ -87,13 +87,13 @@ class Session:
 
     def tell_others(self, reason: str) -> None:
         """Tells the other processes that a step has failed here."""
-        for exchange in list(self._between_processes):
-            exchange.fail(reason)
+        for store in list(self._between_processes):
+            store.fail(reason)
 
     def close(self) -> None:
         """Closes the exchanges at the end of the process."""
-        for exchange in list(self._between_processes):
-            exchange.close()
+        for store in list(self._between_processes):
+            store.close()
 
     # ---- layers --------------------------------------------------------------------------------------------
 
@@ -154,8 +154,8 @@ class Session:
         self._open = {one: depth for one, depth in self._open.items() if one is thread}
         self._issuing, self._has_room = {}, False
         self.beginning, self.tracing = threading.RLock(), threading.RLock()
-        for exchange in list(self._between_processes):
-            exchange.forked()
+        for store in list(self._between_processes):
+            store.forked()
 
 
 def _make_room_for_errors() -> None:
@@ -260,7 +260,7 @@ def kvstore(name: str, *, gpus: Any = None) -> ProcessStore:
     """
     if gpus is not None and (not isinstance(gpus, str) or gpus != "host"):
         arguments.refuse("gpus", gpus, "'host' or None, which takes NCCL for gradients where it can")
-    store = session.process_store(named.transport_name(name))
+    store = session.process_store(name)
     if gpus is not None:
         store.nccl = False
     return store

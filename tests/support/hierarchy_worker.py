@@ -48,7 +48,7 @@ class Relayed(bridge.BridgedTransport):
                 time.sleep(0.01)
             return np.frombuffer(path.read_bytes(), np.uint8)
 
-        super().__init__(rank, size, bridge.introduce(rank, size, "127.0.0.1", spread))
+        super().__init__(rank, size, "127.0.0.1", spread)
 
 
 def vector(rank, step, length):

@@ -25,7 +25,6 @@ from replicas import Batch, make_batch, on_devices, prepare, truth  # noqa: E402
 from gluon_syncbn import _native  # noqa: E402
 from gluon_syncbn.exchange import bridge  # noqa: E402
 from gluon_syncbn.exchange.store import ProcessStore  # noqa: E402
-from gluon_syncbn.exchange.transport import Label  # noqa: E402
 
 _native._core.syncbn_points_arm.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_double]
 
@@ -162,11 +161,10 @@ def within_a_process(replicas):
 class Bridge(bridge.BridgedTransport):
     """As those of Horovod and ``dist_sync``, introduced over MPI."""
 
-    def __init__(self, inner):
-        label = Label("exchange", what="the introduction")
-        spread = lambda told: inner.allgather(label, told, equal=True)[0]  # noqa: E731
-        super().__init__(inner.rank, inner.size, bridge.introduce(inner.rank, inner.size, "127.0.0.1", spread))
-        self._inner = inner
+    def __init__(self, kv):
+        spread = lambda told: kv.allgather("the introduction", told)[0]  # noqa: E731
+        super().__init__(kv.rank, kv.num_workers, "127.0.0.1", spread)
+        self._inner = kv._transport
 
     def close(self):
         super().close()
@@ -176,7 +174,8 @@ class Bridge(bridge.BridgedTransport):
 def between_processes(point, action, times, seconds, limit, way):
     kv = gluon_syncbn.kvstore("mpi")
     if way == "bridge":
-        kv = ProcessStore("bridge", Bridge(kv._transport))
+        kv = ProcessStore("bridge", Bridge(kv))
+        kv.meet_in_memory()
     gluon_syncbn.configure(kvstore=kv, timeout=LIMIT)
     net = Net(make_batch(np.random.RandomState(3), 2), slice(kv.rank, kv.rank + 1), kv)
     errors, outputs, dxs = net.step()

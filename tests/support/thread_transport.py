@@ -4,8 +4,8 @@ import threading
 from functools import partial
 
 from gluon_syncbn import _native
+from gluon_syncbn.exchange.base import Transport
 from gluon_syncbn.exchange.bridge import readers_of
-from gluon_syncbn.exchange.transport import Transport
 
 
 class ThreadTransport(Transport):
@@ -25,6 +25,3 @@ class ThreadTransport(Transport):
         for message in iter(partial(_native.next_message, self.handle, 1.0), None):
             for reader in readers_of(message) if message else ():
                 _native.deliver(self._handles[reader], len(message), message)
-
-    def close(self):
-        self._closed = True

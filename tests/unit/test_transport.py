@@ -14,11 +14,9 @@ import gluon_syncbn
 from gluon_syncbn import _native, reference
 from gluon_syncbn.exchange.base import LayerInfo
 from gluon_syncbn.exchange.store import ProcessStore
-from gluon_syncbn.exchange.transport import Label
 from gluon_syncbn.training.session import session
 
 CHANNELS = 3
-LABEL = Label("gradient", 7, what="gradient 7, round 1")
 
 
 @pytest.fixture
@@ -44,10 +42,6 @@ def stores(size):
     made = [ProcessStore("threads", ThreadTransport(of_these, rank, size)) for rank in range(size)]
     handles.extend(of_these)
     return made
-
-
-def transports(size):
-    return [store._transport for store in stores(size)]
 
 
 def sent(stores):
@@ -127,8 +121,7 @@ def test_groups_that_stay_at_home(layer_id, replicas, named, messages):
         layer = info(layer_id, replicas[rank], **{"groups" if isinstance(named, list) else "group_size": named})
         store.learn([layer])
         of = store.agreed(layer)
-        parts = store._transport.allgather(LABEL, values[rank].ravel(), equal=False, ranks=of.ranks)
-        return np.concatenate(parts).reshape(-1, length)[of.members], of
+        return np.concatenate([values[rank] for rank in of.ranks])[of.members], of
 
     results = everywhere(all_stores, work)
     all_values = np.concatenate(values)
@@ -142,7 +135,7 @@ def test_groups_that_stay_at_home(layer_id, replicas, named, messages):
         for i in range(replicas[rank]):  # the group of each replica, in the order of the ranks
             (members,) = [sorted(group) for group in named if starts[rank] + i in group]
             np.testing.assert_array_equal(got[of.groups == of.groups[of.first + i]], all_values[members])
-    assert sent(all_stores) == len(replicas) * (len(replicas) - 1) + messages  # after the agreement
+    assert sum(len(of.ranks) - 1 for _, of in results) == messages
 
 
 @pytest.mark.parametrize(
@@ -187,6 +180,12 @@ def test_other_groups_in_another_process(layer_id):
         assert all(f"groups {[*map(list, one)]}) on rank {rank}" in str(error) for rank, one in enumerate(groups))
 
 
+@pytest.fixture
+def _no_memory(monkeypatch):
+    monkeypatch.setenv("GLUON_SYNCBN_SHARED_MEMORY", "off")
+
+
+@pytest.mark.usefixtures("_no_memory")
 @pytest.mark.parametrize("kind", [mx.nd, mx.np])
 def test_gradients_of_all_processes(kind):
     all_stores = stores(3)
@@ -194,6 +193,7 @@ def test_gradients_of_all_processes(kind):
     values = [rng.randn(4, 2).astype("float32") for _ in range(3)]
 
     def work(rank, store):
+        store.meet_in_memory()
         out = kind.array(values[rank])
         store.pushpull("weight", out)
         first = kind.zeros((4, 2))
@@ -203,18 +203,20 @@ def test_gradients_of_all_processes(kind):
     for total, first in everywhere(all_stores, work):
         np.testing.assert_allclose(total, sum(values), rtol=1e-6)
         np.testing.assert_array_equal(first, values[0])
-    assert sent(all_stores) == 2 + 4 + 6  # what is next, the sum, and the broadcast
+    assert sent(all_stores) == 6 + 2 + 4 + 6  # who shares memory, what is next, the sum, and the broadcast
 
 
 class Trainer:
     """What a store knows a Trainer by."""
 
 
+@pytest.mark.usefixtures("_no_memory")
 def test_gradients_that_other_arrays_replace():
     """What was prepared for the arrays of a step serves the next one, but no other arrays."""
     all_stores = stores(2)
 
     def work(rank, store):
+        store.meet_in_memory()
         trainer, found = Trainer(), []
         arrays = [mx.nd.ones(3), mx.nd.ones((2, 2))]
         for step in range(4):
@@ -237,31 +239,30 @@ def test_gradients_that_other_arrays_replace():
 
 def test_time_is_up():
     gluon_syncbn.configure(timeout=0.3)
-    late, other, _ = transports(3)
-    with pytest.raises(
-        mx.MXNetError, match=r"rank 0 of 3 waits for rank 1, 2 in gradient 7, round 1 after 0\.3 s\. A process"
-    ):
-        late.allgather(LABEL, np.ones(2), equal=True)
+    late, other, _ = stores(3)
+    with pytest.raises(mx.MXNetError, match=r"rank 0 of 3 waits for rank 1, 2 in exchange 7, round 1 after 0\.3 s\. A"):
+        late.allgather(7, np.ones(2))
     first = r"nothing is exchanged any more\. Start the job again\. The first error was: rank 0 of 3 waits for rank 1"
     with pytest.raises(mx.MXNetError, match=first):
-        late.allgather(LABEL, np.ones(2), equal=True)
-    with pytest.raises(mx.MXNetError, match=r"rank 0 of 3 has failed: rank 0 of 3 waits .*\(rank 1 was in another\)"):
-        other.allgather(Label("gradient", 8, what="another"), np.ones(2), equal=True)
+        late.allgather(7, np.ones(2))
+    failed = r"rank 0 of 3 has failed: rank 0 of 3 waits .*\(rank 1 was in exchange 8, round 1\)"
+    with pytest.raises(mx.MXNetError, match=failed):
+        other.allgather(8, np.ones(2))
 
 
 def test_a_step_that_failed_ends_a_wait():
-    transport = transports(2)[0]
+    store = stores(2)[0]
     _native.fail("KeyboardInterrupt left the recorded step.")
     with pytest.raises(mx.MXNetError, match="KeyboardInterrupt left the recorded step"):
-        transport.allgather(LABEL, np.ones(2), equal=True)
+        store.allgather(7, np.ones(2))
 
 
 def test_a_fork_ends_a_wait():
-    transport = transports(2)[0]
+    store = stores(2)[0]
     _native.forking(True)
     try:
-        with pytest.raises(mx.MXNetError, match=r"waits for rank 1 in gradient 7, round 1, and the process was forked"):
-            transport.allgather(LABEL, np.ones(2), equal=True)
+        with pytest.raises(mx.MXNetError, match=r"waits for rank 1 in exchange 7, round 1, and the process was forked"):
+            store.allgather(7, np.ones(2))
     finally:
         _native.forking(False)
 
@@ -269,10 +270,10 @@ def test_a_fork_ends_a_wait():
 def test_another_size_or_type():
     parts = [np.ones(2), np.ones(3, "float32")]
 
-    def work(rank, transport):
-        return transport.allgather(LABEL, parts[rank], equal=True)
+    def work(rank, store):
+        return store.allgather(7, parts[rank])
 
-    for error in everywhere(transports(2), work):
+    for error in everywhere(stores(2), work):
         assert "values of float" in str(error)
         assert "All processes must build the same net and cast it alike" in str(error)
 

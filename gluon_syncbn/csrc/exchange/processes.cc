@@ -3,6 +3,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <cstring>
 #include <functional>
 #include <limits>
 #include <optional>
@@ -571,26 +572,29 @@ Total Processes::allgather(const Ticket& ticket, const Contribution& own) {
     return gather(ticket, own, learned(ticket))->total();
 }
 
-std::vector<std::string> Processes::bytes_of(const Ranks& ranks, const Label& label, const char* what, double timeout,
-                                             const std::vector<std::string>& own) {
+std::string Processes::bytes_of(int64_t key, const char* what, double timeout, const std::vector<std::string>& own) {
     Tier& tier = job_->all;
     tier.check_open();
-    const Ranks others = without(ranks, tier.mail->rank());
+    const Label label{key, 0, 0, -1, 0};
+    const size_t own_rank = tier.mail->rank();
+    const Ranks others = without(tier.everybody, own_rank);
     for (size_t i = 0; i < own.size(); ++i)
-        tier.post_bytes(label, own[i].data(), own[i].size(),
-                        own.size() == 1 ? others : without({ranks[i]}, tier.mail->rank()));
-    const Ticket ticket{0, label.node, label.call, label.phase, what, timeout, 0};
+        tier.post_bytes(label, own[i].data(), own[i].size(), own.size() == 1 ? others : without({i}, own_rank));
+    const Ticket ticket{0, 0, 0, label.phase, what, timeout, 0};
     WaitForRanks wait(tier, job_->names, ticket, label, others);
     wait.comes_within(kForEver);
-    std::vector<std::string> all;
+    std::string all(tier.everybody.size() * sizeof(size_t), 0);
     auto found = wait.found().begin();
-    for (size_t i = 0; i < ranks.size(); ++i) {
-        if (ranks[i] == tier.mail->rank()) {
-            all.push_back(own[i % own.size()]);
+    for (const size_t rank : tier.everybody) {
+        const size_t before = all.size();
+        if (rank == own_rank) {
+            all += own[rank % own.size()];
         } else {
-            all.emplace_back(reinterpret_cast<const char*>(found->values), found->length);
+            all.append(reinterpret_cast<const char*>(found->values), found->length);
             ++found;
         }
+        const size_t size = all.size() - before;
+        std::memcpy(&all[rank * sizeof size], &size, sizeof size);
     }
     wait.done();
     tier.mail->forget(label);

@@ -61,9 +61,9 @@ class Processes : public Exchange {
     std::unique_ptr<Underway> begin_allreduce(Combine combine, const Ticket& ticket, const Contribution& own) override;
     std::unique_ptr<Underway> begin_allgather(const Ticket& ticket, const Contribution& own) override;
 
-    // Returns the bytes of some ranks, this one included, in their order. `own`: for all of them, or for each.
-    std::vector<std::string> bytes_of(const Ranks& ranks, const Label& label, const char* what, double timeout,
-                                      const std::vector<std::string>& own);
+    // Sends bytes to all ranks, the same or `own` for each. Returns theirs, this one's included, in the order of the
+    // ranks: the sizes, then all bytes. `key` identifies the messages.
+    std::string bytes_of(int64_t key, const char* what, double timeout, const std::vector<std::string>& own);
     // Sums of long arrays over the same processes, with memory of this machine.
     Sums& sums() { return *sums_; }
     const std::shared_ptr<Job>& job() const { return job_; }
