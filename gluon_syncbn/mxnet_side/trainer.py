@@ -43,7 +43,9 @@ def constructing(construct: Callable, *args: Any, **kwargs: Any) -> None:
     construct(*args, **kwargs)
     if isinstance(store, ProcessStore):
         store.expect(given["self"])
-        _give_to_layers(store)
+        if session.exchange is None and not session.chosen:  # `configure` has not chosen
+            session.set_exchange(store)
+            log.info("layers without a KVStore of their own use that of the Trainer: %r", store)
     devices.trainers.add(given["self"])
 
 
@@ -113,13 +115,6 @@ def _store_of_layers(params: Any) -> Optional[ProcessStore]:
         return None
     log.info("the Trainer uses the KVStore of the layers: %r", stores[0])
     return stores[0]
-
-
-def _give_to_layers(store: ProcessStore) -> None:
-    """Lets the layers use the store of a Trainer, unless `configure` has chosen."""
-    if session.exchange is None and not session.chosen:
-        session.set_exchange(store)
-        log.info("layers without a KVStore of their own use that of the Trainer: %r", store)
 
 
 def _tell_who_meets(parameters: Iterable[gluon.Parameter]) -> None:

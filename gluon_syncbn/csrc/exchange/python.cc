@@ -14,8 +14,6 @@
 namespace syncbn {
 namespace {
 
-constexpr const char *kAdd = "could not add the statistics", *kAsk = "could not agree on the net";
-
 PythonFunctions functions;
 
 template <typename Function, typename... Arguments>
@@ -105,14 +103,14 @@ void set_python_functions(const PythonFunctions& given) { functions = given; }
 
 Vector add_in_python(int64_t exchange, const Ticket& ticket, const Vector& rows, size_t length) {
     Vector total(length);
-    call(kAdd, exchange, functions.add, &ticket, static_cast<int64_t>(rows.size() / length),
+    call("could not add the statistics", exchange, functions.add, &ticket, static_cast<int64_t>(rows.size() / length),
          static_cast<int64_t>(length), rows.data(), total.data());
     return total;
 }
 
 Agreed agreed_in_python(int64_t exchange, const Ticket& ticket, int64_t replicas) {
     Agreed agreed;
-    call(kAsk, exchange, functions.agreed, &ticket, replicas, &agreed);
+    call("could not agree on the net", exchange, functions.agreed, &ticket, replicas, &agreed);
     return agreed;
 }
 
