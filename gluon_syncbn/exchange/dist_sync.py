@@ -105,14 +105,12 @@ class DistSyncTransport(BridgedTransport):
             _set_barrier(store, self._together.get())
         # Here the store ends. With a barrier, it ends the servers and the scheduler, too.
 
-    def all_end(self) -> bool:
-        together = super().all_end()
-        self._together.put(together)
+    def close(self) -> None:
+        self._together.put(self.all_end())
         self._thread.join(min(_ENDS, _native.timeout_of()))
         if self._thread.is_alive():
             log.error("rank %d of %d: MXNet's servers and scheduler have not ended.", self.rank, self.size)
             _skip_destructors()
-        return together
 
     def forked(self) -> None:
         super().forked()

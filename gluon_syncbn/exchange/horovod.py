@@ -57,8 +57,7 @@ class HorovodTransport(BridgedTransport):
 
         towards = read("HOROVOD_GLOO_RENDEZVOUS_ADDR") or socket.gethostname()  # the launcher, where gloo meets
         atexit.register(_leave)  # in case that Horovod still waits then
-        connect = functools.partial(super().__init__, hvd.rank(), hvd.size(), towards, spread)
-        connected = _result_of(connect)
+        connected = _result_of(functools.partial(super().__init__, hvd.rank(), hvd.size(), towards, spread))
         if not futures.wait([connected], _native.timeout_of()).done:
             raise mx.MXNetError("kvstore 'horovod': not every process has created one. Create it in all, at the start.")
         connected.result()
@@ -102,13 +101,12 @@ class HorovodTransport(BridgedTransport):
             reason = f"{who}: {line} (rank {self.rank} was in sum {number} of gradients)"
             _native.processes_failed(self.handle, reason)
 
-    def all_end(self) -> bool:
+    def close(self) -> None:
         if not self.has_failed():
             self._hvd.shutdown()  # ends operations of the others, who have been told that this rank ends
-        together = super().all_end()
+        super().close()
         if self.has_failed():
             _leave()
-        return together
 
     def _at_exit(self) -> None:
         # This runs before other handlers wait for operations in Horovod.

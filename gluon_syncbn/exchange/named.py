@@ -60,13 +60,7 @@ def exchange(kvstore: Any) -> Optional[Exchange]:
     if isinstance(kvstore, str):
         if kvstore not in TYPES:
             arguments.refuse("kvstore", kvstore, _EXPECTED + "." + _refusal(kvstore))
-        try:
-            kvstore = mx.kv.create(kvstore)
-        except mx.MXNetError as error:
-            reason = str(error).splitlines()[-1]
-            raise ValueError(
-                f"kvstore: {kvstore!r} was given, but this build of MXNet cannot create it: {reason}"
-            ) from None
+        kvstore = mx.kv.create(kvstore)
     if not isinstance(kvstore, (mx.kv.KVStore, mx.kvstore.KVStoreBase)):
         arguments.refuse("kvstore", kvstore, _EXPECTED)
     if kvstore.type not in TYPES:

@@ -195,14 +195,11 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         if known.contexts == contexts:
             return
         devices = [context.device_id for context in contexts if context.device_type == "gpu"]
-
-        def find() -> Any:
-            problem = self._without_nccl(contexts, gradients)
-            if problem:
-                raise mx.MXNetError(problem)
-            return list(map(_native.gpu_identity, devices)), _native.new_id()
-
-        everyone, problem = self._all_make(f"the GPUs of trainer {known.number}", find)
+        everyone, problem = self._all_make(
+            f"the GPUs of trainer {known.number}",
+            lambda: (list(map(_native.gpu_identity, devices)), _native.new_id()),
+            self._without_nccl(contexts, gradients),
+        )
         gpus = [] if problem else [gpu for theirs, _ in everyone for gpu in theirs]
         if len(set(gpus)) < len(gpus):
             problem = "several processes use the same GPU"
@@ -353,25 +350,6 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         ranks = machines[names[self.rank]]
         if len(machines) == self.num_workers > 1:
             problem = problem or "every process is on another machine"
-        segment, problem = (None, problem) if problem else self._segment(ranks)
-        if segment is None:
-            self.why_not_in_memory = problem
-            log.info("the processes exchange statistics over %s: %s", self._name, problem)
-        else:
-            self.why_not_in_memory, self.machines = None, list(machines.values())
-            self.handle = self._machine(segment, ranks, [first for first, *_ in self.machines])
-        self._sums = self.handle
-        if not self.machines or (len(self.machines) > 1 and self._transport.adds_from):
-            self._sums = self._machine(_native.segment_create(1), [self.rank], list(range(self.num_workers)))
-
-    def _machine(self, segment: int, ranks: List[int], leaders: List[int]) -> _native.Handle:
-        if len(leaders) > 1:
-            self._transport.split(leaders)
-        way = self._transport.mpi, self._transport.adds_from or 1 << 62
-        return _native.exchange_machine(self._transport.handle, segment, ranks, leaders, *way)
-
-    def _segment(self, ranks: List[int]) -> Tuple[Optional[int], str]:
-        """Returns the segment that these ranks share, or the reason why a machine has none. Every process calls it."""
         segment: Optional[int] = None
 
         def create() -> Any:
@@ -386,20 +364,36 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             if segment is None:
                 segment = _native.segment_open(len(ranks), ranks.index(self.rank), *places[ranks[0]])
 
-        places, problem = self._all_make("the memory that the processes of a machine share", create)
+        if not problem:
+            places, problem = self._all_make("the memory that the processes of a machine share", create)
         if not problem:
             problem = self._all_make("whether all processes see that memory", see)[1]
-        if problem and segment is not None:
-            _native.segment_free(segment)
-        return (None if problem else segment), problem
+        if segment is not None and not problem:
+            self.why_not_in_memory, self.machines = None, list(machines.values())
+            self.handle = self._machine(segment, ranks, [first for first, *_ in self.machines])
+        else:
+            self.why_not_in_memory = problem
+            log.info("the processes exchange statistics over %s: %s", self._name, problem)
+            if segment is not None:
+                _native.segment_free(segment)
+        self._sums = self.handle
+        if not self.machines or (len(self.machines) > 1 and self._transport.adds_from):
+            self._sums = self._machine(_native.segment_create(1), [self.rank], list(range(self.num_workers)))
 
-    def _all_make(self, what: str, make: Callable[[], Any]) -> Tuple[List[Any], str]:
-        """Returns what every process makes, and the first problem of one, empty if there is none."""
-        made, problem = None, ""
+    def _machine(self, segment: int, ranks: List[int], leaders: List[int]) -> _native.Handle:
+        if len(leaders) > 1:
+            self._transport.split(leaders)
+        way = self._transport.mpi, self._transport.adds_from or 1 << 62
+        return _native.exchange_machine(self._transport.handle, segment, ranks, leaders, *way)
+
+    def _all_make(self, what: str, make: Callable[[], Any], problem: str = "") -> Tuple[List[Any], str]:
+        """Returns what every process makes that has no problem, and the first problem of one; empty if none has any."""
+        made = None
         try:
-            made = make()
+            made = None if problem else make()
         except mx.MXNetError as error:
-            problem = f"rank {self.rank}: {error}"
+            problem = str(error)
+        problem = f"rank {self.rank}: {problem}" if problem else ""
         everyone = self.tell_all(what, [made, problem])
         return [one for one, _ in everyone], next((problem for _, problem in everyone if problem), "")
 

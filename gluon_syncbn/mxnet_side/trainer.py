@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from typing import Any, Callable, Iterable, List, Optional
+from typing import Any, Callable, Iterable, List
 
 import mxnet as mx
 from mxnet import gluon
@@ -37,9 +37,13 @@ def constructing(construct: Callable, *args: Any, **kwargs: Any) -> None:
     given = inspect.signature(construct).bind(*args, **kwargs).arguments
     store = given.get("kvstore")
     if "kvstore" not in given and not given.get("update_on_kvstore"):
-        store = _store_of_layers(given["params"])
-        if store is not None:
-            kwargs["kvstore"] = store
+        params = given["params"]
+        listed = list(params.values()) if hasattr(params, "values") else params
+        known = [p for p in listed if isinstance(p, gluon.Parameter)] if isinstance(listed, (list, tuple)) else []
+        stores = stores_of(known)
+        if len(stores) == 1:
+            store = kwargs["kvstore"] = stores[0]
+            log.info("the Trainer uses the KVStore of the layers: %r", store)
     construct(*args, **kwargs)
     if isinstance(store, ProcessStore):
         store.expect(given["self"])
@@ -105,16 +109,6 @@ def _gate(trainer: gluon.Trainer, with_running: bool = False) -> None:
         written += [d for p in trainer._params if p.grad_req == "null" for d in p._data or ()]
     if written:
         _native.gate(written)
-
-
-def _store_of_layers(params: Any) -> Optional[ProcessStore]:
-    """Returns the store of the layers among the parameters of a new Trainer that names none."""
-    given = list(params.values()) if hasattr(params, "values") else params
-    stores = stores_of(p for p in given if isinstance(p, gluon.Parameter)) if isinstance(given, (list, tuple)) else []
-    if len(stores) != 1:
-        return None
-    log.info("the Trainer uses the KVStore of the layers: %r", stores[0])
-    return stores[0]
 
 
 def _tell_who_meets(parameters: Iterable[gluon.Parameter]) -> None:

@@ -180,14 +180,9 @@ def test_other_groups_in_another_process(layer_id):
         assert all(f"groups {[*map(list, one)]}) on rank {rank}" in str(error) for rank, one in enumerate(groups))
 
 
-@pytest.fixture
-def _no_memory(monkeypatch):
-    monkeypatch.setenv("GLUON_SYNCBN_SHARED_MEMORY", "off")
-
-
-@pytest.mark.usefixtures("_no_memory")
 @pytest.mark.parametrize("kind", [mx.nd, mx.np])
-def test_gradients_of_all_processes(kind):
+def test_gradients_of_all_processes(monkeypatch, kind):
+    monkeypatch.setenv("GLUON_SYNCBN_SHARED_MEMORY", "off")
     all_stores = stores(3)
     rng = np.random.RandomState(2)
     values = [rng.randn(4, 2).astype("float32") for _ in range(3)]
@@ -210,9 +205,9 @@ class Trainer:
     """What a store knows a Trainer by."""
 
 
-@pytest.mark.usefixtures("_no_memory")
-def test_gradients_that_other_arrays_replace():
+def test_gradients_that_other_arrays_replace(monkeypatch):
     """What was prepared for the arrays of a step serves the next one, but no other arrays."""
+    monkeypatch.setenv("GLUON_SYNCBN_SHARED_MEMORY", "off")
     all_stores = stores(2)
 
     def work(rank, store):
