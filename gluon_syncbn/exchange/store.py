@@ -66,8 +66,8 @@ def _in_order(parameters: Dict[str, Any]) -> List[Tuple[str, Any]]:
     return sorted(parameters.items(), key=lambda one: [t.zfill(9) for t in re.split(r"(\d+)", one[0])])
 
 
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+def _hash(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
 
 
 class _TrainerState:
@@ -134,12 +134,12 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         return False  # the optimizer runs in the Trainer, where every process has the same gradients
 
     def __repr__(self) -> str:
-        machines = f"on {len(self.machines)} machines" if len(self.machines) > 1 else "on one machine"
+        machines, statistics = "on one machine", "shared memory"
         if self.why_not_in_memory is not None:
-            statistics = f"{self._name}, because {self.why_not_in_memory}"
-            machines = "each by itself"
-        else:
-            statistics = "shared memory" + (f", and {self._name} between machines" if len(self.machines) > 1 else "")
+            machines, statistics = "each by itself", f"{self._name}, because {self.why_not_in_memory}"
+        elif len(self.machines) > 1:
+            machines = f"on {len(self.machines)} machines"
+            statistics += f", and {self._name} between machines"
         gradients = statistics if self._sums == self.handle else self._name
         if any(one.way is not None for one in self._trainers.values()):
             gradients = "NCCL"
@@ -249,11 +249,10 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         running statistics of plain BatchNorm, becomes that of rank 0. MXNetError: the first trained one that differs.
         """
         number, ordered = self.expect(trainer).number, _in_order(parameters)
-        digests = [hashlib.blake2b(a[0].asnumpy().tobytes(), digest_size=8).digest() for _, (a, _) in ordered]
-        own = np.frombuffer(b"".join(digests), np.uint8)
+        own = np.array([_hash(arrays[0].asnumpy().tobytes()) for _, (arrays, _) in ordered], np.int64)
         everyone = self.allgather(f"digests of the weights of trainer {number}", own)
         for i, (name, (arrays, trained)) in enumerate(ordered):
-            differing = [r for r, theirs in enumerate(everyone) if (theirs != everyone[0])[8 * i : 8 * i + 8].any()]
+            differing = [rank for rank, theirs in enumerate(everyone) if theirs[i] != everyone[0][i]]
             if differing and trained:
                 reason = (
                     f"the processes begin with different weights: '{name}' of rank {differing[0]} is not that of rank "
@@ -286,7 +285,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
                 kinds.classic(total.astype(target.dtype)).copyto(kinds.classic(target))
 
     def _begin_sum(self, what: str, summands: _native.Summands) -> None:
-        _native.sum_arrays(self._sums, _hash(what), self._count(what) - 1, summands)
+        _native.sum_arrays(self._sums, _hash(what.encode()), self._count(what) - 1, summands)
 
     # ---- vectors of all processes ----------------------------------------------------------------------------
 
@@ -305,7 +304,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         """
         messages = [part.dtype.str.encode().ljust(8) + np.ascontiguousarray(part).tobytes() for part in parts]
         try:
-            found = _native.bytes_of(self._transport.handle, self.num_workers, _hash(what), what, messages)
+            found = _native.bytes_of(self._transport.handle, self.num_workers, _hash(what.encode()), what, messages)
         except mx.MXNetError as error:
             self.fail(str(error))
             raise
