@@ -10,8 +10,7 @@ import mxnet as mx
 
 from .. import _native
 from ..system import arguments, distribution
-from .base import Exchange, Transport
-from .device import DeviceExchange
+from .base import DeviceExchange, Exchange, Transport
 from .store import ProcessStore
 
 #: KVStore types that add within one process.

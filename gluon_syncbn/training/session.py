@@ -49,7 +49,7 @@ class Session:
 
     # ---- exchanges -----------------------------------------------------------------------------------------
 
-    def process_store(self, name: str) -> ProcessStore:
+    def process_store(self, name: Any) -> ProcessStore:
         """Returns the store over this transport. The first call makes it."""
         store = self._stores.get(str(name))
         if store is None:

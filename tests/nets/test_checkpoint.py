@@ -13,7 +13,7 @@ from replicas import SIZES
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, checkpoint, revert
-from gluon_syncbn.exchange.device import DeviceExchange
+from gluon_syncbn.exchange.base import DeviceExchange
 from gluon_syncbn.training.session import session
 
 WAYS = {"eager": None, "hybrid": {}}
