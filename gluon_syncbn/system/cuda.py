@@ -20,13 +20,7 @@ class Gpu(NamedTuple):
 
 
 def count() -> int:
-    """Returns the number of GPUs.
-
-    Raises
-    ------
-    OSError
-        If the driver is missing or finds no GPU; the text says which.
-    """
+    """Returns the number of GPUs; raises OSError if the driver is missing or finds none, and says which."""
     found = ctypes.c_int()
     _call("cuInit", 0)
     _call("cuDeviceGetCount", ctypes.byref(found))
@@ -35,13 +29,7 @@ def count() -> int:
 
 @functools.lru_cache(maxsize=None)
 def gpu(device_id: int) -> Gpu:
-    """Returns the GPU that MXNet calls ``mx.gpu(device_id)``.
-
-    Raises
-    ------
-    OSError
-        If the driver is missing or has no such GPU.
-    """
+    """Returns the GPU that MXNet calls ``mx.gpu(device_id)``; raises OSError as `count` does, or if there is none."""
     handle, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     name = ctypes.create_string_buffer(256)
     _call("cuInit", 0)
@@ -60,17 +48,12 @@ def driver_version() -> Tuple[int, int]:
 
 
 def check_architecture(device_id: int) -> None:
-    """Raises an error if MXNet's own operators cannot run on ``mx.gpu(device_id)``.
+    """Raises ValueError if MXNet's own operators cannot run on ``mx.gpu(device_id)``, and says which GPU would do.
+
+    Raises OSError if the driver is missing or has no such GPU.
 
     ``GLUON_SYNCBN_ANY_ARCHITECTURE=1`` in the environment turns the check off. Copies, NCCL and kernels that are
     compiled at run time, such as this layer's, do not depend on it. An MXNet built from source may support more GPUs.
-
-    Raises
-    ------
-    ValueError
-        The text names the GPU, its compute capability and alternatives that would work.
-    OSError
-        If the driver is missing or has no such GPU.
     """
     if read(ANYWAY) == "1":
         return

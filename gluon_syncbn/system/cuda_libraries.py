@@ -7,10 +7,12 @@ and LD_LIBRARY_PATH need not be set.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.machinery
 import mmap
 import os
+import re
 import struct
 import sys
 from pathlib import Path
@@ -42,12 +44,8 @@ class MissingLibraries(ImportError):
 def load() -> None:
     """Loads the libraries that the MXNet on ``sys.path`` needs, unless they are loaded or MXNet is a CPU build.
 
-    Raises
-    ------
-    MissingLibraries
-        If libraries or the driver are missing; the text names them and the packages that contain them.
-    OSError
-        If a library exists and cannot be loaded, in the dynamic loader's own words.
+    Raises `MissingLibraries` if libraries or the driver are missing; the text names them and the packages that contain
+    them. If a library exists and cannot be loaded, it raises OSError, in the dynamic loader's own words.
     """
     if "mxnet.base" in sys.modules:  # which loads MXNet's library
         return
@@ -95,7 +93,10 @@ def needed(library: Path) -> List[str]:
 
 def loaded() -> List[Tuple[str, str, str]]:
     """Returns the CUDA libraries and the driver that are in this process: soname, version and path."""
-    found = [(soname, _place(soname)) for soname in (DRIVER, *PACKAGES)]
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape")
+    files = re.findall(r" (/.*\.so.*)$", maps, re.MULTILINE)
+    paths = {os.path.basename(path).partition(".so")[0]: path for path in files}
+    found = [(soname, paths.get(soname.partition(".so")[0])) for soname in (DRIVER, *PACKAGES)]
     return [(soname, _version(soname, path), path) for soname, path in found if path is not None]
 
 
@@ -145,30 +146,12 @@ def _packaged(soname: str) -> Optional[Path]:
     return next(found, None)
 
 
-class _LinkMap(ctypes.Structure):
-    _fields_ = [("address", ctypes.c_void_p), ("path", ctypes.c_char_p)]  # and more fields
-
-
-def _place(soname: str) -> Optional[str]:
-    """Returns the file of a library of this process."""
-    try:
-        library = ctypes.CDLL(soname, mode=os.RTLD_NOLOAD)
-    except OSError:  # the library is not loaded
-        return None
-    place = ctypes.POINTER(_LinkMap)()
-    if ctypes.CDLL("libdl.so.2").dlinfo(ctypes.c_void_p(library._handle), 2, ctypes.byref(place)):  # RTLD_DI_LINKMAP
-        return None
-    return os.fsdecode(place.contents.path)
-
-
 def _version(soname: str, path: str) -> str:
     """Returns the version of a library according to its package, or to its file."""
     import importlib.metadata  # 20 ms that other imports do not have to pay
 
-    package = PACKAGES.get(soname)
-    if package is not None and path == str(_packaged(soname)):
-        try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            pass
-    return os.path.basename(os.path.realpath(path)).split(".so.")[-1]  # libcuda.so.1 -> libcuda.so.535.104.05
+    packaged = _packaged(soname)
+    if packaged is not None and path == os.path.realpath(packaged):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(PACKAGES[soname])
+    return os.path.basename(path).split(".so.")[-1]  # libcuda.so.1 -> libcuda.so.535.104.05
