@@ -10,7 +10,7 @@ import sys
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 import numpy as np
-from _kernel_arguments import BLOCK, filled, plan, source
+from _kernel_arguments import BLOCK, few, filled, plan, source
 from tqdm import tqdm
 
 # Images, channels, height and width.
@@ -23,7 +23,7 @@ SHAPES = [
     (16, 2048, 60, 60),
 ]
 CASES = [("NCHW", "float32"), ("NCHW", "float16"), ("NHWC", "float32"), ("NHWC", "float16")]
-OPTIONS = ("--std=c++14", f"-DSYNCBN_BLOCK={BLOCK}")
+OPTIONS = ("--std=c++14",)
 REPLICAS = 4  # whose statistics are put together
 # Passes over the tensor that each kernel makes; a copy makes two.
 PASSES = {"moments": 1, "normalise": 2, "grad_sums": 2, "grad_input": 3}
@@ -69,10 +69,10 @@ class Ours:
         self._launch("moments", self.reduce, "MomentsArguments", x=self.x, partial=self.partial)
 
     def normalise(self) -> None:
-        pool = {"first": {"begin": 0, "end": REPLICAS}}  # one for all replicas
+        pool = few([(0, REPLICAS)])  # one for all replicas
         statistics = {"gathered": self.moments_of_all, "used": pool, "fed": pool, "tracked": pool, "pools": 1}
-        running = {"momentum": 0.9, "running_mean": self.mean, "running_var": self.var, "findings": self.told}
-        arrays = {"x": self.x, "y": self.out, "kept": self.kept, "weights": self.weights()}
+        running = {"momentum": 0.9, "running_mean": self.mean, "running_var": self.var, "status": self.told}
+        arrays = {"x": self.x, "y": self.out, "kept": self.kept, "affine": self.affine()}
         arguments: Dict[str, Any] = {**arrays, **statistics, **running, "epsilon": 1e-5, "hand_on": 1}
         self._launch("normalise_identity", self.each, "NormaliseArguments", **arguments)
 
@@ -82,11 +82,11 @@ class Ours:
 
     def grad_input(self) -> None:
         arrays = {"dy": self.dy, "x": self.x, "dx": self.out, "kept": self.kept, "gathered": self.sums}
-        parameters = {"own": self.sums, "dgamma": self.dgamma, "dbeta": self.dbeta, "weights": self.weights()}
-        users = {"first": {"begin": 0, "end": REPLICAS}}
+        parameters = {"own": self.sums, "dgamma": self.dgamma, "dbeta": self.dbeta, "affine": self.affine()}
+        users = few([(0, REPLICAS)])
         self._launch("grad_input_identity", self.each, "GradInputArguments", users=users, **arrays, **parameters)
 
-    def weights(self) -> Dict[str, int]:
+    def affine(self) -> Dict[str, int]:
         return {"gamma": self.gamma.data.ptr, "beta": self.beta.data.ptr}
 
     def steps(self) -> Dict[str, Callable[[], None]]:

@@ -12,7 +12,7 @@ import numpy as np
 
 CSRC = Path(__file__).resolve().parents[1] / "gluon_syncbn" / "csrc"
 PARAMS = CSRC / "cuda" / "params.h"
-(BLOCK,) = map(int, re.findall(r"constexpr int kBlock = (\d+);", (CSRC / "cuda" / "driver.h").read_text()))
+(BLOCK,) = map(int, re.findall(r"constexpr int kBlock = (\d+);", PARAMS.read_text(encoding="utf-8")))
 NUMBERS = {"int": "i4", "Index": "i8", "double": "f8"}
 
 
@@ -20,7 +20,10 @@ def structures() -> Dict[str, np.dtype]:
     """Of each name, as a compiler lays it out; a pointer is a number."""
     text = re.sub(r"//.*", "", PARAMS.read_text(encoding="utf-8"))
     sizes = {name: int(value) for name, value in re.findall(r"constexpr int (\w+) = (\d+);", text)}
-    found: Dict[str, Any] = {**NUMBERS, "Range": np.dtype([("begin", "i4"), ("end", "i4")])}
+    found: Dict[str, Any] = {**NUMBERS, "Range": np.dtype([("begin", "i4"), ("end", "i4")])}  # of csrc/plain.h
+    found["Mask"] = np.dtype("i4, i4, i8, 4i8, 4i8", align=True)
+    found["Mask"].names = ("bytes", "floating", "size", "extents", "strides")
+    found["Invertible"] = np.dtype([("per_beta", "f8"), ("least", "f8")])
     for name, body in re.findall(r"struct (\w+) {(.*?)};", text, re.DOTALL):
         fields = []
         for declaration in filter(None, map(str.strip, body.split(";"))):
@@ -46,8 +49,16 @@ def _fill(out: np.ndarray, fields: Dict[str, Any]) -> np.ndarray:
     return out
 
 
-def source(name: str = "cuda/kernels.cu") -> str:
-    """A file of csrc with the headers that it includes in their places, each once, as csrc/cuda/compiler.cc has it."""
+def few(ranges: Sequence[Sequence[int]]) -> Dict[str, np.ndarray]:
+    """`Lists` of these ranges, which travel with a launch."""
+    out = np.zeros(STRUCTURES["Lists"]["few"].shape, STRUCTURES["Lists"]["few"].base)
+    out[: len(ranges)] = list(map(tuple, ranges))
+    return {"few": out}
+
+
+def source() -> str:
+    """kernels.cu with the headers that it includes in their places, each once, and all kernels, which
+    csrc/cuda/compiler.cc has in parts."""
     seen = set()
 
     def text(name: str) -> str:
@@ -57,14 +68,15 @@ def source(name: str = "cuda/kernels.cu") -> str:
         lines = (CSRC / name).read_text(encoding="utf-8").replace("#pragma once\n", "")
         return re.sub(r'^#include "(.*)"\n', lambda found: text(found[1]), lines, flags=re.MULTILINE)
 
-    return text(name)
+    kernels = "SYNCBN_KERNELS({0})\nSYNCBN_ACTIVATED_KERNELS(rectifier, {0})\nSYNCBN_MASKED_KERNELS({0})\n"
+    return text("cuda/kernels.cu") + "".join(map(kernels.format, ("float16", "float32", "float64")))
 
 
 PLAN = """
 #include "cuda/plan.h"
 extern "C" void plan(int64_t samples, int64_t per_sample, int64_t channels, int64_t inner, int64_t slots, int64_t* to) {
     const syncbn::cuda::Plan is({samples * per_sample, channels, inner}, samples, slots);
-    for (int64_t value : {is.tiles, slots, is.chunks, is.each().x, int64_t{is.width}, is.segment}) *to++ = value;
+    for (auto value : {is.tiles, is.slots, is.chunks, 0LL + is.each().x, 0LL + is.width, is.segment}) *to++ = value;
 }
 """
 

@@ -199,7 +199,7 @@ def register() -> None:
     global _why_custom
     _why_custom = _ways_of_calls(read("GLUON_SYNCBN_OPERATOR"))
     cache = os.path.join(read("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"), "gluon_syncbn")
-    _core.syncbn_cuda(_mxnet._handle, os.fsencode(_SOURCES / "cuda" / "kernels.cu"), os.fsencode(cache))
+    _core.syncbn_cuda(_mxnet._handle, os.fsencode(_SOURCES), os.fsencode(cache))
 
 
 _why_custom: Dict[str, str] = {}

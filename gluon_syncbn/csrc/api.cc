@@ -9,7 +9,6 @@
 
 #include "cpu/kernels.h"
 #include "cuda/collective.h"
-#include "cuda/compiler.h"
 #include "cuda/driver.h"
 #include "exchange/processes.h"
 #include "exchange/python.h"
@@ -150,13 +149,9 @@ SYNCBN_API int syncbn_renew_resources() { return done(syncbn::native::renew_reso
 SYNCBN_API bool syncbn_issue_for(NDArrayHandle data) { return syncbn::native::issue_for(data); }
 SYNCBN_API int syncbn_issue_on(int context) { return syncbn::native::issue_on(context); }
 
-// MXNet's library, a handle of dlopen; the path of the kernels' source; the folder of compiled kernels.
-SYNCBN_API int syncbn_cuda(void* library, const char* source, const char* cache) {
-    return done([&] {
-        syncbn::cuda::set_library(library);
-        syncbn::cuda::set_source(source);
-        syncbn::cuda::set_cache(cache);
-    });
+// See `Setup` of cuda/driver.h.
+SYNCBN_API int syncbn_cuda(void* library, const char* csrc, const char* cache) {
+    return done([&] { syncbn::cuda::setup = {library, csrc, cache}; });
 }
 
 // Why GPUs cannot exchange their statistics by NCCL; empty if they can.
@@ -395,7 +390,7 @@ SYNCBN_API const char* syncbn_new_id() {
 SYNCBN_API void* syncbn_gpus(const Span<const int>& devices, const char* id, int first, int ranks, int64_t bucket) {
     return guarded<void*>(nullptr, [&] {
         const auto size = static_cast<size_t>(bucket);
-        return syncbn::cuda::AllReduce::create({devices.begin(), devices.end()}, unhex(id), first, ranks, size).get();
+        return syncbn::cuda::AllReduce::create({devices.begin(), devices.end()}, unhex(id), first, ranks, size);
     });
 }
 

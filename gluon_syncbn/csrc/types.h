@@ -1,12 +1,12 @@
 // Defines plain values that the operator, the meetings and every kernel share.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <vector>
 
 #include "activation.h"
+#include "plain.h"
 
 namespace syncbn {
 
@@ -63,25 +63,10 @@ constexpr const char* kActivations[] = {
 };
 inline const char* name_of(Activation::Kind kind) { return kActivations[static_cast<int>(kind)]; }
 
-// Rounding of gamma * xhat + beta to `type`, or of `slope` times that, moves xhat. The error is (per_beta * beta +
-// least) / gamma of a 32nd of a standard deviation. Rounding of xhat itself adds as much per xhat as per beta.
-struct Invertible {
-    double per_beta, least;
-    // Whether xhat is found to a 32nd of a deviation.
-    bool operator()(double gamma, double beta) const { return std::abs(gamma) > per_beta * std::abs(beta) + least; }
-    // Whether x is not found to a 32nd of its slot's own deviation, because another statistic normalises the slot. That
-    // statistic has the deviation `used`, and its mean is `apart` from the slot's. False for NaN.
-    bool hidden_by_another(double gamma, double beta, double own, double used, double apart) const {
-        return std::abs(gamma) * own <=
-               (per_beta * std::abs(beta) + least) * used + per_beta * std::abs(gamma) * std::abs(apart);
-    }
-};
 inline Invertible invertible_by(Type type, double slope) {
     const TypeOfData& of = type_of_data(type);
     return {32 * of.unit, 32 * of.least / slope};
 }
-// If the values of a slot lie closer together than this part of its variance and epsilon, x is the mean.
-constexpr double kConstant = 0x1p-48;
 
 // A channel whose x cannot be found from y, because of its gamma or of another slot's statistic.
 struct Hidden {

@@ -250,7 +250,7 @@ def test_the_real_run_time_compiler_takes_the_kernels(packages):
     nvrtc = ctypes.CDLL(str(packages / "nvidia" / "cuda_nvrtc" / "lib" / "libnvrtc.so.11.2"))
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     # As csrc/cuda/compiler.cc asks for it.
-    words = b"--gpu-architecture=compute_50", b"--std=c++14", b"-DSYNCBN_BLOCK=256"
+    words = b"--gpu-architecture=compute_50", b"--std=c++14"
     options = (ctypes.c_char_p * len(words))(*words)
     assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source().encode(), b"kernels.cu", 0, None, None) == 0
     status = nvrtc.nvrtcCompileProgram(program, len(words), options)

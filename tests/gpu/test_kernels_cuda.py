@@ -10,13 +10,11 @@ from typing import NamedTuple, Sequence
 import numpy as np
 import pytest
 from environments import shell
-from places import BENCHMARKS, SOURCES
+from places import BENCHMARKS
 
 sys.path.insert(0, str(BENCHMARKS))
-from _kernel_arguments import BLOCK, STRUCTURES, filled, plan, source
+from _kernel_arguments import BLOCK, STRUCTURES, few, filled, plan, source
 
-SOURCE = SOURCES / "cuda" / "kernels.cu"
-DEFINED = (f"-DSYNCBN_BLOCK={BLOCK}",)
 TOLERANCE = {"float16": 1e-3, "float32": 2e-6, "float64": 1e-13}  # of what is rounded to the data's type
 SUMS = {"float16": 2e-6, "float32": 2e-6, "float64": 1e-12}  # of what is added up in float32 and merged in float64
 
@@ -36,7 +34,7 @@ SHAPES = [
 HUGE = [(16, 1, 256, 120 * 120), (16, 120 * 120, 256, 1), (4, 1, 3, 1 << 26), (1 << 20, 1, 1027, 1)]
 
 
-FINDINGS = STRUCTURES["Findings"]
+STATUS = STRUCTURES["Status"]
 PROPAGATE, LEAVE_OUT, TELL = range(3)
 SHARED, OWN, LISTS = range(3)
 
@@ -61,7 +59,7 @@ class Cupy:
             self.cupy.cuda.runtime.getDeviceCount()
         except self.cupy.cuda.runtime.CUDARuntimeError as error:
             pytest.skip(f"CuPy finds no GPU: {error}")
-        self.module = self.cupy.RawModule(code=source(), options=("--std=c++14", *DEFINED), backend="nvrtc")
+        self.module = self.cupy.RawModule(code=source(), options=("--std=c++14",), backend="nvrtc")
 
     def upload(self, values, shift=0):
         array = self.cupy.empty(values.size + shift, values.dtype)[shift:]
@@ -96,7 +94,7 @@ class Emulated:
             pytest.skip("needs the CUDA emulator: `make test-gpu-emulated`")
         from cuda_emulator.device import Device
 
-        self.device = Device(os.environ["CUDA_EMULATOR"], source(), options=("--std=c++14", *DEFINED))
+        self.device = Device(os.environ["CUDA_EMULATOR"], source(), options=("--std=c++14",))
 
     def upload(self, values, shift=0):
         padded = np.concatenate([np.zeros(shift, values.dtype), values.ravel()])
@@ -162,6 +160,10 @@ def run(gpu, kernel, grid, structure, **fields):
     gpu.launch(kernel, grid, filled(structure, **arguments))
 
 
+def behind(activation):
+    return "rectifier" if activation else "identity"
+
+
 class Kernels:
     """The kernels on one tensor [samples, extent, channels, inner]. `shifts`: where x, dy (and an addend), the output
     and an old one begin, counted in values from what every load is aligned to."""
@@ -195,15 +197,13 @@ class Kernels:
         name = f"{kernel}_{activation}_{self.type}" if activation else f"{kernel}_{self.type}"
         run(self.gpu, name, grid, structure, **fields)
 
-    def _activation(self, activation):
-        """The kernel's, and slope and ceiling, at which those of nothing do not look."""
-        slope, ceiling = activation or (np.nan, np.nan)
-        return "rectifier" if activation else "identity", {"slope": slope, "ceiling": ceiling}
-
-    def _weights(self, gamma, beta, fix_gamma):
+    def _affine(self, gamma, beta, fix_gamma, activation):
+        """Without an activation, the kernel does not look at its arguments."""
         gamma, beta = (None if values is None else self.parameters(values) for values in (gamma, beta))
         self.alive = gamma, beta
-        return {"gamma": address(self.gpu, gamma), "beta": address(self.gpu, beta), "fix_gamma": fix_gamma}
+        slope, ceiling = activation or (np.nan, np.nan)
+        weights = {"gamma": address(self.gpu, gamma), "beta": address(self.gpu, beta), "fix_gamma": fix_gamma}
+        return {**weights, "slope": slope, "ceiling": ceiling}
 
     def _packed(self, kernel, merge, length, structure, **fields):
         """The packed vectors of each slot; those of chunks are merged on the device."""
@@ -222,8 +222,8 @@ class Kernels:
     def _own(self, pools):
         """Which slots feed the pool that each slot feeds."""
         if pools.kind == SHARED:
-            return {"first": {"begin": pools.begin, "end": pools.end}}
-        return {"first": {"begin": pools.own, "end": pools.own + 1}, "step": 1}
+            return few([(pools.begin, pools.end)] * self.slots)
+        return few([(slot, slot + 1) for slot in range(pools.own, pools.own + self.slots)])
 
     def _lists(self, pools):
         if pools.kind != LISTS:
@@ -243,47 +243,44 @@ class Kernels:
                   hand_on=1, momentum=0.9, given_up=0, unbiased=0, watch=0, activation=None, addend=None):  # fmt: skip
         """`source`: gathered moments, or None for the running statistics. Returns the output and what is kept."""
         out, kept = self.output(start), self.gpu.empty(self.slots * (1 + 4 * self.channels), "float64")
-        told = self.gpu.upload(np.array([(given_up, -1, 0.0)], FINDINGS).view("uint8"))
-        activation, behind = self._activation(activation)
+        told = self.gpu.upload(np.array([(given_up, -1, 0.0)], STATUS).view("uint8"))
         own, gathered, own_moments = self._own(pools), None, None
         if source is not None:
             gathered, own_moments = self.gpu.upload(source), self.gpu.upload(source[pools.own : pools.own + self.slots])
         self.launch(
-            "normalise", self._each(), "NormaliseArguments", activation, tiling=self.tiling, x=self.data,
-            addend=None if addend is None else self.upload(addend, 1), y=out, epilogue=behind,
-            weights=self._weights(gamma, beta, fix_gamma), gathered=gathered,
+            "normalise", self._each(), "NormaliseArguments", behind(activation), tiling=self.tiling, x=self.data,
+            addend=None if addend is None else self.upload(addend, 1), y=out,
+            affine=self._affine(gamma, beta, fix_gamma, activation), gathered=gathered,
             used=self._lists(pools), fed=own, tracked=own, pools=1 if pools.kind == SHARED else self.slots,
             own=own_moments, epsilon=EPSILON, kept=kept, add=start is not None, frozen=source is None,
             momentum=momentum, running_mean=running[0], running_var=running[1], batch=batch, hand_on=hand_on,
-            unbiased=unbiased, watch=watch, findings=told,
+            unbiased=unbiased, watch=watch, status=told,
         )  # fmt: skip
-        self.told = self.gpu.download(told).view(FINDINGS)[0]
+        self.told = self.gpu.download(told).view(STATUS)[0]
         kept = self.gpu.download(kept).reshape(self.slots, -1)
         return self.gpu.download(out).reshape(self.x.shape), kept
 
     def grad_sums(self, dy, kept, gamma=None, beta=None, fix_gamma=False, activation=None, y=None):
         """[slots][2C]; with y, whose sign counts then, and dz."""
         y, dz = (None, None) if y is None else (self.upload(y, 3), self.output(None))
-        activation, behind = self._activation(activation)
         sums = self._packed(
-            "grad_sums", "merge_sums", 2 * self.channels, "GradSumsArguments", activation=activation, epilogue=behind,
-            dy=self.upload(dy, 1), kept=self.gpu.upload(kept), y=y, dz=dz,
-            weights=self._weights(gamma, beta, fix_gamma),
+            "grad_sums", "merge_sums", 2 * self.channels, "GradSumsArguments",
+            activation=behind(activation), dy=self.upload(dy, 1), kept=self.gpu.upload(kept), y=y, dz=dz,
+            affine=self._affine(gamma, beta, fix_gamma, activation),
         )  # fmt: skip
         return sums if dz is None else (sums, self.gpu.download(dz).reshape(self.x.shape))
 
     def recover(self, y, kept, gamma, beta, fix_gamma, slope, per_beta=0.0, least=0.0):
         """x, and the channel that is told; -1 for none."""
         out = self.output(None)
-        told = self.gpu.upload(np.array([(0, -1, 0.0)], FINDINGS).view("uint8"))
-        activation, behind = self._activation(None if slope == 1 else (slope, np.inf))
+        told = self.gpu.upload(np.array([(0, -1, 0.0)], STATUS).view("uint8"))
+        activation = None if slope == 1 else (slope, np.inf)
         self.launch(
-            "recover", self._each(), "RecoverArguments", activation, tiling=self.tiling, y=self.upload(y, 3), x=out,
-            weights=self._weights(gamma, beta, fix_gamma), epilogue=behind, kept=self.gpu.upload(kept),
-            per_beta=per_beta,
-            least=least, epsilon=EPSILON, constant=2.0**-48, findings=told,
+            "recover", self._each(), "RecoverArguments", behind(activation), tiling=self.tiling,
+            y=self.upload(y, 3), x=out, affine=self._affine(gamma, beta, fix_gamma, activation), status=told,
+            kept=self.gpu.upload(kept), invertible={"per_beta": per_beta, "least": least}, epsilon=EPSILON,
         )  # fmt: skip
-        return self.gpu.download(out).reshape(self.x.shape), self.gpu.download(told).view(FINDINGS)["at"][0]
+        return self.gpu.download(out).reshape(self.x.shape), self.gpu.download(told).view(STATUS)["at"][0]
 
     def grad_input(
         self, dy, kept, gathered, users, own, gamma, fix_gamma, start=None, beta=None, activation=None, mask=None
@@ -294,12 +291,12 @@ class Kernels:
         before = np.arange(1, self.channels + 1)
         parameters = [self.parameters(before) for _ in range(2)]
         add = start is not None
-        activation, behind = self._activation(activation)
         self.launch(
-            f"{kernel}grad_input", self._each(), "GradInputArguments", activation, tiling=self.tiling,
-            dy=self.upload(dy, 1), mask=mask, x=self.data, dx=out, weights=self._weights(gamma, beta, fix_gamma),
-            epilogue=behind, kept=self.gpu.upload(kept), gathered=self.gpu.upload(gathered), users=self._lists(users),
-            own=self.gpu.upload(own), dgamma=parameters[0], dbeta=parameters[1], add=add, add_dgamma=add, add_dbeta=add,
+            f"{kernel}grad_input", self._each(), "GradInputArguments", behind(activation), tiling=self.tiling,
+            dy=self.upload(dy, 1), mask=mask, x=self.data, dx=out, users=self._lists(users),
+            affine=self._affine(gamma, beta, fix_gamma, activation), kept=self.gpu.upload(kept),
+            gathered=self.gpu.upload(gathered), own=self.gpu.upload(own), dgamma=parameters[0], dbeta=parameters[1],
+            add=add, add_dgamma=add, add_dbeta=add,
         )  # fmt: skip
         dgamma, dbeta = (self.gpu.download(p) - (before if add else 0) for p in parameters)
         return self.gpu.download(out).reshape(self.x.shape), dgamma, dbeta
@@ -511,9 +508,10 @@ def test_an_expanded_mask(gpu, dtype):
     if dtype.startswith("float"):
         values[2, 0, 4] = -0.0
     out, mask = gpu.empty(15, "float32"), gpu.upload(values)
-    fields = {"extents": [1, 3, 4, 5], "strides": [0, 5, 0, 1], "bytes": values.itemsize, "positions": 60}
-    fields.update({"from": address(gpu, mask), "to": address(gpu, out), "floating": dtype.startswith("float")})
-    gpu.launch("expand_mask", (1, 1, 1), filled("ExpandArguments", **fields))
+    layout = {"extents": [1, 3, 4, 5], "strides": [0, 5, 0, 1], "bytes": values.itemsize}
+    fields = {"from": address(gpu, mask), "to": address(gpu, out), "positions": 60}
+    layout["floating"] = dtype.startswith("float")
+    gpu.launch("expand_mask", (1, 1, 1), filled("ExpandArguments", mask=layout, **fields))
     got = gpu.download(out).view("uint8").reshape(3, 4, 5)
     np.testing.assert_array_equal(got, np.broadcast_to(values != 0, (3, 4, 5)))
 
@@ -769,16 +767,8 @@ def test_small_kernels(gpu):
         for tracked in (1, 0):
             batch[0] = tracked
             mean, var = gpu.upload(old[0]), gpu.upload(old[1])
-            arrays = {"batch": gpu.upload(batch), "running_mean": mean, "running_var": var}
-            run(
-                gpu,
-                f"update_running_{dtype}",
-                (2, 1, 1),
-                "UpdateRunningArguments",
-                channels=300,
-                momentum=0.7,
-                **arrays,
-            )
+            fields = {"batch": gpu.upload(batch), "running_mean": mean, "running_var": var, "momentum": 0.7}
+            run(gpu, f"update_running_{dtype}", (2, 1, 1), "UpdateRunningArguments", channels=300, **fields)
             want = 0.7 * old + 0.3 * batch[1:].reshape(2, 300) if tracked else old
             np.testing.assert_allclose([gpu.download(mean), gpu.download(var)], want, rtol=1e-6)
     for dtype, value in (("float16", np.nan), ("float32", 2.5), ("float64", -1.0)):
@@ -823,8 +813,9 @@ MARKED = [pytest.param(one, marks=[] if one == ARCHITECTURES[-1] else pytest.mar
 def test_nvcc_has_no_complaint(architecture, tmp_path):
     if architecture is None:
         pytest.skip("no nvcc on the PATH")
-    command = ["nvcc", "--std=c++14", f"-arch=compute_{architecture}", "-ptx", "-Werror", "all-warnings", *DEFINED]
-    command += [f"-I{SOURCES}", str(SOURCE), "-o", str(tmp_path / "kernels.ptx")]
+    command = ["nvcc", "--std=c++14", f"-arch=compute_{architecture}", "-ptx", "-Werror", "all-warnings"]
+    (tmp_path / "kernels.cu").write_text(source())
+    command += [str(tmp_path / "kernels.cu"), "-o", str(tmp_path / "kernels.ptx")]
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200, env=shell()
     )

@@ -151,7 +151,8 @@ def test_what_comes_before_mxnet_does_not_import_it():
 
 # Folders, and what stands in none, from the bottom up. `pooling` is numbers alone: no lock, no layer, no array.
 CORE_FLOORS = [
-    {"activation", "mask"},
+    {"activation"},
+    {"plain"},
     {"types", "mxnet_api", "clock", "log", "failure", "point", "span"},
     {"pooling", "tensor"},
     {"cpu", "waiting"},

@@ -5,7 +5,6 @@
 #include <optional>
 
 #include "cpu/kernels.h"
-#include "mask.h"
 #include "tensor.h"
 #include "types.h"
 

@@ -1,6 +1,7 @@
 #include "cuda/collective.h"
 
 #include <algorithm>
+#include <map>
 #include <mutex>
 #include <thread>
 
@@ -21,23 +22,16 @@ struct UniqueId {
 };
 
 struct Nccl {
-    template <typename F>
-    static F* get(const char* name) {
-        return reinterpret_cast<F*>(find(name));
-    }
-    const char* (*error_string)(int) = get<const char*(int)>("ncclGetErrorString");
-    int (*init_all)(Communicator*, int, const int*) = get<int(Communicator*, int, const int*)>("ncclCommInitAll");
-    int (*destroy)(Communicator) = get<int(Communicator)>("ncclCommDestroy");
-    int (*abort)(Communicator) = get<int(Communicator)>("ncclCommAbort");
-    int (*group_start)() = get<int()>("ncclGroupStart");
-    int (*group_end)() = get<int()>("ncclGroupEnd");
-    int (*all_gather)(const void*, void*, size_t, int, Communicator,
-                      Stream) = get<int(const void*, void*, size_t, int, Communicator, Stream)>("ncclAllGather");
-    int (*get_id)(UniqueId*) = get<int(UniqueId*)>("ncclGetUniqueId");
-    int (*init_rank)(Communicator*, int, UniqueId,
-                     int) = get<int(Communicator*, int, UniqueId, int)>("ncclCommInitRank");
-    int (*all_reduce)(const void*, void*, size_t, int, int, Communicator,
-                      Stream) = get<int(const void*, void*, size_t, int, int, Communicator, Stream)>("ncclAllReduce");
+    const char* (*error_string)(int) = find("ncclGetErrorString");
+    int (*init_all)(Communicator*, int, const int*) = find("ncclCommInitAll");
+    int (*destroy)(Communicator) = find("ncclCommDestroy");
+    int (*abort)(Communicator) = find("ncclCommAbort");
+    int (*group_start)() = find("ncclGroupStart");
+    int (*group_end)() = find("ncclGroupEnd");
+    int (*all_gather)(const void*, void*, size_t, int, Communicator, Stream) = find("ncclAllGather");
+    int (*get_id)(UniqueId*) = find("ncclGetUniqueId");
+    int (*init_rank)(Communicator*, int, UniqueId, int) = find("ncclCommInitRank");
+    int (*all_reduce)(const void*, void*, size_t, int, int, Communicator, Stream) = find("ncclAllReduce");
 
     bool complete() const {
         return error_string && init_all && destroy && abort && group_start && group_end && all_gather && get_id &&
@@ -54,13 +48,10 @@ void check_nccl(int status, const char* function) {
     if (status != 0) throw Failure(std::string(function) + " of NCCL: " + nccl().error_string(status));
 }
 
-struct Connected {
-    std::vector<int> devices;
-    std::vector<Communicator> communicators;  // in the order of the devices
-};
-
 std::mutex mutex;  // guards the next two; every collective of a meeting is posted under it
-std::vector<std::unique_ptr<Connected>>& cliques = *new std::vector<std::unique_ptr<Connected>>;
+// The communicators of the devices of a meeting, in their order.
+using Connected = std::map<std::vector<int>, std::vector<Communicator>>;
+Connected& connected = *new Connected;
 std::vector<std::shared_ptr<AllReduce>>& sums = *new std::vector<std::shared_ptr<AllReduce>>;
 
 // NCCL blocks its caller, without a limit, while it makes communicators and prepares their first collective. So another
@@ -71,12 +62,6 @@ auto elsewhere(Work work) -> std::future<decltype(work())> {
     auto made = task->get_future();
     std::thread([task] { (*task)(); }).detach();
     return made;
-}
-
-std::vector<Communicator> connect(const std::vector<int>& devices) {
-    std::vector<Communicator> out(devices.size());
-    check_nccl(nccl().init_all(out.data(), static_cast<int>(devices.size()), devices.data()), "ncclCommInitAll");
-    return out;
 }
 
 // Calls a function of NCCL for each of these devices, as one operation.
@@ -109,17 +94,15 @@ std::string why_no_collective() {
 
 void post_allgather(const std::vector<OnDevice>& parts, const std::string& layer, double timeout,
                     int64_t interrupts_before) {
-    const std::string missing = why_no_collective();
-    if (!missing.empty()) throw Failure(missing);
     SYNCBN_POINT("before_collective");
     std::vector<int> devices;
     for (const OnDevice& part : parts) devices.push_back(part.device);
     std::lock_guard<std::mutex> lock(mutex);
-    const auto known =
-        std::find_if(cliques.begin(), cliques.end(), [&](const auto& one) { return one->devices == devices; });
-    if (known != cliques.end()) return post(devices, parts, (*known)->communicators);
+    const auto known = connected.find(devices);
+    if (known != connected.end()) return post(devices, parts, known->second);
     auto communicators = elsewhere([parts, devices] {
-        const auto made = connect(devices);
+        std::vector<Communicator> made(devices.size());
+        check_nccl(nccl().init_all(made.data(), static_cast<int>(devices.size()), devices.data()), "ncclCommInitAll");
         post(devices, parts, made);
         return made;
     });
@@ -127,19 +110,16 @@ void post_allgather(const std::vector<OnDevice>& parts, const std::string& layer
               "NCCL_DEBUG=INFO shows what NCCL does. kvstore='host' avoids NCCL.", interrupts_before);
     wait.spins = true;
     while (communicators.wait_for(kSlice) != std::future_status::ready) wait.look();
-    cliques.push_back(std::make_unique<Connected>(Connected{devices, communicators.get()}));
+    connected[devices] = communicators.get();
 }
 
 void abort_collectives(int device) {
     std::lock_guard<std::mutex> lock(mutex);
-    for (auto it = cliques.begin(); it != cliques.end();) {
-        const std::vector<int>& devices = (*it)->devices;
-        if (std::find(devices.begin(), devices.end(), device) == devices.end()) {
-            ++it;
-            continue;
-        }
-        for (Communicator communicator : (*it)->communicators) nccl().abort(communicator);
-        it = cliques.erase(it);
+    for (auto it = connected.begin(); it != connected.end();) {
+        const auto one = it++;
+        if (std::find(one->first.begin(), one->first.end(), device) == one->first.end()) continue;
+        for (Communicator communicator : one->second) nccl().abort(communicator);
+        connected.erase(one);
     }
 }
 
@@ -158,18 +138,6 @@ struct AllReduce::Member {
 
     char* bucket() const { return reinterpret_cast<char*>(memory.data()); }
 
-    // Converts values of the parts into the bucket, or the reverse. `at`: the index of this device.
-    void convert(const std::vector<Part>& parts, size_t at, bool into_bucket) const {
-        for (const Part& part : parts) {
-            char* const values = static_cast<char*>(part.values[at]) + part.begin * size_of(part.type);
-            char* const wide = bucket() + part.offset;
-            const auto n = static_cast<Index>(part.count);
-            const CopyArguments arguments{n, into_bucket ? values : wide, into_bucket ? wide : values, 0};
-            launch(device, lease.stream(), {into_bucket ? "widen" : "narrow", name_of(part.type)},
-                   {(n + kBlock - 1) / kBlock}, &arguments);
-        }
-    }
-
     Device& device;
     const Lease lease;
     const Memory memory;
@@ -179,12 +147,10 @@ struct AllReduce::Member {
 AllReduce::AllReduce(std::vector<int> devices, std::string id, int first, int ranks, size_t bucket)
     : devices_(std::move(devices)), id_(std::move(id)), first_(first), ranks_(ranks), bucket_(bucket) {}
 
-std::shared_ptr<AllReduce> AllReduce::create(std::vector<int> devices, std::string id, int first, int ranks,
-                                             size_t bucket) {
-    std::shared_ptr<AllReduce> made(new AllReduce(std::move(devices), std::move(id), first, ranks, bucket));
+AllReduce* AllReduce::create(std::vector<int> devices, std::string id, int first, int ranks, size_t bucket) {
     std::lock_guard<std::mutex> lock(mutex);
-    sums.push_back(made);
-    return made;
+    sums.emplace_back(new AllReduce(std::move(devices), std::move(id), first, ranks, bucket));
+    return sums.back().get();
 }
 
 bool AllReduce::ready() {
@@ -217,10 +183,19 @@ void AllReduce::connect() {
 
 void AllReduce::post(Type wide, size_t bytes, const std::vector<Part>& parts) {
     SYNCBN_POINT("before_collective");
+    // Converts values of the parts into the bucket, or the reverse.
     const auto convert = [&](bool into_bucket) {
         for (size_t i = 0; i < members_.size(); ++i) {
-            const Current current(members_[i]->device);
-            members_[i]->convert(parts, i, into_bucket);
+            const Member& member = *members_[i];
+            const Current current(member.device);
+            for (const Part& part : parts) {
+                char* const values = static_cast<char*>(part.values[i]) + part.begin * size_of(part.type);
+                char* const wide = member.bucket() + part.offset;
+                const auto n = static_cast<Index>(part.count);
+                const CopyArguments with{n, into_bucket ? values : wide, into_bucket ? wide : values, 0};
+                launch(member.device, member.lease.stream(), {into_bucket ? "widen" : "narrow", name_of(part.type)},
+                       {(n + kBlock - 1) / kBlock}, &with);
+            }
         }
     };
     convert(true);
@@ -260,9 +235,9 @@ void AllReduce::close() {
 
 void close_collectives() {
     std::lock_guard<std::mutex> lock(mutex);
-    for (const auto& one : cliques)
-        for (Communicator communicator : one->communicators) nccl().destroy(communicator);
-    cliques.clear();
+    for (const auto& one : connected)
+        for (Communicator communicator : one.second) nccl().destroy(communicator);
+    connected.clear();
     for (const auto& one : sums) one->close();
     sums.clear();
 }

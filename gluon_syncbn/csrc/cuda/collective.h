@@ -66,8 +66,7 @@ class AllReduce : public std::enable_shared_from_this<AllReduce> {
 
     // Over these devices, the first of which has the place `first` among all `ranks`; `bucket`: bytes. It lasts as long
     // as the process. GPUs connect in the first sum.
-    static std::shared_ptr<AllReduce> create(std::vector<int> devices, std::string id, int first, int ranks,
-                                             size_t bucket);
+    static AllReduce* create(std::vector<int> devices, std::string id, int first, int ranks, size_t bucket);
     size_t bucket() const { return bucket_; }
     // Whether the next sum can begin. Throws Failure if NCCL has failed.
     bool ready();

@@ -1,5 +1,4 @@
-#include "cuda/compiler.h"
-
+// Compiles kernels.cu with NVRTC.
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -21,53 +20,42 @@ namespace syncbn {
 namespace cuda {
 namespace {
 
-std::string source_path, cache_folder;
-
-template <typename F>
-F* nvrtc(const char* name) {
-    void* const function = find(name);
-    if (function == nullptr) throw Failure(std::string(name) + " is missing: this MXNet was built without NVRTC");
-    return reinterpret_cast<F*>(function);
-}
-
 template <typename... Parameters>
 void call(const char* name, Parameters... parameters) {
-    const int status = nvrtc<int(Parameters...)>(name)(parameters...);
-    if (status != 0) throw Failure(std::string(name) + ": " + nvrtc<const char*(int)>("nvrtcGetErrorString")(status));
+    int (*const function)(Parameters...) = need(name, "NVRTC");
+    const int status = function(parameters...);
+    if (status == 0) return;
+    const char* (*const text)(int) = need("nvrtcGetErrorString", "NVRTC");
+    throw Failure(std::string(name) + ": " + text(status));
 }
 
 // Appends a file with its includes inserted in their place, each once. So NVRTC needs no headers, and this text
 // identifies kept results.
-void append(const std::string& folder, const std::string& name, std::set<std::string>* seen, std::string* text) {
+void append(const std::string& name, std::set<std::string>* seen, std::string* text) {
     if (!seen->insert(name).second) return;
-    std::ifstream file(folder + name);
+    const std::string path = setup.csrc + "/" + name;
+    std::ifstream file(path);
     std::string line;
     while (std::getline(file, line)) {
         if (line.compare(0, 10, "#include \"") == 0)
-            append(folder, line.substr(10, line.rfind('"') - 10), seen, text);
+            append(line.substr(10, line.rfind('"') - 10), seen, text);
         else if (line != "#pragma once")
             *text += line + '\n';
     }
-    if (!file.eof()) throw Failure("cannot read " + folder + name + "; install gluon_syncbn again");
+    if (!file.eof()) throw Failure("cannot read " + path + "; install gluon_syncbn again");
 }
 
-// FNV-1a, twice with different factors: 128 bits.
-std::string hash(const std::string& text) {
-    uint64_t a = 0xcbf29ce484222325u, b = 0x84222325cbf29ce4u;
-    for (const unsigned char c : text) {
-        a = (a ^ c) * 0x100000001b3u;
-        b = (b ^ c) * 0x100000001b5u;
-    }
-    char digits[33];
-    std::snprintf(digits, sizeof digits, "%016llx%016llx", static_cast<unsigned long long>(a),
-                  static_cast<unsigned long long>(b));
-    return digits;
+// FNV-1a.
+uint64_t hash(const std::string& text) {
+    uint64_t hash = 0xcbf29ce484222325u;
+    for (const unsigned char c : text) hash = (hash ^ c) * 0x100000001b3u;
+    return hash;
 }
 
 // Intermediate code runs on its architecture and on later ones, so the compiler may be older than the device.
 int architecture(int capability) {
     int count = 0;
-    if (find("nvrtcGetNumSupportedArchs") == nullptr) return capability;
+    if (find("nvrtcGetNumSupportedArchs").address == nullptr) return capability;
     call("nvrtcGetNumSupportedArchs", &count);
     std::vector<int> known(count);
     call("nvrtcGetSupportedArchs", known.data());
@@ -80,20 +68,20 @@ int architecture(int capability) {
     return best;
 }
 
-std::string compile(const std::string& text, const std::vector<std::string>& options) {
+std::string compile(const std::string& text, int target) {
     void* program = nullptr;
     const char** const no_headers = nullptr;
     call("nvrtcCreateProgram", &program, text.c_str(), "kernels.cu", 0, no_headers, no_headers);
-    std::vector<const char*> pointers;
-    for (const std::string& option : options) pointers.push_back(option.c_str());
-    const bool compiles = nvrtc<int(void*, int, const char**)>("nvrtcCompileProgram")(
-                              program, static_cast<int>(pointers.size()), pointers.data()) == 0;
+    const std::string architecture = "--gpu-architecture=compute_" + std::to_string(target);
+    const char* options[] = {architecture.c_str(), "--std=c++14"};
+    int (*const run)(void*, int, const char**) = need("nvrtcCompileProgram", "NVRTC");
+    const bool compiles = run(program, 2, options) == 0;
     size_t size = 0;
     call(compiles ? "nvrtcGetPTXSize" : "nvrtcGetProgramLogSize", program, &size);
     std::string out(size, '\0');
     call(compiles ? "nvrtcGetPTX" : "nvrtcGetProgramLog", program, &out[0]);
     call("nvrtcDestroyProgram", &program);
-    if (!compiles) throw Failure("NVRTC does not compile " + source_path + ": " + out.c_str());
+    if (!compiles) throw Failure(std::string("NVRTC does not compile kernels.cu: ") + out.c_str());
     out.resize(size - 1);  // the last character is a 0
     return out;
 }
@@ -119,37 +107,26 @@ void keep(const std::string& path, const std::string& image) {
 
 }  // namespace
 
-void set_source(const std::string& path) { source_path = path; }
-
-void set_cache(const std::string& folder) { cache_folder = folder; }
-
-const std::string& compiled(int capability, const Part& part, bool anew) {
+const std::string& compiled(int capability, const std::string& part, bool anew) {
     static std::mutex mutex;
-    // The key is architecture and part.
-    static auto& images = *new std::map<std::pair<int, std::string>, std::string>;
+    static auto& images = *new std::map<std::pair<int, std::string>, std::string>;  // by architecture and part
     std::lock_guard<std::mutex> lock(mutex);
     const int target = architecture(capability);
-    std::string& image = images[{target, part.name()}];
+    std::string& image = images[{target, part}];
     if (!image.empty() && !anew) return image;
-    std::vector<std::string> options = {"--gpu-architecture=compute_" + std::to_string(target), "--std=c++14",
-                                        "-DSYNCBN_BLOCK=" + std::to_string(kBlock), "-DSYNCBN_TYPE=" + part.type};
-    if (part.activation == kMasked)
-        options.push_back("-DSYNCBN_MASKED");
-    else if (!part.activation.empty())
-        options.push_back("-DSYNCBN_ACTIVATION=" + part.activation);
-    const size_t name = source_path.rfind('/', source_path.rfind('/') - 1) + 1;  // after the folder csrc
     std::set<std::string> seen;
     std::string text;
-    append(source_path.substr(0, name), source_path.substr(name), &seen, &text);
+    append("cuda/kernels.cu", &seen, &text);
+    text += part + '\n';
     int major = 0, minor = 0;
     call("nvrtcVersion", &major, &minor);
-    std::string key = text + '\0' + std::to_string(major) + '.' + std::to_string(minor);
-    for (const std::string& option : options) key += '\0' + option;
-    const std::string path = cache_folder.empty() ? "" : cache_folder + "/" + part.name() + "-" + hash(key) + ".ptx";
-    image = path.empty() || anew ? "" : read(path);
+    std::ostringstream key, path;
+    key << text << major << '.' << minor << ' ' << target;
+    path << setup.cache << "/kernels-" << std::hex << hash(key.str()) << ".ptx";
+    image = anew ? "" : read(path.str());
     if (image.empty()) {
-        image = compile(text, options);
-        if (!path.empty()) keep(path, image);
+        image = compile(text, target);
+        keep(path.str(), image);
     }
     return image;
 }

@@ -2,30 +2,15 @@
 
 #include <dlfcn.h>
 
-#include <cstring>
 #include <new>
 #include <tuple>
 
-#include "cuda/compiler.h"
 #include "failure.h"
 #include "types.h"
 
 namespace syncbn {
 namespace cuda {
 namespace {
-
-void* library = nullptr;
-
-// A function of the driver, which converts to the type of its pointer.
-struct Found {
-    const char* name;
-    template <typename F>
-    operator F*() const {
-        void* const function = find(name);
-        if (function == nullptr) throw Failure(std::string(name) + " is missing: this MXNet was built without CUDA");
-        return reinterpret_cast<F*>(function);
-    }
-};
 
 // The numbers of the driver's interface.
 constexpr int kNotReady = 600;
@@ -34,25 +19,26 @@ constexpr unsigned kNonBlocking = 1;            // no implicit synchronisation w
 constexpr unsigned kPortable = 1, kMapped = 2;  // memory of the host: for every device, at the same address
 
 struct Driver {
-    int (*get_error_string)(int, const char**) = Found{"cuGetErrorString"};
-    int (*device_get)(int*, int) = Found{"cuDeviceGet"};
-    int (*device_get_attribute)(int*, int, int) = Found{"cuDeviceGetAttribute"};
-    int (*device_get_uuid)(char*, int) = Found{"cuDeviceGetUuid"};
-    int (*retain_context)(void**, int) = Found{"cuDevicePrimaryCtxRetain"};
-    int (*push_context)(void*) = Found{"cuCtxPushCurrent_v2"};
-    int (*pop_context)(void**) = Found{"cuCtxPopCurrent_v2"};
-    int (*stream_create)(Stream*, unsigned) = Found{"cuStreamCreate"};
-    int (*stream_query)(Stream) = Found{"cuStreamQuery"};
-    int (*stream_synchronize)(Stream) = Found{"cuStreamSynchronize"};
-    int (*allocate)(void**, size_t) = Found{"cuMemAlloc_v2"};
-    int (*allocate_host)(void**, size_t, unsigned) = Found{"cuMemHostAlloc"};
-    int (*set_bytes)(void*, unsigned char, size_t, Stream) = Found{"cuMemsetD8Async"};
-    int (*copy_to_device)(void*, const void*, size_t, Stream) = Found{"cuMemcpyHtoDAsync_v2"};
-    int (*copy_to_host)(void*, const void*, size_t, Stream) = Found{"cuMemcpyDtoHAsync_v2"};
-    int (*module_load)(void**, const void*) = Found{"cuModuleLoadData"};
-    int (*module_get_function)(void**, void*, const char*) = Found{"cuModuleGetFunction"};
+    static Function need(const char* name) { return cuda::need(name, "CUDA"); }
+    int (*get_error_string)(int, const char**) = need("cuGetErrorString");
+    int (*device_get)(int*, int) = need("cuDeviceGet");
+    int (*device_get_attribute)(int*, int, int) = need("cuDeviceGetAttribute");
+    int (*device_get_uuid)(char*, int) = need("cuDeviceGetUuid");
+    int (*retain_context)(void**, int) = need("cuDevicePrimaryCtxRetain");
+    int (*push_context)(void*) = need("cuCtxPushCurrent_v2");
+    int (*pop_context)(void**) = need("cuCtxPopCurrent_v2");
+    int (*stream_create)(Stream*, unsigned) = need("cuStreamCreate");
+    int (*stream_query)(Stream) = need("cuStreamQuery");
+    int (*stream_synchronize)(Stream) = need("cuStreamSynchronize");
+    int (*allocate)(void**, size_t) = need("cuMemAlloc_v2");
+    int (*allocate_host)(void**, size_t, unsigned) = need("cuMemHostAlloc");
+    int (*set_bytes)(void*, unsigned char, size_t, Stream) = need("cuMemsetD8Async");
+    int (*copy_to_device)(void*, const void*, size_t, Stream) = need("cuMemcpyHtoDAsync_v2");
+    int (*copy_to_host)(void*, const void*, size_t, Stream) = need("cuMemcpyDtoHAsync_v2");
+    int (*module_load)(void**, const void*) = need("cuModuleLoadData");
+    int (*module_get_function)(void**, void*, const char*) = need("cuModuleGetFunction");
     int (*launch)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**,
-                  void**) = Found{"cuLaunchKernel"};
+                  void**) = need("cuLaunchKernel");
 };
 
 const Driver& driver() {
@@ -60,18 +46,26 @@ const Driver& driver() {
     return instance;
 }
 
-}  // namespace
-
-void set_library(void* handle) { library = handle; }
-
-void* find(const char* name) { return library == nullptr ? nullptr : dlsym(library, name); }
-
+// Throws the driver's message if `status` is not 0.
 void check(int status, const char* function) {
     if (status == 0) return;
     const char* text = nullptr;
     driver().get_error_string(status, &text);
     throw Failure(std::string(function) + ": " + (text != nullptr ? text : "unknown error") + " (CUDA error " +
                   std::to_string(status) + ")");
+}
+
+}  // namespace
+
+Setup setup;
+
+Function find(const char* name) { return {setup.mxnet == nullptr ? nullptr : dlsym(setup.mxnet, name)}; }
+
+Function need(const char* name, const char* library) {
+    const Function found = find(name);
+    if (found.address == nullptr)
+        throw Failure(std::string(name) + " is missing: this MXNet was built without " + library);
+    return found;
 }
 
 Device& Device::get(int id) {
@@ -108,11 +102,12 @@ void* Device::kernel(const Kernel& kernel) {
     void*& found = kernels_[name];
     if (found != nullptr) return found;
     // Every part contains the kernels without a type.
-    const Part part{kernel.type.empty() ? name_of(Type::kFloat32) : kernel.type,
-                    kernel.stem.compare(0, std::strlen(kMasked), kMasked) == 0  ? kMasked
-                    : kernel.activation == name_of(Activation::Kind::kIdentity) ? ""
-                                                                                : kernel.activation};
-    void*& module = modules_[part.name()];
+    const std::string type = kernel.type.empty() ? name_of(Type::kFloat32) : kernel.type;
+    const bool activated = !kernel.activation.empty() && kernel.activation != name_of(Activation::Kind::kIdentity);
+    const std::string part = kernel.stem.rfind("masked_", 0) == 0 ? "SYNCBN_MASKED_KERNELS(" + type + ")"
+                             : activated ? "SYNCBN_ACTIVATED_KERNELS(" + kernel.activation + ", " + type + ")"
+                                         : "SYNCBN_KERNELS(" + type + ")";
+    void*& module = modules_[part];
     if (module == nullptr) {
         const auto load = [&](const std::string& image) { return driver().module_load(&module, image.c_str()); };
         int status = load(compiled(capability_, part));
@@ -136,24 +131,24 @@ Lease::Lease(Device& device) : device_(device) {
     {
         std::lock_guard<std::mutex> lock(device.mutex_);
         if (!device.streams_.empty()) {
-            std::tie(stream_, findings_) = device.streams_.back();
+            std::tie(stream_, status_) = device.streams_.back();
             device.streams_.pop_back();
         }
     }
     if (stream_ == nullptr) {
-        void* findings = nullptr;
-        check(driver().allocate_host(&findings, sizeof(Findings), kPortable | kMapped), "cuMemHostAlloc");
+        void* status = nullptr;
+        check(driver().allocate_host(&status, sizeof(Status), kPortable | kMapped), "cuMemHostAlloc");
         check(driver().stream_create(&stream_, kNonBlocking), "cuStreamCreate");
-        findings_ = static_cast<Findings*>(findings);
+        status_ = static_cast<Status*>(status);
     }
-    *findings_ = {0, -1, 0};
+    *status_ = {0, -1, 0};
 }
 
 Lease::~Lease() {
     if (abandoned_) return;
     std::lock_guard<std::mutex> lock(device_.mutex_);
     try {
-        device_.streams_.emplace_back(stream_, findings_);
+        device_.streams_.emplace_back(stream_, status_);
     } catch (const std::bad_alloc&) {  // then the stream is lost
     }
 }
@@ -178,9 +173,7 @@ Memory::Memory(Device& device, int64_t size) : device_(&device), size_(size) {
             return;
         }
     }
-    void* made = nullptr;
-    check(driver().allocate(&made, static_cast<size_t>(size) * sizeof(double)), "cuMemAlloc");
-    data_ = made;
+    check(driver().allocate(&data_, static_cast<size_t>(size) * sizeof(double)), "cuMemAlloc");
 }
 
 Memory::~Memory() {
@@ -202,8 +195,8 @@ Memory& Memory::operator=(Memory&& other) noexcept {
 void Memory::upload(const void* values, Stream stream) const {
     if (size() == 0) return;
     const size_t bytes = static_cast<size_t>(size()) * sizeof(double);
-    check(driver().copy_to_device(data_, values, bytes, stream),
-          "cuMemcpyHtoDAsync");  // pageable: read before it returns
+    // From pageable memory, which is read before this returns.
+    check(driver().copy_to_device(data_, values, bytes, stream), "cuMemcpyHtoDAsync");
 }
 
 void Memory::download(double* values, const Lease& lease) const {

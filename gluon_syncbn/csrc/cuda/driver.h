@@ -16,22 +16,31 @@
 namespace syncbn {
 namespace cuda {
 
-// Sets MXNet's library, a handle of `dlopen`. It is searched at the first use of a GPU.
-void set_library(void* handle);
-// Finds a function of MXNet's or of a library that it is linked against; null if there is none.
-void* find(const char* name);
+// Set before the first use of a GPU.
+struct Setup {
+    void* mxnet = nullptr;    // its library, a handle of `dlopen`
+    std::string csrc, cache;  // the folders of the sources and of compiled kernels
+};
+extern Setup setup;
 
-// Throws the driver's message if `status` is not 0.
-void check(int status, const char* function);
+// A function, which converts to the type of its pointer; it may be null.
+struct Function {
+    void* address;
+    template <typename F>
+    operator F*() const {
+        return reinterpret_cast<F*>(address);
+    }
+};
+// Finds a function of MXNet's or of a library that it is linked against. `need` throws Failure if it is missing, which
+// means that MXNet was built without `library`.
+Function find(const char* name);
+Function need(const char* name, const char* library);
 
 using Stream = void*;
 
 struct Grid {
     int64_t x = 1, y = 1, z = 1;
 };
-
-// The threads of every block; kernels.cu is compiled for it.
-constexpr int kBlock = 256;
 
 // A kernel of kernels.cu; `type` and `activation` are empty if it depends on none.
 struct Kernel {
@@ -44,8 +53,7 @@ class Device {
 
     static Device& get(int id);
 
-    int capability() const { return capability_; }  // 80 for 8.0
-    std::string identity() const;                   // 16 bytes, which no other GPU has
+    std::string identity() const;  // 16 bytes, which no other GPU has
     // Compiles and loads the kernel at its first use. The device has to be current.
     void* kernel(const Kernel& kernel);
 
@@ -55,13 +63,13 @@ class Device {
     friend class Memory;
     explicit Device(int id);
 
-    void* context_ = nullptr;  // never released: MXNet keeps it for as long as the process lives
-    int capability_ = 0;
+    void* context_ = nullptr;               // never released: MXNet keeps it for as long as the process lives
+    int capability_ = 0;                    // 80 for 8.0
     std::mutex mutex_;                      // guards the rest
     std::map<std::string, void*> modules_;  // by the part of kernels.cu
     std::map<std::string, void*> kernels_;
-    std::vector<std::pair<Stream, Findings*>> streams_;  // free ones, each with its `Findings`
-    std::map<int64_t, std::vector<void*>> memory_;       // free memory, by its size
+    std::vector<std::pair<Stream, Status*>> streams_;  // free ones, each with its `Status`
+    std::map<int64_t, std::vector<void*>> memory_;     // free memory, by its size
 };
 
 // Makes a device current on this thread while the object lives. MXNet's threads sometimes have none: cudaSetDevice,
@@ -85,14 +93,14 @@ class Lease {
     Stream stream() const { return stream_; }
     // Whether all work on the stream is done; throws the error of the device.
     bool idle() const;
-    Findings* findings() const { return findings_; }
+    Status* status() const { return status_; }
     // Gives up a hanging stream: the stream and its memory are never used again.
     void abandon() { abandoned_ = true; }
 
   private:
     Device& device_;
     Stream stream_ = nullptr;
-    Findings* findings_ = nullptr;
+    Status* status_ = nullptr;
     bool abandoned_ = false;
 };
 
@@ -122,6 +130,10 @@ class Memory {
 };
 
 void fill_with_zeros(void* to, int64_t bytes, Stream stream);
+
+// Compiles a part of the kernels, which a macro of kernels.cu defines, "SYNCBN_KERNELS(float32)", with NVRTC: once for
+// each architecture, and keeps the results on disk. Returns intermediate code. `anew` ignores the kept results.
+const std::string& compiled(int capability, const std::string& part, bool anew = false);
 
 // Launches a kernel. `arguments` is its structure of params.h, which may end at once.
 void launch(Device& device, Stream stream, const Kernel& kernel, Grid grid, const void* arguments);

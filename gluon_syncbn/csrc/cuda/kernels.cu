@@ -30,37 +30,15 @@
 
 namespace {
 
+using namespace syncbn;
 using namespace syncbn::cuda;
-using syncbn::Range;
 
-#ifndef SYNCBN_BLOCK
-#error "compile with -DSYNCBN_BLOCK=N: see kBlock in csrc/cuda"
-#endif
-constexpr int kThreads = SYNCBN_BLOCK;  // threads of every block
 constexpr int kWarp = 32;
 constexpr int kPack = 16;  // bytes of the widest load
 
 struct Half {
     unsigned short bits;
 };
-
-// Only the host lacks __CUDACC__. There the tests' emulator has its own conversion.
-#ifdef __CUDACC__
-__device__ inline float to_float(Half value) {
-    float out;
-    asm("{ cvt.f32.f16 %0, %1; }" : "=f"(out) : "h"(value.bits));
-    return out;
-}
-
-__device__ inline Half to_half(float value) {
-    Half out;
-    asm("{ cvt.rn.f16.f32 %0, %1; }" : "=h"(out.bits) : "f"(value));
-    return out;
-}
-#else
-__device__ inline float to_float(Half value) { return emulated_half_to_float(value.bits); }
-__device__ inline Half to_half(float value) { return Half{emulated_float_to_half(value)}; }
-#endif
 
 // The type in which a type of data is computed.
 template <typename T>
@@ -72,14 +50,28 @@ struct Number {
 template <>
 struct Number<Half> {
     typedef float Wide;
-    __device__ static float widen(Half value) { return to_float(value); }
-    __device__ static Half narrow(float value) { return to_half(value); }
+// Only the host lacks __CUDACC__. There the tests' emulator has its own conversion.
+#ifdef __CUDACC__
+    __device__ static float widen(Half value) {
+        float out;
+        asm("{ cvt.f32.f16 %0, %1; }" : "=f"(out) : "h"(value.bits));
+        return out;
+    }
+    __device__ static Half narrow(float value) {
+        Half out;
+        asm("{ cvt.rn.f16.f32 %0, %1; }" : "=h"(out.bits) : "f"(value));
+        return out;
+    }
+#else
+    __device__ static float widen(Half value) { return emulated_half_to_float(value.bits); }
+    __device__ static Half narrow(float value) { return Half{emulated_float_to_half(value)}; }
+#endif
 };
 
 template <typename T>
-struct Lanes {
-    static constexpr int kCount = kPack / static_cast<int>(sizeof(T));
-};
+using Wide = typename Number<T>::Wide;
+template <typename T>
+constexpr int kLanes = kPack / static_cast<int>(sizeof(T));
 
 // An aligned group of kUnit neighbours, moved with one load or store.
 template <typename T, int kUnit>
@@ -88,20 +80,13 @@ struct alignas(kUnit * sizeof(T)) Pack {
 };
 
 template <typename T, int kUnit>
-__device__ inline Pack<T, kUnit> load(const T* from) {
-    return *reinterpret_cast<const Pack<T, kUnit>*>(from);
-}
-
-// Loads n packs that are `stride` apart. Beyond n, loads repeat the first pack.
-template <typename T, int kUnit, int kCount>
-__device__ inline void load_batch(Pack<T, kUnit> (&packs)[kCount], const T* from, Index stride, int n) {
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) packs[j] = load<T, kUnit>(from + (j < n ? j * stride : 0));
+__device__ inline Pack<T, kUnit> load(const void* values, Index offset) {
+    return *reinterpret_cast<const Pack<T, kUnit>*>(static_cast<const T*>(values) + offset);
 }
 
 template <typename T, int kUnit>
-__device__ inline void store(T* to, const Pack<T, kUnit>& pack) {
-    *reinterpret_cast<Pack<T, kUnit>*>(to) = pack;
+__device__ inline void store(void* values, Index offset, const Pack<T, kUnit>& pack) {
+    *reinterpret_cast<Pack<T, kUnit>*>(static_cast<T*>(values) + offset) = pack;
 }
 
 __device__ inline bool aligned(const void* pointer) {
@@ -141,97 +126,95 @@ struct Full {
 };
 
 // Splits a float64 value into two of the narrower type, so that x - mean keeps the digits that the type can hold.
-template <typename Wide>
+template <typename V>
 struct Split {
-    Wide high, low;
+    V high, low;
 
     __device__ explicit Split(double value)
-        : high(static_cast<Wide>(value)), low(static_cast<Wide>(value - static_cast<double>(high))) {}
-    __device__ Wide below(Wide x) const { return (x - high) - low; }
+        : high(static_cast<V>(value)), low(static_cast<V>(value - static_cast<double>(high))) {}
+    __device__ V below(V x) const { return (x - high) - low; }
 };
 
 // Computes z of one channel. Kernels that need its sign use the same expression as the kernel that writes it.
-template <typename Wide>
+template <typename V>
 struct Normal {
-    Split<Wide> mean = Split<Wide>(0);
-    Wide scale = 0, shift = 0;
+    Split<V> mean;
+    V scale, shift;
 
-    __device__ Wide of(Wide x) const { return mean.below(x) * scale + shift; }
-    __device__ Wide back(Wide z) const { return ((z - shift) / scale + mean.low) + mean.high; }
+    __device__ explicit Normal(double mean = 0, double scale = 1, double shift = 0)
+        : mean(mean), scale(static_cast<V>(scale)), shift(static_cast<V>(shift)) {}
+    __device__ V of(V x) const { return mean.below(x) * scale + shift; }
+    __device__ V back(V z) const { return ((z - shift) / scale + mean.low) + mean.high; }
 };
 
 // ---- reductions ----------------------------------------------------------------------------------------------
 
-template <int kUnit, class Reduction>
-__device__ inline void add_run(Reduction& reduction, int n) {
-    if (n == Reduction::kRun)
-        reduction.add(Full<Reduction::kRun>());
-    else
-        reduction.add(n);
-    reduction.template put<kUnit>(n);
-}
-// Calls take<kUnit>(j, offset) for the values of this thread. After each run of n values it calls add(n) and
-// put<kUnit>(n). So stores wait until a whole run has been read. Counts within a channel fit into 32 bits, which a GPU
-// adds in one instruction. It adds 64 bits in two.
-template <typename T, int kUnit, class Reduction>
-__device__ void down_rows(Reduction& reduction, const Layout& layout) {
-    const Index slot = blockIdx.y;
-    const Chunk chunk(layout.outer_of(slot) * (layout.inner / kUnit));
-    const unsigned per_row = static_cast<unsigned>(layout.inner / kUnit), end = static_cast<unsigned>(chunk.end);
-    const unsigned rows = kThreads / per_row, columns = kThreads % per_row;  // a thread's step to its next pack
-    const Index row_length = layout.channels * layout.inner;
-    const Index step = rows * row_length + columns * kUnit, next_row = row_length - layout.inner;
-    unsigned at = static_cast<unsigned>(chunk.begin) + threadIdx.x, column = at % per_row;
-    Index offset = (layout.first_outer(slot) + at / per_row) * row_length + blockIdx.x * layout.inner + column * kUnit;
+// Calls take<kUnit>(j, offset) for the values of this thread, from its place `at` on, `step` apart. `advance` moves the
+// offset by a step. After each run of n values it calls add(n) and put<kUnit>(n). So stores wait until a whole run has
+// been read. Counts within a channel fit into 32 bits, which a GPU adds in one instruction. It adds 64 bits in two.
+template <int kUnit, class Reduction, class Advance>
+__device__ void down(Reduction& reduction, unsigned at, unsigned end, unsigned step, Index offset,
+                     const Advance& advance) {
+    constexpr int kRun = Reduction::kRun;
     while (at < end) {
         const Index first = offset;
         int n = 0;
 #pragma unroll
-        for (int j = 0; j < Reduction::kRun; j += kUnit) {
+        for (int j = 0; j < kRun; j += kUnit) {
             const bool there = at < end;
             reduction.template take<kUnit>(j, there ? offset : first);
             n += there ? kUnit : 0;
-            at += kThreads;
-            offset += step;
-            column += columns;
-            if (column >= per_row) {
-                column -= per_row;
-                offset += next_row;
-            }
+            at += step;
+            advance(&offset);
         }
-        add_run<kUnit>(reduction, n);
+        if (n == kRun)
+            reduction.add(Full<kRun>());
+        else
+            reduction.add(n);
+        reduction.template put<kUnit>(n);
     }
+}
+
+template <typename T, int kUnit, class Reduction>
+__device__ void down_rows(Reduction& reduction, const Layout& layout) {
+    const Index slot = blockIdx.y;
+    const Chunk chunk(layout.outer_of(slot) * (layout.inner / kUnit));
+    const unsigned per_row = static_cast<unsigned>(layout.inner / kUnit);
+    const unsigned rows = kBlock / per_row, columns = kBlock % per_row;  // a thread's step to its next pack
+    const Index row_length = layout.channels * layout.inner;
+    const Index step = rows * row_length + columns * kUnit, next_row = row_length - layout.inner;
+    const unsigned at = static_cast<unsigned>(chunk.begin) + threadIdx.x;
+    unsigned column = at % per_row;
+    const Index row = layout.first_outer(slot) + at / per_row;
+    down<kUnit>(reduction, at, static_cast<unsigned>(chunk.end), kBlock,
+                row * row_length + blockIdx.x * layout.inner + column * kUnit, [&](Index* offset) {
+                    *offset += step;
+                    column += columns;
+                    if (column >= per_row) {
+                        column -= per_row;
+                        *offset += next_row;
+                    }
+                });
 }
 
 template <typename T, class Reduction>
 __device__ void down_columns(Reduction& reduction, const Layout& layout) {
     const int width = layout.width;
+    const unsigned step = kBlock / width;
     const Index slot = blockIdx.y, channel = Index(blockIdx.x) * width + threadIdx.x % width;
-    const Chunk chunk(layout.outer_of(slot));
     if (channel >= layout.channels) return;
-    const unsigned end = static_cast<unsigned>(chunk.end), step = kThreads / width;
-    unsigned row = static_cast<unsigned>(chunk.begin) + threadIdx.x / width;
-    Index offset = (layout.first_outer(slot) + row) * layout.channels + channel;
-    while (row < end) {
-        const Index first = offset;
-        int n = 0;
-#pragma unroll
-        for (int j = 0; j < Reduction::kRun; ++j) {
-            const bool there = row < end;
-            reduction.template take<1>(j, there ? offset : first);
-            n += there;
-            row += step;
-            offset += step * layout.channels;
-        }
-        add_run<1>(reduction, n);
-    }
+    const Chunk chunk(layout.outer_of(slot));
+    const unsigned row = static_cast<unsigned>(chunk.begin) + threadIdx.x / width;
+    down<1>(reduction, row, static_cast<unsigned>(chunk.end), step,
+            (layout.first_outer(slot) + row) * layout.channels + channel,
+            [&](Index* offset) { *offset += step * layout.channels; });
 }
 
 // Walks, combines the threads' results and leaves the packed vector of each chunk and slot in partial[chunk][slot].
 template <typename T, class Reduction>
 __device__ void reduce(Reduction& reduction, const Layout& layout, double* partial, bool packs) {
     typedef typename Reduction::Result Result;
-    __shared__ Result shared[kThreads];
+    __shared__ Result shared[kBlock];
     const Index slot = blockIdx.y;
     double* out = partial + (blockIdx.z * layout.slots + slot) * Result::length(layout.channels);
     if (layout.inner == 1) {
@@ -242,13 +225,13 @@ __device__ void reduce(Reduction& reduction, const Layout& layout, double* parti
         const Index channel = Index(blockIdx.x) * width + threadIdx.x;
         if (threadIdx.x < width && channel < layout.channels) {
             Result total = shared[threadIdx.x];
-            for (int i = threadIdx.x + width; i < kThreads; i += width) total.merge(shared[i]);
+            for (int i = threadIdx.x + width; i < kBlock; i += width) total.merge(shared[i]);
             total.leave(out, channel, layout.channels);
         }
         return;
     }
-    if (packs && layout.inner % Lanes<T>::kCount == 0)
-        down_rows<T, Lanes<T>::kCount>(reduction, layout);
+    if (packs && layout.inner % kLanes<T> == 0)
+        down_rows<T, kLanes<T>>(reduction, layout);
     else
         down_rows<T, 1>(reduction, layout);
     Result total = reduction.result();
@@ -256,7 +239,7 @@ __device__ void reduce(Reduction& reduction, const Layout& layout, double* parti
     if (threadIdx.x % kWarp == 0) shared[threadIdx.x / kWarp] = total;
     __syncthreads();
     if (threadIdx.x == 0) {
-        for (int warp = 1; warp < kThreads / kWarp; ++warp) total.merge(shared[warp]);
+        for (int warp = 1; warp < kBlock / kWarp; ++warp) total.merge(shared[warp]);
         total.leave(out, blockIdx.x, layout.channels);
     }
 }
@@ -267,22 +250,23 @@ __device__ inline double shuffle_down(double value, int distance) {
 
 // Count, mean and the sum of squares about it. The merge is by Chan, Golub and LeVeque ("Updating formulae and a
 // pairwise algorithm for computing sample variances", 1979).
-struct Moments {
-    double count, mean, m2;
+template <typename V>
+struct MomentsIn {
+    V count, mean, m2;
 
     __device__ static Index length(Index channels) { return 1 + 2 * channels; }
 
-    __device__ void merge(const Moments& other) {
+    __device__ void merge(const MomentsIn& other) {
         if (other.count == 0) return;
-        const double total = count + other.count, delta = other.mean - mean, share = other.count / total;
+        const V total = count + other.count, delta = other.mean - mean, share = other.count / total;
         mean += delta * share;
         m2 += other.m2 + delta * delta * count * share;
         count = total;
     }
-    __device__ Moments from_lane(int distance) const {
+    __device__ MomentsIn from_lane(int distance) const {
         return {shuffle_down(count, distance), shuffle_down(mean, distance), shuffle_down(m2, distance)};
     }
-    __device__ static Moments at(const double* packed, Index channel, Index channels) {
+    __device__ static MomentsIn at(const double* packed, Index channel, Index channels) {
         return {packed[0], packed[1 + channel], packed[1 + channels + channel]};
     }
     // An empty slot leaves zeros.
@@ -292,41 +276,36 @@ struct Moments {
         out[1 + channels + channel] = m2;
     }
 };
+typedef MomentsIn<double> Moments;
 
 // The position [outer][inner] of a value in a tensor.
 __device__ inline Index position_of(const Tiling& tiling, Index offset) {
     return offset / (tiling.channels * tiling.inner) * tiling.inner + offset % tiling.inner;
+}
+__device__ inline bool counts_at(const void* mask, Index position) {
+    return static_cast<const unsigned char*>(mask)[position] != 0;
 }
 
 // With a mask, only values count whose position has a mask that is not 0. The others may hold anything.
 template <typename T, bool kMasked>
 struct MomentsOf {
     typedef Moments Result;
-    typedef typename Number<T>::Wide Wide;
     static constexpr int kRun = kMasked ? 8 : 16;  // values that a thread reads before it adds them up
-    const T* x;
-    const unsigned char* mask;
-    const Tiling tiling;
-    Wide origin;  // near the values, so that they lose no digits on the way
-    Wide count = 0, mean = 0, m2 = 0;
-    Wide run[kRun];
-    bool counts[kRun];
-    bool found = false;  // a masked thread's origin, its first value
-
-    __device__ MomentsOf(const T* x, const void* mask, const Tiling& tiling, Index any)
-        : x(x),
-          mask(static_cast<const unsigned char*>(mask)),
-          tiling(tiling),
-          origin(kMasked ? 0 : Number<T>::widen(x[any])) {}
+    const MomentsArguments& with;
+    Wide<T> origin;  // near the values, so that they lose no digits on the way; a masked thread's is its first value
+    MomentsIn<Wide<T>> total = {};  // of values - origin
+    Wide<T> run[kRun] = {};
+    bool counts[kRun] = {};
+    bool found = false;  // that first value
 
     template <int kUnit>
     __device__ void take(int j, Index offset) {
-        const Pack<T, kUnit> pack = load<T, kUnit>(x + offset);
-        const Index position = kMasked ? position_of(tiling, offset) : 0;
+        const Pack<T, kUnit> pack = load<T, kUnit>(with.x, offset);
+        const Index position = kMasked ? position_of(with.tiling, offset) : 0;
 #pragma unroll
         for (int i = 0; i < kUnit; ++i) {
-            const Wide value = Number<T>::widen(pack.values[i]);
-            counts[j + i] = !kMasked || mask[position + i] != 0;
+            const Wide<T> value = Number<T>::widen(pack.values[i]);
+            counts[j + i] = !kMasked || counts_at(with.mask, position + i);
             if (kMasked && counts[j + i] && !found) {
                 origin = value;
                 found = true;
@@ -337,7 +316,7 @@ struct MomentsOf {
     template <class N>
     __device__ void add(N n) {
         int number = kMasked ? 0 : static_cast<int>(n);
-        Wide sum = 0, squares = 0;
+        Wide<T> sum = 0, squares = 0;
 #pragma unroll
         for (int i = 0; i < kRun; ++i)
             if (i < n && counts[i]) {
@@ -345,21 +324,17 @@ struct MomentsOf {
                 sum += run[i];
             }
         if (number == 0) return;
-        const Wide here = sum / static_cast<Wide>(number);
+        const Wide<T> here = sum / static_cast<Wide<T>>(number);
 #pragma unroll
         for (int i = 0; i < kRun; ++i)
             if (i < n && counts[i]) squares += (run[i] - here) * (run[i] - here);
-        const Wide total = count + static_cast<Wide>(number), delta = here - mean;
-        const Wide share = static_cast<Wide>(number) / total;
-        mean += delta * share;
-        m2 += squares + delta * delta * count * share;
-        count = total;
+        total.merge({static_cast<Wide<T>>(number), here, squares});
     }
     template <int kUnit>
     __device__ void put(int) const {}
     __device__ Moments result() const {
-        return {static_cast<double>(count), static_cast<double>(origin) + static_cast<double>(mean),
-                static_cast<double>(m2)};
+        return {static_cast<double>(total.count), static_cast<double>(origin) + static_cast<double>(total.mean),
+                static_cast<double>(total.m2)};
     }
 };
 
@@ -390,40 +365,34 @@ struct Sums {
 template <typename T, class A>
 struct SumsOf {
     typedef Sums Result;
-    typedef typename Number<T>::Wide Wide;
     static constexpr int kRun = 8;  // of each of two tensors
-    const T *dy, *x;
-    Split<Wide> mean;
+    const GradSumsArguments& with;
+    Split<Wide<T>> mean;
     double invstd;
-    const T* marks;
-    T* dz;
-    Normal<Wide> normal;
-    typename A::template On<Wide> activation;
+    const void* marks;
+    Normal<Wide<T>> normal;
+    const typename A::template On<Wide<T>> activation = {with.affine.slope, with.affine.ceiling};
     double sum_dy = 0, sum_dy_centred = 0;
-    Wide heads[kRun], centred[kRun];
-    Index places[kRun];
-
-    __device__ SumsOf(const T* dy, const T* x, double mean, double invstd, const T* marks, T* dz,
-                      const Normal<Wide>& normal, const typename A::template On<Wide>& activation)
-        : dy(dy), x(x), mean(mean), invstd(invstd), marks(marks), dz(dz), normal(normal), activation(activation) {}
+    Wide<T> heads[kRun] = {}, centred[kRun] = {};
+    Index places[kRun] = {};
 
     template <int kUnit>
     __device__ void take(int j, Index offset) {
-        const Pack<T, kUnit> head = load<T, kUnit>(dy + offset), value = load<T, kUnit>(x + offset);
-        const Pack<T, kUnit> mark = A::kChanges ? load<T, kUnit>(marks + offset) : value;
+        const Pack<T, kUnit> head = load<T, kUnit>(with.dy, offset), value = load<T, kUnit>(with.x, offset);
+        const Pack<T, kUnit> mark = A::kChanges ? load<T, kUnit>(marks, offset) : value;
 #pragma unroll
         for (int i = 0; i < kUnit; ++i) {
-            heads[j + i] = Number<T>::widen(head.values[i]);
+            Wide<T>& dz = heads[j + i] = Number<T>::widen(head.values[i]);
             centred[j + i] = mean.below(Number<T>::widen(value.values[i]));
             if (!A::kChanges) continue;
-            activation.through(&heads[j + i], normal.of(Number<T>::widen(mark.values[i])));
-            if (dz != nullptr) heads[j + i] = Number<T>::widen(Number<T>::narrow(heads[j + i]));  // as others read it
+            activation.through(&dz, normal.of(Number<T>::widen(mark.values[i])));
+            if (with.dz != nullptr) dz = Number<T>::widen(Number<T>::narrow(dz));  // as others read it
         }
         if (A::kChanges) places[j] = offset;
     }
     template <class N>
     __device__ void add(N n) {
-        Wide sum = 0, product = 0;
+        Wide<T> sum = 0, product = 0;
 #pragma unroll
         for (int i = 0; i < kRun; ++i)
             if (i < n) {
@@ -440,7 +409,7 @@ struct SumsOf {
             Pack<T, kUnit> out;
 #pragma unroll
             for (int i = 0; i < kUnit; ++i) out.values[i] = Number<T>::narrow(heads[j + i]);
-            if (A::kChanges && dz != nullptr && j < n) store<T, kUnit>(dz + places[j], out);
+            if (A::kChanges && with.dz != nullptr && j < n) store(with.dz, places[j], out);
         }
     }
     __device__ Sums result() const { return {sum_dy, sum_dy_centred * invstd}; }
@@ -450,7 +419,7 @@ struct SumsOf {
 template <class Result>
 __device__ void merge(const MergeArguments& with) {
     const Index slots = with.slots, channels = with.channels;
-    const Index warp = (Index(blockIdx.x) * kThreads + threadIdx.x) / kWarp, length = Result::length(channels);
+    const Index warp = (Index(blockIdx.x) * kBlock + threadIdx.x) / kWarp, length = Result::length(channels);
     if (warp >= slots * channels) return;
     const Index slot = warp / channels, channel = warp % channels;
     const int lane = threadIdx.x % kWarp;
@@ -463,28 +432,20 @@ __device__ void merge(const MergeArguments& with) {
 
 // ---- pools -----------------------------------------------------------------------------------------------------
 
-// The gathered slots of one list.
-struct List {
-    const int* members;
-    Range range;
-
-    __device__ List(const Lists& lists, Index slot) : members(lists.members) {
-        const int moved = lists.step * static_cast<int>(slot);
-        range = {lists.first.begin + moved, lists.first.end + moved};
-        if (lists.irregular != 0) range = lists.few[slot];
-        if (lists.ranges != nullptr) range = lists.ranges[slot];
-    }
-    // Calls visit(slot) for each. Neighbours are the usual case, and need no load and no registers for members.
-    template <class Visit>
-    __device__ void each(const Visit& visit) const {
-        if (members == nullptr) {
-            for (int slot = range.begin; slot < range.end; ++slot) visit(slot);
-        } else {
+__device__ inline Range range_of(const Lists& lists, Index slot) {
+    return lists.ranges != nullptr ? lists.ranges[slot] : lists.few[slot];
+}
+// Calls visit(gathered slot) for those in a range of a list. Neighbours are the usual case, and need no load and no
+// registers for members.
+template <class Visit>
+__device__ void each_of(const Lists& lists, const Range& range, const Visit& visit) {
+    if (lists.members == nullptr) {
+        for (int slot = range.begin; slot < range.end; ++slot) visit(slot);
+    } else {
 #pragma unroll 1
-            for (int place = range.begin; place < range.end; ++place) visit(members[place]);
-        }
+        for (int place = range.begin; place < range.end; ++place) visit(lists.members[place]);
     }
-};
+}
 
 // The statistic of one channel; share is 1 / count, or 0 for an empty pool.
 struct Statistic {
@@ -493,22 +454,23 @@ struct Statistic {
 
 // Merges about the first slot's mean, which is close to all, so that a large offset costs no digit. It divides once,
 // because consumer GPUs take 32 times as long for float64 as for float32.
-__device__ inline Statistic statistic(const double* gathered, const List& list, Index channel, Index channels) {
+__device__ inline Statistic statistic(const double* gathered, const Lists& lists, const Range& range, Index channel,
+                                      Index channels) {
     const Index length = Moments::length(channels);
     double count = 0, apart = 0, m2 = 0;
-    list.each([&](int slot) { count += gathered[slot * length]; });
+    each_of(lists, range, [&](int slot) { count += gathered[slot * length]; });
     if (count == 0) return {0, 0, 0};
     const double share = 1 / count;
     double origin = 0;
     bool found = false;
-    list.each([&](int slot) {
+    each_of(lists, range, [&](int slot) {
         const Moments part = Moments::at(gathered + slot * length, channel, channels);
         if (!found && part.count > 0) origin = part.mean;
         found = found || part.count > 0;
         if (part.count > 0) apart += part.count * (part.mean - origin);
     });
     apart *= share;
-    list.each([&](int slot) {
+    each_of(lists, range, [&](int slot) {
         const Moments part = Moments::at(gathered + slot * length, channel, channels);
         const double delta = part.mean - origin - apart;
         if (part.count > 0) m2 += part.m2 + part.count * delta * delta;
@@ -524,79 +486,108 @@ struct Kept {
     double share, used_mean, used_invstd, mean, invstd;
 
     __device__ Kept(const double* kept, Index slot, Index channel, Index channels) {
-        const double* mine = kept + slot * kept_length(channels);
-        share = mine[0];
-        used_mean = mine[1 + channel];
-        used_invstd = mine[1 + channels + channel];
-        mean = mine[1 + 2 * channels + channel];
-        invstd = mine[1 + 3 * channels + channel];
+        kept += slot * kept_length(channels);
+        share = kept[0];
+        used_mean = kept[1 + channel];
+        used_invstd = kept[1 + channels + channel];
+        mean = kept[1 + 2 * channels + channel];
+        invstd = kept[1 + 3 * channels + channel];
     }
     // The slot holds values, and another statistic normalises it than the one that it feeds.
     __device__ bool by_another() const { return share != 0 && (mean != used_mean || invstd != used_invstd); }
     __device__ double variance(double epsilon) const { return 1 / (invstd * invstd) - epsilon; }
-    __device__ bool constant(double epsilon, double part) const {
-        return variance(epsilon) * invstd * invstd <= part;
-    }
+    __device__ bool constant(double epsilon) const { return variance(epsilon) * invstd * invstd <= kConstant; }
 };
 
 // ---- elementwise ---------------------------------------------------------------------------------------------
 
 // The number of packs that a thread reads before it writes.
 template <int kUnit>
-struct Batch {
-    static constexpr int kCount = kUnit > 1 ? 4 : 8;
-};
+constexpr int kBatch = kUnit > 1 ? 4 : 8;
 
-// Calls use(slot, channel) when the statistics change, then apply<kUnit>(offset, stride, n) for each batch: n packs,
-// `stride` apart. Rows are counted in 32 bits, because a division of 64 bits would cost more than a short row.
-template <int kUnit, class Map>
+// Writes map.value(inputs, position) for n packs, `stride` apart, from those of map.from. Of these, the ones behind
+// kNeeded may be null, and count as 0. If map.adds(), which is rare, the old values wait: they must not take registers
+// from the others.
+template <typename T, int kUnit, class Map>
+__device__ inline void apply(const Map& map, Index offset, Index stride, int n) {
+    Pack<T, kUnit> in[Map::kInputs][kBatch<kUnit>] = {};
+#pragma unroll
+    for (int k = 0; k < Map::kInputs; ++k)
+        if (k < Map::kNeeded || map.from[k] != nullptr)
+#pragma unroll
+            for (int j = 0; j < kBatch<kUnit>; ++j)
+                in[k][j] = load<T, kUnit>(map.from[k], offset + (j < n ? j * stride : 0));
+#pragma unroll
+    for (int j = 0; j < kBatch<kUnit>; ++j) {
+        const Index at = offset + (j < n ? j * stride : 0);
+        const Index position = Map::kMasked ? position_of(map.with.tiling, at) : 0;
+        Pack<T, kUnit> out = {};
+        if (map.adds()) out = load<T, kUnit>(map.to, at);
+#pragma unroll
+        for (int i = 0; i < kUnit; ++i) {
+            Wide<T> values[Map::kInputs];
+#pragma unroll
+            for (int k = 0; k < Map::kInputs; ++k) values[k] = Number<T>::widen(in[k][j].values[i]);
+            const Wide<T> value = map.value(values, position + i);
+            out.values[i] = Number<T>::narrow(map.adds() ? Number<T>::widen(out.values[i]) + value : value);
+        }
+        if (j < n) store(map.to, offset + j * stride, out);
+    }
+}
+
+// Calls use(slot, channel) when the statistics change, then `apply` for each batch. Rows are counted in 32 bits, because
+// a division of 64 bits would cost more than a short row.
+template <typename T, int kUnit, class Map>
 __device__ void over_rows(Map& map, const Layout& layout) {
     const Index segment = layout.segment;
     const unsigned rows = static_cast<unsigned>(layout.outer() * layout.channels);
     const unsigned channels = static_cast<unsigned>(layout.channels);
     const unsigned segments = static_cast<unsigned>((layout.inner + segment - 1) / segment);
-    const unsigned warps = gridDim.x * (kThreads / kWarp);
-    for (unsigned task = blockIdx.x * (kThreads / kWarp) + threadIdx.x / kWarp; task < rows * segments; task += warps) {
+    const unsigned warps = gridDim.x * (kBlock / kWarp);
+    for (unsigned task = blockIdx.x * (kBlock / kWarp) + threadIdx.x / kWarp; task < rows * segments; task += warps) {
         const unsigned row = segments == 1 ? task : task / segments, outer = row / channels;
         const Index begin = (task - row * segments) * segment;
         const Index end = begin + segment < layout.inner ? begin + segment : layout.inner;
         map.use(layout.slots == 1 ? 0 : layout.slot_of(outer), row - outer * channels);
         const Index base = row * layout.inner + begin;
         const int length = static_cast<int>(end - begin), stride = kWarp * kUnit;
-        for (int i = threadIdx.x % kWarp * kUnit; i < length; i += Batch<kUnit>::kCount * stride)
-            map.template apply<kUnit>(base + i, stride, (length - i + stride - 1) / stride);
+        for (int i = threadIdx.x % kWarp * kUnit; i < length; i += kBatch<kUnit> * stride)
+            apply<T, kUnit>(map, base + i, stride, (length - i + stride - 1) / stride);
     }
 }
 
-template <class Map>
+template <typename T, class Map>
 __device__ void over_columns(Map& map, const Layout& layout) {
     const int width = layout.width;
     const Index slot = blockIdx.y, channel = Index(blockIdx.x) * width + threadIdx.x % width;
     if (channel >= layout.channels) return;
     const Chunk chunk(layout.outer_of(slot));
     map.use(slot, channel);
-    const int step = kThreads / width, length = static_cast<int>(chunk.end - chunk.begin);
+    const int step = kBlock / width, length = static_cast<int>(chunk.end - chunk.begin);
     const Index base = (layout.first_outer(slot) + chunk.begin) * layout.channels + channel;
-    for (int row = threadIdx.x / width; row < length; row += Batch<1>::kCount * step)
-        map.template apply<1>(base + row * layout.channels, step * layout.channels, (length - row + step - 1) / step);
+    for (int row = threadIdx.x / width; row < length; row += kBatch<1> * step)
+        apply<T, 1>(map, base + row * layout.channels, step * layout.channels, (length - row + step - 1) / step);
 }
 
 // `segment` is a multiple of every pack.
 template <typename T, class Map>
-__device__ void each(Map map, const Tiling& tiling, bool packs) {
+__device__ void each(Map map, const Tiling& tiling) {
     const Layout layout(tiling);
+    bool packs = layout.inner % kLanes<T> == 0 && aligned(map.to);
+#pragma unroll
+    for (int k = 0; k < Map::kInputs; ++k) packs = packs && aligned(map.from[k]);
     if (layout.inner == 1)
-        over_columns(map, layout);
-    else if (packs && layout.inner % Lanes<T>::kCount == 0)
-        over_rows<Lanes<T>::kCount>(map, layout);
+        over_columns<T>(map, layout);
+    else if (packs)
+        over_rows<T, kLanes<T>>(map, layout);
     else
-        over_rows<1>(map, layout);
+        over_rows<T, 1>(map, layout);
 }
 
 // The statistics that normalise: those of a batch, or the running ones if `frozen`.
 template <typename P>
 __device__ inline Statistic statistic(const NormaliseArguments& with, const Lists& lists, Index slot, Index channel) {
-    if (with.frozen == 0) return statistic(with.gathered, List(lists, slot), channel, with.tiling.channels);
+    if (with.frozen == 0) return statistic(with.gathered, lists, range_of(lists, slot), channel, with.tiling.channels);
     return {0, static_cast<double>(static_cast<const P*>(with.running_mean)[channel]),
             static_cast<double>(static_cast<const P*>(with.running_var)[channel])};
 }
@@ -607,58 +598,36 @@ __device__ inline double invstd(const NormaliseArguments& with, const Statistic&
 
 // Gamma, unless it is fixed, and beta.
 template <typename P>
-__device__ inline double gamma(const Weights& weights, Index channel) {
-    return weights.fix_gamma ? 1.0 : static_cast<double>(static_cast<const P*>(weights.gamma)[channel]);
+__device__ inline double gamma(const Affine& affine, Index channel) {
+    return affine.fix_gamma ? 1.0 : static_cast<double>(static_cast<const P*>(affine.gamma)[channel]);
 }
 template <typename P>
-__device__ inline double beta(const Weights& weights, Index channel) {
-    return static_cast<double>(static_cast<const P*>(weights.beta)[channel]);
+__device__ inline double beta(const Affine& affine, Index channel) {
+    return static_cast<double>(static_cast<const P*>(affine.beta)[channel]);
 }
 
 // Computes y = (x - mean) * scale + shift, then the addition and the activation if there are any.
 template <typename T, typename P, class A>
 struct Normalise {
-    typedef typename Number<T>::Wide Wide;
+    static constexpr int kInputs = 2, kNeeded = 1;
+    static constexpr bool kMasked = false;
     const NormaliseArguments& with;
-    const T *x, *addend;
-    T* y;
-    typename A::template On<Wide> activation;
-    Normal<Wide> normal = Normal<Wide>();
+    const void* const from[kInputs] = {with.x, A::kChanges ? with.addend : nullptr};
+    void* const to = with.y;
+    const typename A::template On<Wide<T>> activation = {with.affine.slope, with.affine.ceiling};
+    Normal<Wide<T>> normal = Normal<Wide<T>>();
 
-    __device__ explicit Normalise(const NormaliseArguments& with)
-        : with(with),
-          x(static_cast<const T*>(with.x)),
-          addend(static_cast<const T*>(with.addend)),
-          y(static_cast<T*>(with.y)),
-          activation(with.epilogue.slope, with.epilogue.ceiling) {}
+    __device__ bool adds() const { return with.add != 0; }
     __device__ void use(Index slot, Index channel) {
         const Statistic used = statistic<P>(with, with.used, slot, channel);
-        normal.mean = Split<Wide>(used.mean);
-        normal.scale = static_cast<Wide>(invstd(with, used) * gamma<P>(with.weights, channel));
-        normal.shift = static_cast<Wide>(beta<P>(with.weights, channel));
+        normal = Normal<Wide<T>>(used.mean, invstd(with, used) * gamma<P>(with.affine, channel),
+                                 beta<P>(with.affine, channel));
     }
-    template <int kUnit>
-    __device__ void apply(Index offset, Index stride, int n) const {
-        constexpr int kCount = Batch<kUnit>::kCount;
-        Pack<T, kUnit> in[kCount], out[kCount] = {};
-        load_batch<T>(in, x + offset, stride, n);
-        if (A::kChanges && addend != nullptr) load_batch<T>(out, addend + offset, stride, n);
-#pragma unroll
-        for (int j = 0; j < kCount; ++j) {
-            Pack<T, kUnit> before = {};
-            // This case is rare: it may wait, and must not take registers from the others.
-            if (with.add) before = load<T, kUnit>(y + offset + (j < n ? j * stride : 0));
-#pragma unroll
-            for (int i = 0; i < kUnit; ++i) {
-                Wide value = normal.of(Number<T>::widen(in[j].values[i]));
-                if (A::kChanges) {
-                    value += Number<T>::widen(out[j].values[i]);
-                    activation.apply(&value);
-                }
-                out[j].values[i] = Number<T>::narrow(with.add ? Number<T>::widen(before.values[i]) + value : value);
-            }
-            if (j < n) store<T, kUnit>(y + offset + j * stride, out[j]);
-        }
+    __device__ Wide<T> value(const Wide<T> (&in)[kInputs], Index) const {
+        Wide<T> z = normal.of(in[0]);
+        if (A::kChanges) z += in[1];
+        activation.apply(&z);
+        return z;
     }
 };
 
@@ -668,117 +637,80 @@ struct Normalise {
 //
 // The slot uses pool u and feeds pool f. S1 = sum dz and S2 = sum dz*xhat go over the slots that use f. The gradient dz
 // is dy or, if A::kChanges, dy after the backward of the activation.
-template <typename T, typename P, class A, bool kAdd, bool kMasked>
+template <typename T, typename P, class A, bool kAdd, bool kMasks>
 struct GradInput {
-    typedef typename Number<T>::Wide Wide;
+    static constexpr int kInputs = kAdd ? 3 : 2, kNeeded = kInputs;
+    static constexpr bool kMasked = kMasks;
     const GradInputArguments& with;
-    const T *dy, *x;
-    T* dx;
-    const unsigned char* mask;
-    typename A::template On<Wide> activation;
-    Split<Wide> mean = Split<Wide>(0);
-    Wide scale = 0, shift = 0, slope = 0;
-    Normal<Wide> normal = Normal<Wide>();
+    const void* const from[3] = {with.dy, with.x, with.dx};  // the old dx, if kAdd
+    void* const to = with.dx;
+    const typename A::template On<Wide<T>> activation = {with.affine.slope, with.affine.ceiling};
+    Split<Wide<T>> mean = Split<Wide<T>>(0);
+    Wide<T> scale = 0, shift = 0, slope = 0;
+    Normal<Wide<T>> normal = Normal<Wide<T>>();
 
-    __device__ explicit GradInput(const GradInputArguments& with)
-        : with(with),
-          dy(static_cast<const T*>(with.dy)),
-          x(static_cast<const T*>(with.x)),
-          dx(static_cast<T*>(with.dx)),
-          mask(static_cast<const unsigned char*>(with.mask)),
-          activation(with.epilogue.slope, with.epilogue.ceiling) {}
+    __device__ static constexpr bool adds() { return false; }
     __device__ void use(Index slot, Index channel) {
         const Index channels = with.tiling.channels;
-        const Kept mine(with.kept, slot, channel, channels);
-        const double weight = gamma<P>(with.weights, channel);
-        scale = static_cast<Wide>(weight * mine.used_invstd);
-        mean = Split<Wide>(mine.mean);
+        const Kept kept(with.kept, slot, channel, channels);
+        const double weight = gamma<P>(with.affine, channel);
+        scale = static_cast<Wide<T>>(weight * kept.used_invstd);
+        mean = Split<Wide<T>>(kept.mean);
         if (A::kChanges)
-            normal = {Split<Wide>(mine.used_mean), scale, static_cast<Wide>(beta<P>(with.weights, channel))};
+            normal = Normal<Wide<T>>(kept.used_mean, weight * kept.used_invstd, beta<P>(with.affine, channel));
         shift = slope = 0;
-        if (mine.share == 0) return;  // running statistics get no gradient
+        if (kept.share == 0) return;  // running statistics get no gradient
         Sums sums = {};
-        List(with.users, slot).each([&](int user) {
+        each_of(with.users, range_of(with.users, slot), [&](int user) {
             sums.merge(Sums::at(with.gathered + user * Sums::length(channels), channel, channels));
         });
-        const double share = weight * mine.invstd * mine.share;
-        shift = static_cast<Wide>(share * sums.dy);
-        slope = static_cast<Wide>(share * mine.invstd * sums.dy_xhat);
+        const double share = weight * kept.invstd * kept.share;
+        shift = static_cast<Wide<T>>(share * sums.dy);
+        slope = static_cast<Wide<T>>(share * kept.invstd * sums.dy_xhat);
     }
-    template <int kUnit>
-    __device__ void apply(Index offset, Index stride, int n) const {
-        constexpr int kCount = Batch<kUnit>::kCount;
-        Pack<T, kUnit> head[kCount], in[kCount], out[kCount] = {};
-        load_batch<T>(head, dy + offset, stride, n);
-        load_batch<T>(in, x + offset, stride, n);
-        if (kAdd) load_batch<T>(out, dx + offset, stride, n);
-#pragma unroll
-        for (int j = 0; j < kCount; ++j) {
-            const Index position = kMasked ? position_of(with.tiling, offset + (j < n ? j * stride : 0)) : 0;
-#pragma unroll
-            for (int i = 0; i < kUnit; ++i) {
-                const Wide at = Number<T>::widen(in[j].values[i]);
-                Wide through = shift + mean.below(at) * slope;
-                if (kMasked && mask[position + i] == 0) through = 0;
-                Wide dz = Number<T>::widen(head[j].values[i]);
-                if (A::kChanges) activation.through(&dz, normal.of(at));
-                const Wide value = scale * dz - through;
-                out[j].values[i] = Number<T>::narrow(kAdd ? Number<T>::widen(out[j].values[i]) + value : value);
-            }
-            if (j < n) store<T, kUnit>(dx + offset + j * stride, out[j]);
-        }
+    __device__ Wide<T> value(const Wide<T> (&in)[kInputs], Index position) const {
+        Wide<T> dz = in[0], through = shift + mean.below(in[1]) * slope;
+        if (kMasked && !counts_at(with.mask, position)) through = 0;
+        activation.through(&dz, normal.of(in[1]));
+        const Wide<T> value = scale * dz - through;
+        return kAdd ? in[kInputs - 1] + value : value;
     }
 };
 
 // Computes x from the y of `Normalise`.
 template <typename T, typename P, class A>
 struct Recover {
-    typedef typename Number<T>::Wide Wide;
+    static constexpr int kInputs = 1, kNeeded = 1;
+    static constexpr bool kMasked = false;
     const RecoverArguments& with;
-    const T* y;
-    T* x;
-    typename A::template On<Wide> activation;
-    Normal<Wide> normal = Normal<Wide>();
+    const void* const from[kInputs] = {with.y};
+    void* const to = with.x;
+    const typename A::template On<Wide<T>> activation = {with.affine.slope, with.affine.ceiling};
+    Normal<Wide<T>> normal = Normal<Wide<T>>();
 
-    __device__ explicit Recover(const RecoverArguments& with)
-        : with(with),
-          y(static_cast<const T*>(with.y)),
-          x(static_cast<T*>(with.x)),
-          activation(with.epilogue.slope, with.epilogue.ceiling) {}
+    __device__ static constexpr bool adds() { return false; }
     __device__ void use(Index slot, Index channel) {
-        const Kept mine(with.kept, slot, channel, with.tiling.channels);
-        const Wide shift = static_cast<Wide>(beta<P>(with.weights, channel));
-        normal = {Split<Wide>(mine.used_mean), static_cast<Wide>(mine.used_invstd * gamma<P>(with.weights, channel)),
-                  shift};
+        const Kept kept(with.kept, slot, channel, with.tiling.channels);
+        const double shift = beta<P>(with.affine, channel);
+        normal = Normal<Wide<T>>(kept.used_mean, kept.used_invstd * gamma<P>(with.affine, channel), shift);
         // x is the mean, for every y
-        if (mine.used_invstd == 0 || (mine.by_another() && mine.constant(with.epsilon, with.constant)))
-            normal = {Split<Wide>(mine.mean), static_cast<Wide>(rsqrt(0.0)), shift};
+        if (kept.used_invstd == 0 || (kept.by_another() && kept.constant(with.epsilon)))
+            normal = Normal<Wide<T>>(kept.mean, rsqrt(0.0), shift);
     }
-    template <int kUnit>
-    __device__ void apply(Index offset, Index stride, int n) const {
-        constexpr int kCount = Batch<kUnit>::kCount;
-        Pack<T, kUnit> packs[kCount];
-        load_batch<T>(packs, y + offset, stride, n);
-#pragma unroll
-        for (int j = 0; j < kCount; ++j) {
-#pragma unroll
-            for (int i = 0; i < kUnit; ++i) {
-                Wide z = Number<T>::widen(packs[j].values[i]);
-                activation.undo(&z);
-                packs[j].values[i] = Number<T>::narrow(normal.back(z));
-            }
-            if (j < n) store<T, kUnit>(x + offset + j * stride, packs[j]);
-        }
+    __device__ Wide<T> value(const Wide<T> (&in)[kInputs], Index) const {
+        Wide<T> z = in[0];
+        activation.undo(&z);
+        return normal.back(z);
     }
 };
 
-__device__ inline Index thread() { return Index(blockIdx.x) * kThreads + threadIdx.x; }
+__device__ inline Index thread() { return Index(blockIdx.x) * kBlock + threadIdx.x; }
 
 // The threads of a launch and this one's number, for any grid: for work once per channel in a kernel of another
 // purpose.
-__device__ inline Index all_threads() { return Index(gridDim.x) * gridDim.y * gridDim.z * kThreads; }
+__device__ inline Index all_threads() { return Index(gridDim.x) * gridDim.y * gridDim.z * kBlock; }
 __device__ inline Index any_thread() {
-    return ((Index(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x) * kThreads + threadIdx.x;
+    return ((Index(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x) * kBlock + threadIdx.x;
 }
 
 // The index of the first packed moment that is not finite; -1 if all are finite.
@@ -799,39 +731,39 @@ __device__ inline void move(void* running, Index channel, double momentum, doubl
 template <typename P>
 __device__ void track(const NormaliseArguments& with) {
     const Index channels = with.tiling.channels, length = Moments::length(channels);
-    volatile Findings* const findings = with.findings;
-    if (with.watch == kLeaveOutAndTell && any_thread() == 0) {
+    volatile Status* const status = with.status;
+    if (with.watch == kLeaveOutAndReport && any_thread() == 0) {
         const Index at = not_finite(with.own, 0, with.tiling.slots * length);
         if (at >= 0) {
-            findings->value = with.own[at];
-            findings->at = at;
+            status->value = with.own[at];
+            status->at = at;
         }
     }
     for (Index channel = any_thread(); channel < channels; channel += all_threads()) {
         double mean = 0, variance = 0, parts = 0;
+        bool finite = true;
         for (int pool = 0; pool < with.pools; ++pool) {
             const Statistic part = statistic<P>(with, with.tracked, pool, channel);
             if (part.share == 0) continue;
             mean += part.mean;
             variance += with.unbiased != 0 && part.share < 1 ? part.variance / (1 - part.share) : part.variance;
             parts += 1;
+            if (with.watch == kPropagate) continue;
+            // Each thread looks by itself: it is rarely requested, and the data is in the cache.
+            each_of(with.tracked, range_of(with.tracked, pool), [&](int slot) {
+                finite = finite && not_finite(with.gathered, slot * length, (slot + 1) * length) < 0;
+            });
         }
         if (parts > 1) {
             mean /= parts;
             variance /= parts;
         }
-        bool any = parts > 0;
-        // Each thread looks by itself: it is rarely requested, and the data is in the cache.
-        for (int pool = 0; any && with.watch != kPropagate && pool < with.pools; ++pool) {
-            List(with.tracked, pool).each([&](int slot) {
-                any = any && not_finite(with.gathered, slot * length, (slot + 1) * length) < 0;
-            });
-        }
+        const bool any = parts > 0 && finite;
         if (with.batch != nullptr) {
             if (channel == 0) with.batch[0] = any && with.hand_on != 0;
             with.batch[1 + channel] = with.hand_on != 0 ? mean : 0;
             with.batch[1 + channels + channel] = with.hand_on != 0 ? variance : 0;
-        } else if (with.running_mean != nullptr && any && !findings->given_up) {
+        } else if (with.running_mean != nullptr && any && !status->given_up) {
             move<P>(with.running_mean, channel, with.momentum, mean);
             move<P>(with.running_var, channel, with.momentum, variance);
         }
@@ -843,162 +775,145 @@ __device__ void keep(const NormaliseArguments& with) {
     const Index channels = with.tiling.channels;
     for (Index i = any_thread(); i < with.tiling.slots * channels; i += all_threads()) {
         const Index slot = i / channels, channel = i % channels;
-        double* mine = with.kept + slot * kept_length(channels);
+        double* kept = with.kept + slot * kept_length(channels);
         const Statistic used = statistic<P>(with, with.used, slot, channel);
-        const Range of_used = List(with.used, slot).range, of_fed = List(with.fed, slot).range;
+        const Range of_used = range_of(with.used, slot), of_fed = range_of(with.fed, slot);
         const bool same =
             with.used.members == with.fed.members && of_used.begin == of_fed.begin && of_used.end == of_fed.end;
         const Statistic fed = same ? used : statistic<P>(with, with.fed, slot, channel);
-        if (channel == 0) mine[0] = fed.share;
-        mine[1 + channel] = used.mean;
-        mine[1 + channels + channel] = invstd(with, used);
-        mine[1 + 2 * channels + channel] = fed.mean;
-        mine[1 + 3 * channels + channel] = invstd(with, fed);
+        if (channel == 0) kept[0] = fed.share;
+        kept[1 + channel] = used.mean;
+        kept[1 + channels + channel] = invstd(with, used);
+        kept[1 + 2 * channels + channel] = fed.mean;
+        kept[1 + 3 * channels + channel] = invstd(with, fed);
     }
 }
 
-// `Invertible` of csrc/types.h.
+// Finds the first channel with a hidden x, and the cause, in the first block.
 template <typename P>
-struct Invertible {
-    const RecoverArguments& with;
-
-    __device__ double weight(Index channel) const { return fabs(gamma<P>(with.weights, channel)); }
-    __device__ double lost(Index channel) const {
-        return with.per_beta * fabs(beta<P>(with.weights, channel)) + with.least;
-    }
-    __device__ bool by_gamma(Index channel) const { return weight(channel) > lost(channel); }
-    __device__ bool hidden_by_another(Index channel) const {
+__device__ void report_hidden(const RecoverArguments& with) {
+    if (blockIdx.x + blockIdx.y + blockIdx.z > 0) return;
+    const Index channels = with.tiling.channels;
+    const auto by_gamma = [&](Index channel) {
+        return !with.invertible(gamma<P>(with.affine, channel), beta<P>(with.affine, channel));
+    };
+    const auto by_another = [&](Index channel) {
         for (Index slot = 0; slot < with.tiling.slots; ++slot) {
-            const Kept mine(with.kept, slot, channel, with.tiling.channels);
-            if (!mine.by_another() || mine.constant(with.epsilon, with.constant)) continue;
-            const double apart = fabs(mine.mean - mine.used_mean);
-            if (weight(channel) * sqrt(mine.variance(with.epsilon)) <=
-                lost(channel) / mine.used_invstd + with.per_beta * weight(channel) * apart)
+            const Kept kept(with.kept, slot, channel, channels);
+            if (kept.by_another() && !kept.constant(with.epsilon) &&
+                with.invertible.hidden_by_another(gamma<P>(with.affine, channel), beta<P>(with.affine, channel),
+                                                  sqrt(kept.variance(with.epsilon)), 1 / kept.used_invstd,
+                                                  kept.mean - kept.used_mean))
                 return true;
         }
         return false;
-    }
-};
-
-// Finds the first channel with a hidden x, and the cause, in the first block.
-template <typename P>
-__device__ void tell_hidden(const RecoverArguments& with) {
-    if (blockIdx.x + blockIdx.y + blockIdx.z > 0) return;
-    const Invertible<P> invertible = {with};
-    const Index channels = with.tiling.channels;
-    __shared__ Index first[kThreads];
+    };
+    __shared__ Index first[kBlock];
     first[threadIdx.x] = channels;
-    for (Index channel = threadIdx.x; channel < channels && first[threadIdx.x] == channels; channel += kThreads)
-        if (!invertible.by_gamma(channel) || invertible.hidden_by_another(channel)) first[threadIdx.x] = channel;
+    for (Index channel = threadIdx.x; channel < channels && first[threadIdx.x] == channels; channel += kBlock)
+        if (by_gamma(channel) || by_another(channel)) first[threadIdx.x] = channel;
     __syncthreads();
     if (threadIdx.x > 0) return;
     Index found = channels;
-    for (int i = 0; i < kThreads; ++i) found = first[i] < found ? first[i] : found;
+    for (int i = 0; i < kBlock; ++i) found = first[i] < found ? first[i] : found;
     if (found == channels) return;
-    volatile Findings* const findings = with.findings;
-    findings->value = invertible.by_gamma(found) ? 1 : 0;
-    findings->at = found;
+    volatile Status* const status = with.status;
+    status->value = by_gamma(found) ? 0 : 1;
+    status->at = found;
 }
 
 // Adds up this replica's own slots, each [2][channels].
 template <typename P>
 __device__ void parameter_gradients(const GradInputArguments& with) {
     const Index channels = with.tiling.channels;
-    P *const dgamma = static_cast<P*>(with.dgamma), *const dbeta = static_cast<P*>(with.dbeta);
+    const auto put = [](void* to, Index channel, int add, double value) {
+        if (to == nullptr) return;
+        P& out = static_cast<P*>(to)[channel];
+        out = static_cast<P>((add ? static_cast<double>(out) : 0.0) + value);
+    };
     for (Index channel = any_thread(); channel < channels; channel += all_threads()) {
         Sums sums = {};
         for (Index slot = 0; slot < with.tiling.slots; ++slot)
             sums.merge(Sums::at(with.own + slot * Sums::length(channels), channel, channels));
-        if (dgamma != nullptr)
-            dgamma[channel] = static_cast<P>((with.add_dgamma ? static_cast<double>(dgamma[channel]) : 0.0) +
-                                             (with.weights.fix_gamma ? 0.0 : sums.dy_xhat));
-        if (dbeta != nullptr)
-            dbeta[channel] = static_cast<P>((with.add_dbeta ? static_cast<double>(dbeta[channel]) : 0.0) + sums.dy);
+        put(with.dgamma, channel, with.add_dgamma, with.affine.fix_gamma ? 0.0 : sums.dy_xhat);
+        put(with.dbeta, channel, with.add_dbeta, sums.dy);
     }
 }
 
-// ---- the kernels, for a type of data T and the type P of its parameters and running statistics: see params.h
-// ----------
+// ---- the kernels ---------------------------------------------------------------------------------------------
 //
-// A slot without a sample leaves zeros, and the other slots skip it.
+// For a type of data T and the type P of its parameters and running statistics: see params.h. A slot without a sample
+// leaves zeros, and the other slots skip it.
 
-// The channel of this thread of a reduction; the number of channels if it has none.
+// The channel of this thread of a reduction; the last one if it has none.
 __device__ inline Index channel_of(const Layout& layout) {
     const Index channel = layout.inner > 1 ? blockIdx.x : Index(blockIdx.x) * layout.width + threadIdx.x % layout.width;
-    return channel < layout.channels ? channel : layout.channels;
+    return channel < layout.channels ? channel : layout.channels - 1;
 }
 
 template <typename T, bool kMasked = false>
 __device__ void moments(const MomentsArguments& with) {
     const Layout layout(with.tiling);
-    const T* const x = static_cast<const T*>(with.x);
-    const Index channel = channel_of(layout);
-    const bool any = layout.outer_of(blockIdx.y) > 0 && channel < layout.channels;
-    const Index row = any ? layout.first_outer(blockIdx.y) * layout.channels + channel : 0;
-    MomentsOf<T, kMasked> reduction(x, with.mask, with.tiling, row * layout.inner);
-    reduce<T>(reduction, layout, with.partial, aligned(x));
+    const Index row = layout.first_outer(blockIdx.y) * layout.channels + channel_of(layout);
+    const bool any = !kMasked && layout.outer_of(blockIdx.y) > 0;
+    const Wide<T> origin = any ? Number<T>::widen(static_cast<const T*>(with.x)[row * layout.inner]) : 0;
+    MomentsOf<T, kMasked> reduction = {with, origin};
+    reduce<T>(reduction, layout, with.partial, aligned(with.x));
 }
 
 // Of numbers in the order of bytes of GPUs, the last byte has the sign.
 __device__ inline void expand(const ExpandArguments& with) {
+    const Mask& mask = with.mask;
     const Index position = thread();
     if (position >= with.positions) return;
     Index at = 0, rest = position;
-    for (int i = kMaskAxes - 1; i >= 0; --i) {
-        at += rest % with.extents[i] * with.strides[i];
-        rest /= with.extents[i];
+    for (int i = 3; i >= 0; --i) {
+        at += rest % mask.extents[i] * mask.strides[i];
+        rest /= mask.extents[i];
     }
-    const unsigned char* const value = static_cast<const unsigned char*>(with.from) + at * with.bytes;
-    int any = value[with.bytes - 1] & (with.floating != 0 ? 0x7f : 0xff);
-    for (int i = 0; i + 1 < with.bytes; ++i) any |= value[i];
+    const unsigned char* const value = static_cast<const unsigned char*>(with.from) + at * mask.bytes;
+    int any = value[mask.bytes - 1] & (mask.floating != 0 ? 0x7f : 0xff);
+    for (int i = 0; i + 1 < mask.bytes; ++i) any |= value[i];
     static_cast<unsigned char*>(with.to)[position] = any != 0;
 }
 
 template <typename T, typename P, class A>
 __device__ void normalise(const NormaliseArguments& with) {
-    const bool packs = aligned(with.x) && aligned(with.y) && (!A::kChanges || aligned(with.addend));
-    if (with.y != nullptr && with.tiling.samples > 0) each<T>(Normalise<T, P, A>(with), with.tiling, packs);
+    if (with.y != nullptr && with.tiling.samples > 0) each<T>(Normalise<T, P, A>{with}, with.tiling);
     keep<P>(with);
     if (with.frozen == 0) track<P>(with);
 }
 
 template <typename T, typename P, class A>
 __device__ void grad_sums(const GradSumsArguments& with) {
-    typedef typename Number<T>::Wide Wide;
     const Layout layout(with.tiling);
-    const Index channels = layout.channels, channel = channel_of(layout);
-    const bool any = channel < channels;
-    const double* mine = with.kept + blockIdx.y * kept_length(channels) + 1 + channel;
-    const double mean = any ? mine[0] : 0.0, invstd = any ? mine[channels] : 0.0;
-    Normal<Wide> normal;
-    normal.scale = 1;
-    if (A::kChanges && with.y == nullptr && any)
-        normal = {Split<Wide>(mean), static_cast<Wide>(invstd * gamma<P>(with.weights, channel)),
-                  static_cast<Wide>(beta<P>(with.weights, channel))};
-    const T *const dy = static_cast<const T*>(with.dy), *const x = static_cast<const T*>(with.x);
-    const T* const marks = with.y != nullptr ? static_cast<const T*>(with.y) : x;
-    SumsOf<T, A> reduction(dy, x, mean, invstd, marks, static_cast<T*>(with.dz), normal,
-                                    typename A::template On<Wide>(with.epilogue.slope, with.epilogue.ceiling));
-    const bool packs = aligned(x) && aligned(dy) && (!A::kChanges || (aligned(with.y) && aligned(with.dz)));
-    reduce<T>(reduction, layout, with.partial, packs);
+    const Index channel = channel_of(layout);
+    const Kept kept(with.kept, blockIdx.y, channel, layout.channels);
+    Normal<Wide<T>> normal;
+    if (A::kChanges && with.y == nullptr)
+        normal = Normal<Wide<T>>(kept.used_mean, kept.used_invstd * gamma<P>(with.affine, channel),
+                                 beta<P>(with.affine, channel));
+    SumsOf<T, A> reduction = {with, Split<Wide<T>>(kept.used_mean), kept.used_invstd,
+                              with.y != nullptr ? with.y : with.x, normal};
+    reduce<T>(reduction, layout, with.partial,
+              aligned(with.x) && aligned(with.dy) && aligned(with.y) && aligned(with.dz));
 }
 
 template <typename T, typename P, class A, bool kMasked = false>
 __device__ void grad_input(const GradInputArguments& with) {
-    const bool packs = aligned(with.x) && aligned(with.dy) && aligned(with.dx);
     if (with.dx != nullptr && with.tiling.samples > 0) {
         if (with.add)
-            each<T>(GradInput<T, P, A, true, kMasked>(with), with.tiling, packs);
+            each<T>(GradInput<T, P, A, true, kMasked>{with}, with.tiling);
         else
-            each<T>(GradInput<T, P, A, false, kMasked>(with), with.tiling, packs);
+            each<T>(GradInput<T, P, A, false, kMasked>{with}, with.tiling);
     }
     parameter_gradients<P>(with);
 }
 
 template <typename T, typename P, class A>
 __device__ void recover(const RecoverArguments& with) {
-    each<T>(Recover<T, P, A>(with), with.tiling, aligned(with.x) && aligned(with.y));
-    tell_hidden<P>(with);
+    each<T>(Recover<T, P, A>{with}, with.tiling);
+    report_hidden<P>(with);
 }
 
 template <typename P>
@@ -1013,92 +928,59 @@ template <typename T>
 __device__ void copy(const CopyArguments& with) {
     const Index i = thread();
     if (i >= with.n) return;
-    const T* const from = static_cast<const T*>(with.from);
-    T* const to = static_cast<T*>(with.to);
-    to[i] = with.add ? Number<T>::narrow(Number<T>::widen(to[i]) + Number<T>::widen(from[i])) : from[i];
+    const T from = static_cast<const T*>(with.from)[i];
+    T& to = static_cast<T*>(with.to)[i];
+    to = with.add ? Number<T>::narrow(Number<T>::widen(to) + Number<T>::widen(from)) : from;
 }
 
-template <typename T>
-__device__ void widen(const CopyArguments& with) {
+template <typename From, typename To>
+__device__ void convert(const CopyArguments& with) {
     const Index i = thread();
     if (i < with.n)
-        static_cast<typename Number<T>::Wide*>(with.to)[i] = Number<T>::widen(static_cast<const T*>(with.from)[i]);
-}
-template <typename T>
-__device__ void narrow(const CopyArguments& with) {
-    const Index i = thread();
-    typedef typename Number<T>::Wide Wide;
-    if (i < with.n) static_cast<T*>(with.to)[i] = Number<T>::narrow(static_cast<const Wide*>(with.from)[i]);
+        static_cast<To*>(with.to)[i] = Number<To>::narrow(Number<From>::widen(static_cast<const From*>(with.from)[i]));
 }
 
 template <typename T>
 __device__ void fill(const FillArguments& with) {
-    if (thread() < with.n)
-        static_cast<T*>(with.out)[thread()] = Number<T>::narrow(static_cast<typename Number<T>::Wide>(with.value));
+    if (thread() < with.n) static_cast<T*>(with.out)[thread()] = Number<T>::narrow(static_cast<Wide<T>>(with.value));
 }
 
 // For each type of data: the type itself and the type of its parameters.
 typedef Half Data_float16;
 typedef float Data_float32, Parameter_float16, Parameter_float32;
 typedef double Data_float64, Parameter_float64;
+#define SYNCBN_ACTIVATION(NAME, A) typedef syncbn::A Activation_##NAME;
+SYNCBN_ACTIVATIONS(SYNCBN_ACTIVATION)
 
 }  // namespace
 
 #define SYNCBN_KERNEL(NAME, Arguments, ...) \
-    extern "C" __global__ void __launch_bounds__(kThreads) NAME(const Arguments with) { __VA_ARGS__(with); }
+    extern "C" __global__ void __launch_bounds__(kBlock) NAME(const Arguments with) { __VA_ARGS__(with); }
+#define SYNCBN_KERNEL_OF(KERNEL, ACTIVATION, TYPE, Arguments) \
+    SYNCBN_KERNEL(KERNEL##_##ACTIVATION##_##TYPE, Arguments,  \
+                  KERNEL<Data_##TYPE, Parameter_##TYPE, Activation_##ACTIVATION>)
 
-#define SYNCBN_KERNELS(TYPE)                                                          \
-    SYNCBN_KERNEL(moments_##TYPE, MomentsArguments, moments<Data_##TYPE>)             \
-    SYNCBN_KERNEL(copy_##TYPE, CopyArguments, copy<Data_##TYPE>)                      \
-    SYNCBN_KERNEL(widen_##TYPE, CopyArguments, widen<Data_##TYPE>)                    \
-    SYNCBN_KERNEL(narrow_##TYPE, CopyArguments, narrow<Data_##TYPE>)                  \
-    SYNCBN_KERNEL(fill_##TYPE, FillArguments, fill<Data_##TYPE>)                      \
-    SYNCBN_KERNEL(update_running_##TYPE, UpdateRunningArguments, update_running<Parameter_##TYPE>)
-
-#define SYNCBN_KERNELS_OF(TYPE, NAME, A, KERNEL, Arguments) \
-    SYNCBN_KERNEL(KERNEL##_##NAME##_##TYPE, Arguments, KERNEL<Data_##TYPE, Parameter_##TYPE, A>)
-#define SYNCBN_ACTIVATED_KERNELS(NAME, A, TYPE)                               \
-    SYNCBN_KERNELS_OF(TYPE, NAME, A, normalise, NormaliseArguments)  \
-    SYNCBN_KERNELS_OF(TYPE, NAME, A, grad_sums, GradSumsArguments)   \
-    SYNCBN_KERNELS_OF(TYPE, NAME, A, grad_input, GradInputArguments) \
-    SYNCBN_KERNELS_OF(TYPE, NAME, A, recover, RecoverArguments)
-
-#define SYNCBN_ONE_MASKED_KERNEL(NAME, A, TYPE)                           \
-    SYNCBN_KERNEL(masked_grad_input_##NAME##_##TYPE, GradInputArguments, \
+#define SYNCBN_MASKED_KERNEL(ACTIVATION, A, TYPE)                              \
+    SYNCBN_KERNEL(masked_grad_input_##ACTIVATION##_##TYPE, GradInputArguments, \
                   grad_input<Data_##TYPE, Parameter_##TYPE, syncbn::A, true>)
-#define SYNCBN_MASKED_KERNELS(TYPE)                                                   \
-    SYNCBN_KERNEL(masked_moments_##TYPE, MomentsArguments, moments<Data_##TYPE, true>) \
-    SYNCBN_ACTIVATIONS(SYNCBN_ONE_MASKED_KERNEL, TYPE)
 
-// Compiling all kernels takes too long for a first step: SYNCBN_TYPE and SYNCBN_ACTIVATION or SYNCBN_MASKED select some.
-#ifdef SYNCBN_TYPE
-#define SYNCBN_APPLY(MACRO, ...) MACRO(__VA_ARGS__)
-#if defined(SYNCBN_MASKED)
-SYNCBN_APPLY(SYNCBN_MASKED_KERNELS, SYNCBN_TYPE)
-#elif defined(SYNCBN_ACTIVATION)
-#define SYNCBN_TRAIT_OF(NAME, A) typedef syncbn::A Activation_##NAME;
-namespace {
-SYNCBN_ACTIVATIONS(SYNCBN_TRAIT_OF)
-}
-#define SYNCBN_ONE_ACTIVATION(NAME, TYPE) SYNCBN_ACTIVATED_KERNELS(NAME, Activation_##NAME, TYPE)
-SYNCBN_APPLY(SYNCBN_ONE_ACTIVATION, SYNCBN_ACTIVATION, SYNCBN_TYPE)
-#else
-SYNCBN_APPLY(SYNCBN_KERNELS, SYNCBN_TYPE)
-SYNCBN_APPLY(SYNCBN_ACTIVATED_KERNELS, identity, syncbn::Identity, SYNCBN_TYPE)
-#endif
-#else
-#define SYNCBN_ALL_TYPES(NAME, A)                         \
-    SYNCBN_ACTIVATED_KERNELS(NAME, syncbn::A, float16) \
-    SYNCBN_ACTIVATED_KERNELS(NAME, syncbn::A, float32) \
-    SYNCBN_ACTIVATED_KERNELS(NAME, syncbn::A, float64)
-SYNCBN_KERNELS(float16)
-SYNCBN_KERNELS(float32)
-SYNCBN_KERNELS(float64)
-SYNCBN_ACTIVATIONS(SYNCBN_ALL_TYPES)
-SYNCBN_MASKED_KERNELS(float16)
-SYNCBN_MASKED_KERNELS(float32)
-SYNCBN_MASKED_KERNELS(float64)
-#endif
+// Compiling all kernels takes too long for a first step. So csrc/cuda/compiler.cc adds a line with one of these.
+#define SYNCBN_ACTIVATED_KERNELS(ACTIVATION, TYPE)                     \
+    SYNCBN_KERNEL_OF(normalise, ACTIVATION, TYPE, NormaliseArguments)  \
+    SYNCBN_KERNEL_OF(grad_sums, ACTIVATION, TYPE, GradSumsArguments)   \
+    SYNCBN_KERNEL_OF(grad_input, ACTIVATION, TYPE, GradInputArguments) \
+    SYNCBN_KERNEL_OF(recover, ACTIVATION, TYPE, RecoverArguments)
+#define SYNCBN_KERNELS(TYPE)                                                             \
+    SYNCBN_ACTIVATED_KERNELS(identity, TYPE)                                             \
+    SYNCBN_KERNEL(moments_##TYPE, MomentsArguments, moments<Data_##TYPE>)                \
+    SYNCBN_KERNEL(copy_##TYPE, CopyArguments, copy<Data_##TYPE>)                         \
+    SYNCBN_KERNEL(widen_##TYPE, CopyArguments, convert<Data_##TYPE, Wide<Data_##TYPE>>)  \
+    SYNCBN_KERNEL(narrow_##TYPE, CopyArguments, convert<Wide<Data_##TYPE>, Data_##TYPE>) \
+    SYNCBN_KERNEL(fill_##TYPE, FillArguments, fill<Data_##TYPE>)                         \
+    SYNCBN_KERNEL(update_running_##TYPE, UpdateRunningArguments, update_running<Parameter_##TYPE>)
+#define SYNCBN_MASKED_KERNELS(TYPE)                                                    \
+    SYNCBN_KERNEL(masked_moments_##TYPE, MomentsArguments, moments<Data_##TYPE, true>) \
+    SYNCBN_ACTIVATIONS(SYNCBN_MASKED_KERNEL, TYPE)
 
 SYNCBN_KERNEL(expand_mask, ExpandArguments, expand)
 SYNCBN_KERNEL(merge_moments, MergeArguments, merge<Moments>)

@@ -2,10 +2,13 @@
 // headers of the standard library, and none is needed.
 #pragma once
 
-#include "pooling/range.h"
+#include "plain.h"
 
 namespace syncbn {
 namespace cuda {
+
+// The threads of every block.
+constexpr int kBlock = 256;
 
 typedef long long Index;
 static_assert(sizeof(int) == 4 && sizeof(Index) == 8 && sizeof(void*) == 8, "the same on host and device");
@@ -14,11 +17,8 @@ static_assert(sizeof(int) == 4 && sizeof(Index) == 8 && sizeof(void*) == 8, "the
 // launch, which saves a copy.
 constexpr int kFewRanges = 64;
 struct Lists {
-    const Range* ranges;  // [slots]; null: the ranges travel with the launch
+    const Range* ranges;  // [slots]; null: `few` has them
     const int* members;   // null: ranges are of slots
-    Range first;          // the range of slot s is `first`, moved by s * step
-    int step;
-    int irregular;  // the range of slot s is few[s]
     Range few[kFewRanges];
 };
 
@@ -28,34 +28,29 @@ struct Tiling {
     int width;
 };
 
-struct Weights {
+// As on the host.
+struct Affine {
     const void *gamma, *beta;  // [channels]
     int fix_gamma;
-};
-
-struct Epilogue {
-    double slope, ceiling;
+    double slope, ceiling;  // of the activation
 };
 
 // Memory of the host that a running launch reads and writes.
-struct Findings {
+struct Status {
     int given_up;  // the step has failed: work on the stream shall leave no results
     Index at;      // index of the replica's first packed moment that is not finite; for `recover`, a channel; -1: none
     double value;  // its value; for `recover`, whether another slot's statistic hides x
 };
 
 // The treatment of moments that are not finite.
-enum Watch { kPropagate, kLeaveOut, kLeaveOutAndTell };
+enum Watch { kPropagate, kLeaveOut, kLeaveOutAndReport };
 
-// to[position] is 1 where the value of a mask is not 0, else 0; see `Mask` of csrc/mask.h. Grid: a thread for each
-// position.
-constexpr int kMaskAxes = 4;
+// to[position] is 1 where the value of a mask is not 0, else 0. Grid: a thread for each position.
 struct ExpandArguments {
     Index positions;
     const void* from;
     void* to;
-    Index extents[kMaskAxes], strides[kMaskAxes];
-    int bytes, floating;
+    Mask mask;
 };
 
 // partial [chunks][slots] of packed moments. `masked_moments` leaves out positions [outer][inner] where the expanded mask
@@ -83,8 +78,7 @@ struct NormaliseArguments {
     const void* x;
     const void* addend;  // null: none; `normalise` without an activation ignores it
     void* y;
-    Weights weights;
-    Epilogue epilogue;
+    Affine affine;
     const double* gathered;  // [slots of all replicas][1 + 2C]
     Lists used, fed;
     double epsilon;
@@ -99,7 +93,7 @@ struct NormaliseArguments {
     double momentum;
     void *running_mean, *running_var;  // null: no running statistics
     double* batch;  // [1, mean[C], variance[C]], or [0 ...] if there is none; null: update the running ones here
-    Findings* findings;
+    Status* status;
 };
 
 // partial [chunks][slots] of packed gradients, of dz. The sign of z comes from y if that is not null, else from x. If
@@ -108,8 +102,7 @@ struct GradSumsArguments {
     Tiling tiling;
     const void *dy, *x, *y;
     void* dz;
-    Weights weights;
-    Epilogue epilogue;
+    Affine affine;
     const double* kept;
     double* partial;
 };
@@ -120,8 +113,7 @@ struct GradInputArguments {
     Tiling tiling;
     const void *dy, *x;
     void* dx;
-    Weights weights;
-    Epilogue epilogue;
+    Affine affine;
     const double* kept;
     const double* gathered;  // packed gradients of all replicas
     Lists users;
@@ -131,17 +123,17 @@ struct GradInputArguments {
     const void* mask;
 };
 
-// Computes x from the y of `normalise` without an addend, with `kept`. If x cannot be found, findings->at is the first
-// such channel. Then findings->value says whether another slot's statistic is the cause. Grid as for normalise.
+// Computes x from the y of `normalise` without an addend, with `kept`. If x cannot be found, status->at is the first
+// such channel. Then status->value says whether another slot's statistic is the cause. Grid as for normalise.
 struct RecoverArguments {
     Tiling tiling;
     const void* y;
     void* x;
-    Weights weights;
-    Epilogue epilogue;
+    Affine affine;
     const double* kept;
-    double per_beta, least, epsilon, constant;  // `Invertible` and `kConstant` of csrc/types.h
-    Findings* findings;
+    Invertible invertible;
+    double epsilon;
+    Status* status;
 };
 
 // running <- momentum * running + (1 - momentum) * batch, for batch [1 or 0, mean[C], variance[C]].

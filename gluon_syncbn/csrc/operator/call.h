@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "exchange/exchange.h"
-#include "mask.h"
 #include "meeting/registry.h"
 #include "mxnet_api.h"
 #include "operator/tape.h"

@@ -8,7 +8,6 @@
 // a CPU do, and go back. The same kernels read them.
 #include <algorithm>
 #include <chrono>
-#include <iterator>
 #include <memory>
 #include <optional>
 #include <thread>
@@ -27,10 +26,8 @@ namespace syncbn {
 namespace {
 
 using cuda::ceil_div;
-using cuda::Grid;
 using cuda::kBlock;
 using cuda::Kernel;
-using cuda::Lists;
 using cuda::Memory;
 using cuda::Plan;
 
@@ -51,10 +48,9 @@ Kernel kernel_of(const char* stem, Type type, const Activation& activation, bool
     return {stem, name_of(type), name_of(adds && !activation.any() ? Kind::kRectifier : activation.kind)};
 }
 
-cuda::Epilogue epilogue(const Activation& activation) { return {activation.slope, activation.ceiling}; }
-
-cuda::Weights weights(const Affine& affine, bool needs_beta = true) {
-    return {data(affine.gamma), needs_beta ? data(affine.beta) : nullptr, affine.fix_gamma};
+cuda::Affine on_device(const Affine& affine, bool needs_beta = true) {
+    return {data(affine.gamma), needs_beta ? data(affine.beta) : nullptr, affine.fix_gamma, affine.activation.slope,
+            affine.activation.ceiling};
 }
 
 class DeviceCall : public Call {
@@ -69,7 +65,7 @@ class DeviceCall : public Call {
     void differentiate(const Arrays& arrays, const int* reqs) override;
     void track(const Arrays& arrays) override;
     void copy(Array from, Type type, int64_t n, Array to, bool add) override {
-        copy_data(data(from), type, n, data(to), add);
+        run_on_each(kernel_of("copy", type), n, cuda::CopyArguments{n, data(from), data(to), add});
     }
     void fill(Array to, Type type, int64_t n, double value) override {
         run_on_each(kernel_of("fill", type), n, cuda::FillArguments{n, data(to), value});
@@ -86,7 +82,7 @@ class DeviceCall : public Call {
   private:
     // The replicas' contributions and the results; it lives until no pointer to it is left.
     struct Gathered {
-        cuda::Memory own, all;
+        Memory own, all;
         cuda::OnDevice part;
         const double* values() const { return all.data() != nullptr ? all.data() : own.data(); }
     };
@@ -97,7 +93,7 @@ class DeviceCall : public Call {
         std::shared_ptr<Gathered> gathered = std::make_shared<Gathered>();
         std::vector<Memory> scratch;
         bool may_be_posted = false;        // other work may have been put on the stream
-        bool tells = false;                // the forward reports whether the moments are finite
+        bool reports = false;              // the forward reports whether the moments are finite
         bool recovers = false;             // the backward reports whether x could be found
         bool kept_for_repetition = false;  // the gathered vectors are
         explicit Work(cuda::Device& device) : current(std::in_place, device), lease(device) {}
@@ -114,75 +110,74 @@ class DeviceCall : public Call {
     }
     // `ask` may call Python. There, freed objects may leave another device current on this thread.
     template <typename Ask>
-    auto still_current(const Ask& ask) -> decltype(ask()) {
+    auto still_current(const Ask& ask) {
         const cuda::Current again(device());
         return ask();
     }
-    cuda::Memory memory(int64_t size) {
+    Memory memory(int64_t size) {
         work();
-        return cuda::Memory(device(), size);
+        return Memory(device(), size);
     }
     // Returns so much float64 memory, or memory for the data, until the callback ends.
     double* scratch(int64_t size) {
         work().scratch.push_back(memory(size));
         return work_->scratch.back().data();
     }
-    double* scratch_for_data() { return scratch(doubles_for(tensor_.shape.size() * size_of(tensor_.type))); }
+    Array scratch_for_data() {
+        return {nullptr, scratch(1 + doubles_for(tensor_.shape.size() * size_of(tensor_.type)))};  // never null
+    }
     template <typename Arguments>
-    void run(const cuda::Kernel& kernel, cuda::Grid grid, const Arguments& arguments) {
+    void run(const Kernel& kernel, cuda::Grid grid, const Arguments& arguments) {
         cuda::launch(device(), work().lease.stream(), kernel, grid, &arguments);
     }
     // Runs a kernel with a thread for each of n values.
     template <typename Arguments>
-    void run_on_each(const cuda::Kernel& kernel, int64_t n, const Arguments& arguments) {
+    void run_on_each(const Kernel& kernel, int64_t n, const Arguments& arguments) {
         if (n > 0) run(kernel, {ceil_div(n, kBlock)}, arguments);
     }
-    void copy_data(const void* from, Type type, int64_t n, void* to, bool add) {
-        run_on_each(kernel_of("copy", type), n, cuda::CopyArguments{n, from, to, add});
-    }
+    Plan plan() const { return Plan(tensor_.shape, tensor_.samples, static_cast<int64_t>(tensor_.slots.size())); }
 
     Form form() const { return shares() ? exchange().form() : Form::kDevice; }
     // Returns what is on the device. The copy has no time limit, so this waits for the stream first.
-    Vector downloaded(const cuda::Memory& from);
+    Vector downloaded(const Memory& from);
     // Waits until all work on the stream is done; throws Failure.
     void wait();
     bool idle_within(double seconds) const;
 
     // Computes packed vectors of `length` for each slot, by a kernel and, if it works in chunks, a merge.
-    template <typename Launch>
-    Memory reduced(int64_t length, const char* merge, const Launch& launch_with);
+    template <typename Arguments>
+    void reduce(int64_t length, const Kernel& kernel, const char* merge, Arguments with);
     // Contributes this replica's vectors, which are on their way into `gathered`, and `counts` beside them.
     void contribute_gathered(Vector counts);
     // The number of values of each slot. Those that a mask leaves are in the moments: the call waits for them.
     Vector counts(bool masked = false);
     // Gets the packed vectors of all replicas into `gathered`. In the forward, returns the samples of their slots.
     Total total_gathered(int64_t length);
-    // Copies the pools' lists to the device.
+    // Copies the pools' lists to the device, if they do not travel with a launch.
     void put_lists();
-    Lists list(const std::vector<Range>& ranges) const;
+    // The ranges of each slot, which are the nth of `lists_`.
+    cuda::Lists list(const std::vector<Range>& ranges, size_t nth) const;
     // Computes x from y, into the memory of dx or of scratch.
-    void* recovered(const Arrays& arrays, const int* reqs);
+    Array recovered(const Arrays& arrays, const int* reqs);
     // Expands the mask, which is at this index, until the callback ends; null if all positions count.
     const void* mask(const Arrays& arrays, int index);
 
-    // The results of the first half of a backward.
-    struct Gradients {
-        const void *x = nullptr, *dz = nullptr;
-        bool by_input = false;  // dz is dy, and `grad_input` applies the activation by x
-    };
+    // In the backward, dz is dy, and `grad_input` applies the activation by x.
+    bool by_input() const { return node_.activation.any() && !node_.adds; }
 
     std::optional<Work> work_;
     cuda::Device* device_ = nullptr;
-    Gradients gradients_;
-    Memory kept_;  // for the backward
-    // The lists' memory and its content; lists rarely change between calls. Empty if they travel with a launch.
+    Memory kept_;   // for the backward
+    Array x_, dz_;  // of the first half of a backward
+    // The lists' memory, [members][4 times the ranges], and its content, which rarely changes between calls. Empty if
+    // they travel with a launch.
     Memory lists_;
     std::vector<int> listed_;
 };
 
 // ---- the stream ----------------------------------------------------------------------------------------------------
 
-Vector DeviceCall::downloaded(const cuda::Memory& from) {
+Vector DeviceCall::downloaded(const Memory& from) {
     Vector values(static_cast<size_t>(from.size()));
     wait();
     if (!values.empty()) from.download(values.data(), work().lease);
@@ -214,7 +209,7 @@ void DeviceCall::wait() {
 // What hangs on the device may still use the memory.
 void DeviceCall::clear_up() {
     if (!work_) return;
-    work_->lease.findings()->given_up = 1;
+    work_->lease.status()->given_up = 1;
     bool idle = false;
     try {
         idle = idle_within(kWatchAfter);
@@ -226,7 +221,7 @@ void DeviceCall::clear_up() {
     }
     if (!idle || work_->may_be_posted) {
         work_->lease.abandon();
-        for (cuda::Memory& one : work_->scratch) one.abandon();
+        for (Memory& one : work_->scratch) one.abandon();
         work_->gathered->own.abandon();
         work_->gathered->all.abandon();
         kept_.abandon();
@@ -236,35 +231,16 @@ void DeviceCall::clear_up() {
     work_.reset();
 }
 
-Plan plan_of(const Tensor& tensor) {
-    return Plan(tensor.shape, tensor.samples, static_cast<int64_t>(tensor.slots.size()));
-}
-
 // ---- pools -------------------------------------------------------------------------------------------------------
 
-// Whether the ranges travel with a launch: they are few, or each is the first one moved by a number of steps.
-bool travels(const std::vector<Range>& ranges, Lists* out) {
-    out->first = ranges.empty() ? Range{0, 0} : ranges[0];
-    out->step = ranges.size() < 2 ? 0 : ranges[1].begin - ranges[0].begin;
-    for (size_t i = 1; i < ranges.size(); ++i)
-        if (ranges[i].begin - ranges[i - 1].begin != out->step || ranges[i].end - ranges[i - 1].end != out->step)
-            out->irregular = 1;
-    if (out->irregular == 0) return true;
-    if (ranges.size() > cuda::kFewRanges) return false;
-    std::copy(ranges.begin(), ranges.end(), out->few);
-    return true;
-}
-
 void DeviceCall::put_lists() {
-    std::vector<int> all = pools_.members;
-    bool needed = !all.empty();
-    for (const auto* ranges : {&pools_.used, &pools_.fed, &pools_.users, &pools_.tracked}) {
-        Lists unused{};
-        needed = !travels(*ranges, &unused) || needed;
-        for (const Range& range : *ranges) all.insert(all.end(), {range.begin, range.end});
+    std::vector<int> all;
+    if (!pools_.members.empty() || pools_.used.size() > cuda::kFewRanges) {
+        all = pools_.members;
+        for (const auto* ranges : {&pools_.used, &pools_.fed, &pools_.users, &pools_.tracked})
+            for (const Range& range : *ranges) all.insert(all.end(), {range.begin, range.end});
+        all.resize((all.size() + 1) / 2 * 2);  // whole numbers of float64
     }
-    if (!needed) all.clear();
-    all.resize((all.size() + 1) / 2 * 2);  // whole numbers of float64
     if (all == listed_) return;
     listed_.clear();
     lists_ = Memory();
@@ -273,20 +249,15 @@ void DeviceCall::put_lists() {
     listed_ = std::move(all);
 }
 
-Lists DeviceCall::list(const std::vector<Range>& ranges) const {
-    Lists out{};
+cuda::Lists DeviceCall::list(const std::vector<Range>& ranges, size_t nth) const {
+    cuda::Lists out{};
     if (listed_.empty()) {
-        travels(ranges, &out);
+        std::copy(ranges.begin(), ranges.end(), out.few);
         return out;
     }
     static_assert(sizeof(Range) == 2 * sizeof(int), "put_lists writes them as numbers");
     const int* const members = reinterpret_cast<const int*>(lists_.data());
-    size_t at = pools_.members.size();
-    for (const auto* before : {&pools_.used, &pools_.fed, &pools_.users, &pools_.tracked}) {
-        if (before == &ranges) break;
-        at += 2 * before->size();
-    }
-    out.ranges = reinterpret_cast<const Range*>(members + at);
+    out.ranges = reinterpret_cast<const Range*>(members + pools_.members.size()) + nth * pools_.used.size();
     out.members = pools_.members.empty() ? nullptr : members;
     return out;
 }
@@ -295,42 +266,26 @@ Lists DeviceCall::list(const std::vector<Range>& ranges) const {
 
 const void* DeviceCall::mask(const Arrays& arrays, int index) {
     if (!node_.masks || tensor_.shape.size() == 0) return nullptr;
-    const Mask& layout = node_.mask;
     const int64_t positions = tensor_.shape.per_channel();
-    cuda::ExpandArguments with{};
-    with.positions = positions;
-    with.from = data(arrays[index]);
-    with.to = scratch(doubles_for(positions));
-    std::copy(std::begin(layout.extents), std::end(layout.extents), with.extents);
-    std::copy(std::begin(layout.strides), std::end(layout.strides), with.strides);
-    with.bytes = layout.bytes;
-    with.floating = layout.floating;
-    run(Kernel{"expand_mask"}, {ceil_div(positions, kBlock)}, with);
-    return with.to;
+    double* const to = scratch(doubles_for(positions));
+    run(Kernel{"expand_mask"}, {ceil_div(positions, kBlock)},
+        cuda::ExpandArguments{positions, data(arrays[index]), to, node_.mask});
+    return to;
 }
 
 // ---- what is gathered ----------------------------------------------------------------------------------------------
 
-template <typename Launch>
-Memory DeviceCall::reduced(int64_t length, const char* merge, const Launch& launch_with) {
-    const int64_t slots = static_cast<int64_t>(tensor_.slots.size()), size = slots * length;
-    Memory out = memory(size);
-    if (tensor_.shape.size() == 0) {
-        run(kernel_of("fill", Type::kFloat64), {ceil_div(size, kBlock)}, cuda::FillArguments{size, out.data(), 0});
-        return out;
-    }
-    const Plan plan = plan_of(tensor_);
-    if (plan.chunks == 1) {
-        launch_with(plan, out.data());
-        return out;
-    }
-    double* partial = scratch(plan.chunks * slots * length);
-    launch_with(plan, partial);
-    const int chunks = static_cast<int>(plan.chunks);
-    const int64_t warps = slots * channels();
-    run(Kernel{merge}, {ceil_div(warps, kBlock / 32)},
-        cuda::MergeArguments{slots, channels(), partial, out.data(), chunks});
-    return out;
+template <typename Arguments>
+void DeviceCall::reduce(int64_t length, const Kernel& kernel, const char* merge, Arguments with) {
+    const Plan plan = this->plan();
+    const Memory& out = work().gathered->own = memory(plan.slots * length);
+    if (tensor_.shape.size() == 0) return fill({nullptr, out.data()}, Type::kFloat64, out.size(), 0);
+    with.tiling = plan;
+    with.partial = plan.chunks == 1 ? out.data() : scratch(plan.chunks * out.size());
+    run(kernel, plan.reduce(), with);
+    if (plan.chunks > 1)
+        run(Kernel{merge}, {ceil_div(plan.slots * channels(), kBlock / 32)},
+            cuda::MergeArguments{plan.slots, channels(), with.partial, out.data(), static_cast<int>(plan.chunks)});
 }
 
 Vector DeviceCall::counts(bool masked) {
@@ -372,12 +327,12 @@ Total DeviceCall::total_gathered(int64_t length) {
 // ---- forward -------------------------------------------------------------------------------------------------------
 
 void DeviceCall::begin_normalise(const Arrays& arrays) {
-    const void *x = data(arrays[kX]), *mask = this->mask(arrays, node_.mask_input());
-    const char* stem = mask == nullptr ? "moments" : "masked_moments";
-    work().gathered->own = reduced(moments_length(channels()), "merge_moments", [&](const Plan& plan, double* out) {
-        run(kernel_of(stem, tensor_.type), plan.reduce(), cuda::MomentsArguments{plan.tiling(), x, out, mask});
-    });
-    contribute_gathered(counts(mask != nullptr));
+    cuda::MomentsArguments with{};
+    with.x = data(arrays[kX]);
+    with.mask = this->mask(arrays, node_.mask_input());
+    const char* stem = with.mask == nullptr ? "moments" : "masked_moments";
+    reduce(moments_length(channels()), kernel_of(stem, tensor_.type), "merge_moments", with);
+    contribute_gathered(counts(with.mask != nullptr));
 }
 
 void DeviceCall::normalise(const Arrays& arrays, const int* reqs) {
@@ -387,20 +342,19 @@ void DeviceCall::normalise(const Arrays& arrays, const int* reqs) {
         work().gathered = std::const_pointer_cast<Gathered>(std::static_pointer_cast<const Gathered>(repeat()));
     } else if (!frozen_) {
         assign(total_gathered(moments_length(channels())));
-        work_->tells = watches() && form() != Form::kHost;
+        work_->reports = watches() && form() != Form::kHost;
         work_->kept_for_repetition = recall_.memo != nullptr;
     }
-    const Plan plan = plan_of(tensor_);
+    const Plan plan = this->plan();
     const Affine affine = this->affine(arrays, 0);
     kept_ = Memory();  // the memory of the last execution may serve again
     kept_ = memory(plan.slots * (1 + 4 * channels()));
     cuda::NormaliseArguments with{};
-    with.tiling = plan.tiling();
+    with.tiling = plan;
     with.x = data(arrays[kX]);
     with.addend = node_.adds ? data(arrays[kAddend]) : nullptr;
     with.y = reqs[0] == kNull ? nullptr : data(arrays[node_.output()]);
-    with.weights = weights(affine);
-    with.epilogue = epilogue(affine.activation);
+    with.affine = on_device(affine);
     with.epsilon = node_.epsilon;
     with.kept = kept_.data();
     with.add = reqs[0] == kAdd;
@@ -408,26 +362,24 @@ void DeviceCall::normalise(const Arrays& arrays, const int* reqs) {
     if (!frozen_) {
         put_lists();
         with.gathered = work_->gathered->values();
-        with.used = list(pools_.used);
-        with.fed = list(pools_.fed);
-        with.tracked = list(pools_.tracked);
+        with.used = list(pools_.used, 0);
+        with.fed = list(pools_.fed, 1);
+        with.tracked = list(pools_.tracked, 3);
         with.pools = static_cast<int>(pools_.tracked.size());
         with.own = work_->gathered->own.data();
     }
     // One replica of a context is enough; a repeated call has nothing new.
     with.hand_on = batch != nullptr && !recall_.again && place_.first_lane();
     with.unbiased = node_.unbiased;
-    with.watch = !watches() ? cuda::kPropagate : work_->tells ? cuda::kLeaveOutAndTell : cuda::kLeaveOut;
+    with.watch = !watches() ? cuda::kPropagate : work_->reports ? cuda::kLeaveOutAndReport : cuda::kLeaveOut;
     with.momentum = node_.momentum;
     if (frozen_ || (node_.role != Role::kMeet && !recall_.again)) {
         with.running_mean = data(arrays[node_.running_mean()]);
         with.running_var = data(arrays[node_.running_mean() + 1]);
     }
     with.batch = static_cast<double*>(batch);
-    with.findings = work().lease.findings();
-    const bool any = with.y != nullptr && tensor_.shape.size() > 0;
-    run(kernel_of("normalise", tensor_.type, affine.activation, node_.adds),
-        any ? plan.each() : Grid{ceil_div(channels(), kBlock)}, with);
+    with.status = work().lease.status();
+    run(kernel_of("normalise", tensor_.type, affine.activation, node_.adds), plan.each(), with);
 }
 
 // The second operator of a call. The first one has written [1, mean[C], variance[C]], or [0, ...].
@@ -440,16 +392,15 @@ void DeviceCall::track(const Arrays& arrays) {
 
 // ---- backward ------------------------------------------------------------------------------------------------------
 
-void* DeviceCall::recovered(const Arrays& arrays, const int* reqs) {
+Array DeviceCall::recovered(const Arrays& arrays, const int* reqs) {
     const Affine affine = this->affine(arrays, node_.outputs());
-    void* x = reqs[kX] == kWrite ? data(arrays[node_.gradients() + kX]) : scratch_for_data();
+    const Array x = reqs[kX] == kWrite ? arrays[node_.gradients() + kX] : scratch_for_data();
     if (tensor_.shape.size() == 0) return x;
-    const Plan plan = plan_of(tensor_);
-    const Invertible invertible = invertible_by(tensor_.type, affine.activation.slope);
+    const Plan plan = this->plan();
     run(kernel_of("recover", tensor_.type, affine.activation), plan.each(),
-        cuda::RecoverArguments{plan.tiling(), data(arrays[node_.output_in_backward()]), x, weights(affine),
-                               epilogue(affine.activation), kept_.data(), invertible.per_beta, invertible.least,
-                               node_.epsilon, kConstant, work().lease.findings()});
+        cuda::RecoverArguments{plan, data(arrays[node_.output_in_backward()]), data(x), on_device(affine), kept_.data(),
+                               invertible_by(tensor_.type, affine.activation.slope), node_.epsilon,
+                               work().lease.status()});
     work_->recovers = true;
     return x;
 }
@@ -457,68 +408,63 @@ void* DeviceCall::recovered(const Arrays& arrays, const int* reqs) {
 // The addend's gradient is dz, the gradient with respect to z of `Affine`. With an addend, `grad_sums` writes dz and
 // `grad_input` reads it. Otherwise both compute z again, and dz from dy.
 void DeviceCall::begin_differentiate(const Arrays& arrays, const int* reqs) {
-    const int inputs = node_.outputs(), gradients = node_.gradients();
+    const int inputs = node_.outputs();
     const Affine affine = this->affine(arrays, inputs);
     const bool changes = affine.activation.any();
-    const void *dy = data(arrays[0]), *y = nullptr;
-    const void* x = node_.inplace ? recovered(arrays, reqs) : data(arrays[inputs + kX]);
-    void* dz = nullptr;
+    x_ = node_.inplace ? recovered(arrays, reqs) : arrays[inputs + kX];
+    dz_ = arrays[0];
+    cuda::GradSumsArguments with{};
+    with.dy = data(arrays[0]);
+    with.x = data(x_);
+    with.affine = on_device(affine, by_input());
+    with.kept = kept_.data();
     if (node_.adds) {
-        y = changes ? data(arrays[node_.output_in_backward()]) : dy;  // its sign does not matter
-        if (reqs[kAddend] == kWrite || reqs[kAddend] == kInplace)
-            dz = data(arrays[gradients + kAddend]);
-        else if (changes)
-            dz = scratch_for_data();
+        const bool writes = reqs[kAddend] == kWrite || reqs[kAddend] == kInplace;
+        with.y = changes ? data(arrays[node_.output_in_backward()]) : with.dy;  // its sign does not matter
+        if (writes || changes) dz_ = writes ? arrays[node_.gradients() + kAddend] : scratch_for_data();
+        if (writes || changes) with.dz = data(dz_);
     }
-    const bool by_input = changes && !node_.adds;
-    work().gathered->own = reduced(gradients_length(channels()), "merge_sums", [&](const Plan& plan, double* out) {
-        run(kernel_of("grad_sums", tensor_.type, affine.activation, dz != nullptr), plan.reduce(),
-            cuda::GradSumsArguments{plan.tiling(), dy, x, y, dz, weights(affine, by_input), epilogue(affine.activation),
-                                    kept_.data(), out});
-    });
-    gradients_ = {x, dz != nullptr ? dz : dy, by_input};
+    reduce(gradients_length(channels()), kernel_of("grad_sums", tensor_.type, affine.activation, with.dz != nullptr),
+           "merge_sums", with);
     if (!frozen_) contribute_gathered(counts());
 }
 
 void DeviceCall::differentiate(const Arrays& arrays, const int* reqs) {
     const int gradients = node_.gradients();
     const Affine affine = this->affine(arrays, node_.outputs());
-    const auto [x, head, by_input] = gradients_;
     if (!frozen_) total_gathered(gradients_length(channels()));
 
     const auto target = [&](Input i) { return reqs[i] == kNull ? nullptr : data(arrays[gradients + i]); };
-    const Plan plan = plan_of(tensor_);
+    const Plan plan = this->plan();
     cuda::GradInputArguments with{};
-    with.tiling = plan.tiling();
-    with.dy = head;
-    with.x = x;
+    with.tiling = plan;
+    with.dy = data(dz_);
+    with.x = data(x_);
     with.dx = target(kX);
-    with.weights = weights(affine, by_input);
-    with.epilogue = epilogue(affine.activation);
+    with.affine = on_device(affine, by_input());
     with.kept = kept_.data();
     with.gathered = work_->gathered->values();
-    if (!frozen_) with.users = list(pools_.users);
+    if (!frozen_) with.users = list(pools_.users, 2);
     with.own = work_->gathered->own.data();
     with.dgamma = target(kGamma);
     with.dbeta = target(kBeta);
     with.add = reqs[kX] == kAdd;
     with.add_dgamma = reqs[kGamma] == kAdd;
     with.add_dbeta = reqs[kBeta] == kAdd;
-    const bool any = with.dx != nullptr && tensor_.shape.size() > 0;
-    if (any && !frozen_) with.mask = mask(arrays, node_.outputs() + node_.mask_input());
+    if (with.dx != nullptr && !frozen_) with.mask = mask(arrays, node_.outputs() + node_.mask_input());
     run(kernel_of(with.mask == nullptr ? "grad_input" : "masked_grad_input", tensor_.type,
-                  by_input ? affine.activation : Activation{}),
-        any ? plan.each() : Grid{ceil_div(channels(), kBlock)}, with);
+                  by_input() ? affine.activation : Activation{}),
+        plan.each(), with);
     if (node_.adds && reqs[kAddend] == kAdd)
-        copy_data(head, tensor_.type, tensor_.shape.size(), data(arrays[gradients + kAddend]), true);
+        copy(dz_, tensor_.type, tensor_.shape.size(), arrays[gradients + kAddend], true);
 }
 
 void DeviceCall::finish() {
     if (!work_) return;
     wait();
-    const cuda::Findings& findings = *work_->lease.findings();
-    if (work_->tells) check_finite(findings.at, findings.value);
-    if (work_->recovers && findings.at >= 0) refuse_to_recover({findings.at, findings.value != 0});
+    const cuda::Status& status = *work_->lease.status();
+    if (work_->reports) check_finite(status.at, status.value);
+    if (work_->recovers && status.at >= 0) refuse_to_recover({status.at, status.value != 0});
     if (work_->kept_for_repetition) remember(work_->gathered);
     work_.reset();
 }

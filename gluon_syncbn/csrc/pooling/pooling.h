@@ -14,7 +14,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "pooling/range.h"
 #include "pooling/statistics.h"
 #include "types.h"
 

@@ -1,0 +1,43 @@
+// Defines plain values that the kernels of GPUs share with the rest, without the standard library.
+#pragma once
+
+#include "activation.h"
+
+namespace syncbn {
+
+// A part of a list, from `begin` up to `end`.
+struct Range {
+    int begin, end;
+};
+
+// The layout of a mask: an array that names the positions of a tensor whose values count in the statistics. The extents
+// are those of the tensor without the channel axis, filled up with 1 at the front. A stride of 0 repeats values. A value
+// that is not 0 counts, whatever its type.
+struct Mask {
+    int bytes;     // of a value
+    int floating;  // a value without bits but the sign is 0
+    long long size;
+    long long extents[4], strides[4];
+};
+
+// Rounding of gamma * xhat + beta to a type, or of `slope` times that, moves xhat. The error is (per_beta * beta +
+// least) / gamma of a 32nd of a standard deviation. Rounding of xhat itself adds as much per xhat as per beta.
+struct Invertible {
+    double per_beta, least;
+
+    // Whether xhat is found to a 32nd of a deviation.
+    SYNCBN_ANYWHERE bool operator()(double gamma, double beta) const {
+        return magnitude(gamma) > per_beta * magnitude(beta) + least;
+    }
+    // Whether x is not found to a 32nd of its slot's own deviation, because another statistic normalises the slot. That
+    // statistic has the deviation `used`, and its mean is `apart` from the slot's. False for NaN.
+    SYNCBN_ANYWHERE bool hidden_by_another(double gamma, double beta, double own, double used, double apart) const {
+        return magnitude(gamma) * own <=
+               (per_beta * magnitude(beta) + least) * used + per_beta * magnitude(gamma) * magnitude(apart);
+    }
+    SYNCBN_ANYWHERE static double magnitude(double value) { return value < 0 ? -value : value; }
+};
+// If the values of a slot lie closer together than this part of its variance and epsilon, x is the mean.
+constexpr double kConstant = 1.0 / (1ll << 48);
+
+}  // namespace syncbn
