@@ -4,11 +4,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <map>
-#include <optional>
 #include <utility>
 
-#include "cpu/backend.h"
+#include "cpu/kernels.h"
+#include "cpu/numbers.h"
 #include "operator/call.h"
 #include "point.h"
 #include "pooling/statistics.h"
@@ -16,10 +17,49 @@
 namespace syncbn {
 namespace {
 
-// The number of threads for one replica's kernels, while the other replicas use the rest.
-int threads_for(size_t replicas) {
-    static const int all = std::min(omp_get_num_procs(), omp_get_max_threads());
-    return std::max(1, all / static_cast<int>(std::max<size_t>(1, replicas)));
+using cpu::Compute;
+using cpu::Value;
+using cpu::with_type;
+
+// The mask of values that are not 0, but for bits that do not matter.
+template <typename Bits>
+void expand(const void* values, const Mask& mask, float* out) {
+    const auto* const from = static_cast<const Bits*>(values);
+    const Bits matters = static_cast<Bits>(~(mask.floating != 0 ? Bits{1} << (8 * sizeof(Bits) - 1) : Bits{0}));
+    const auto *extents = mask.extents, *strides = mask.strides;
+    for (int64_t i = 0; i < extents[0]; ++i)
+        for (int64_t j = 0; j < extents[1]; ++j)
+            for (int64_t k = 0; k < extents[2]; ++k) {
+                const Bits* row = from + i * strides[0] + j * strides[1] + k * strides[2];
+                for (int64_t l = 0; l < extents[3]; ++l) *out++ = (row[l * strides[3]] & matters) != 0;
+            }
+}
+
+Vector read(Array from, Type type, int64_t n) {
+    Vector out(static_cast<size_t>(n));
+    with_type(type, [&](auto* t) {
+        using T = std::remove_pointer_t<decltype(t)>;
+        const T* const values = data<T>(from);
+        for (int64_t i = 0; i < n; ++i) out[i] = Value<T>::load(values + i);
+    });
+    return out;
+}
+
+// to[i] = value(i, to[i])
+template <typename F>
+void replace(Array to, Type type, int64_t n, const F& value) {
+    with_type(type, [&](auto* t) {
+        using T = std::remove_pointer_t<decltype(t)>;
+        T* const out = data<T>(to);
+        for (int64_t i = 0; i < n; ++i)
+            Value<T>::store(out + i, static_cast<Compute<T>>(value(i, Value<T>::load(out + i))));
+    });
+}
+
+// Writes values into an array, or adds them if `add`.
+void write(const Vector& values, Type type, Array to, bool add) {
+    replace(to, type, static_cast<int64_t>(values.size()),
+            [&](int64_t i, double old) { return values[i] + (add ? old : 0.0); });
 }
 
 class HostCall : public Call {
@@ -32,60 +72,93 @@ class HostCall : public Call {
     void begin_differentiate(const Arrays& arrays, const int* reqs) override;
     void differentiate(const Arrays& arrays, const int* reqs) override;
     void track(const Arrays& arrays) override {
-        update_running(backend_.read(arrays[node_.batch()], moments_length(channels())), arrays);
+        update_running(read(arrays[node_.batch()], Type::kFloat64, moments_length(channels())), arrays);
     }
     void copy(Array from, Type type, int64_t n, Array to, bool add) override {
-        backend_.copy(data(from), type, n, to, add);
+        if (n == 0) return;  // and does not access memory
+        if (!add) {
+            std::memcpy(data(to), data(from), static_cast<size_t>(n * size_of(type)));
+            return;
+        }
+        with_type(type, [&](auto* t) {
+            using T = std::remove_pointer_t<decltype(t)>;
+            const T* const values = data<T>(from);
+            T* const out = data<T>(to);
+            for (int64_t i = 0; i < n; ++i)
+                Value<T>::store(out + i, Value<T>::load(out + i) + Value<T>::load(values + i));
+        });
     }
-    void fill(Array to, Type type, int64_t n, double value) override { backend_.fill(to, type, n, value); }
+    void fill(Array to, Type type, int64_t n, double value) override {
+        with_type(type, [&](auto* t) {
+            using T = std::remove_pointer_t<decltype(t)>;
+            T* const values = data<T>(to);
+            for (int64_t i = 0; i < n; ++i) Value<T>::store(values + i, static_cast<Compute<T>>(value));
+        });
+    }
     void fill_with_zeros(Array to, int64_t bytes) override { std::memset(data(to), 0, static_cast<size_t>(bytes)); }
 
   private:
-    int threads() const;
-    void write_output(const Arrays& arrays, int req);
-    // The mask, which is at this index; empty if all positions count.
-    std::vector<float> mask(const Arrays& arrays, int index) const {
-        if (!node_.masks || tensor_.shape.size() == 0) return {};
-        return backend_.mask(data(arrays[index]), node_.mask);
+    cpu::Work work(const Slot& slot, const std::vector<float>& mask = {}) const {
+        static const int all = std::min(omp_get_num_procs(), omp_get_max_threads());
+        const size_t replicas = frozen_ ? 1 : place_.meeting ? place_.meeting->replicas() : terms_->replicas;
+        const int threads = std::max(1, all / std::max(1, static_cast<int>(replicas)));  // the others use the rest
+        return {tensor_.type, slot.shape, threads, mask.empty() ? nullptr : mask.data() + slot.first / channels()};
     }
+    // The address of the slot's part; null for null.
+    void* at(void* values, const Slot& slot) const {
+        return values == nullptr ? nullptr : static_cast<char*>(values) + slot.first * size_of(tensor_.type);
+    }
+    // Of each channel.
+    Vector scale_of(const Slot& slot, const Affine& affine) const {
+        if (affine.fix_gamma) return slot.used->invstd;
+        Vector out = read(affine.gamma, tensor_.parameter_type(), channels());
+        for (size_t c = 0; c < out.size(); ++c) out[c] *= slot.used->invstd[c];
+        return out;
+    }
+    Vector shift_of(const Affine& affine) const { return read(affine.beta, tensor_.parameter_type(), channels()); }
+    void write_output(const Arrays& arrays, int req);
+    // The mask, which is at this index, as `Work` has it; empty if all positions count.
+    std::vector<float> mask(const Arrays& arrays, int index) const;
+    // Throws if x cannot be found from y.
+    void check_recoverable(const Affine& affine) const;
     // Computes x from y, into the memory of dx or of `scratch`.
     void* recovered(const Arrays& arrays, const int* reqs, std::vector<char>* scratch) const;
     std::vector<char> buffer() const {
         return std::vector<char>(static_cast<size_t>(tensor_.shape.size() * size_of(tensor_.type)));
     }
-    std::shared_ptr<const Statistic> statistic(const Vector& moments) const;
+    std::shared_ptr<const Statistic> statistic(double count, Vector mean, Vector variance) const {
+        Vector invstd;
+        for (const double v : variance) invstd.push_back(1 / std::sqrt(v + node_.epsilon));
+        return std::make_shared<Statistic>(Statistic{count, std::move(mean), std::move(variance), std::move(invstd)});
+    }
     // Gives the slots their statistics. Returns [1, mean[C], variance[C]] for the running ones; [0, ...] if there is none.
     Vector assign_statistics(const Total& moments);
     void update_running(const Vector& batch, const Arrays& arrays);
 
     // The results of the first half of a backward.
     struct Gradients {
-        const void *x, *dz;  // dz is dy if `affine` has the activation
+        void *x, *dz;  // dz is dy if `affine` has the activation
         Affine affine;
         Vector gamma, beta;  // this replica's part
         std::vector<char> x_buffer, dz_buffer;
     };
 
-    cpu::Backend backend_;
     Gradients gradients_;
 };
 
-int HostCall::threads() const {
-    if (frozen_) return threads_for(1);
-    return threads_for(place_.meeting ? place_.meeting->replicas() : terms_->replicas);
+std::vector<float> HostCall::mask(const Arrays& arrays, int index) const {
+    if (!node_.masks || tensor_.shape.size() == 0) return {};
+    std::vector<float> out(static_cast<size_t>(tensor_.shape.per_channel()));
+    const int bytes = node_.mask.bytes;
+    const auto expand_values = bytes == 1   ? expand<uint8_t>
+                               : bytes == 2 ? expand<uint16_t>
+                               : bytes == 4 ? expand<uint32_t>
+                                            : expand<uint64_t>;
+    expand_values(data(arrays[index]), node_.mask, out.data());
+    return out;
 }
 
 // ---- statistics ----------------------------------------------------------------------------------------------
-
-std::shared_ptr<const Statistic> HostCall::statistic(const Vector& moments) const {
-    const auto mean = moments.begin() + 1, m2 = mean + channels();
-    Vector variance(m2, moments.end()), invstd(variance.size());
-    for (size_t c = 0; c < variance.size(); ++c) {
-        variance[c] /= moments[0];
-        invstd[c] = 1 / std::sqrt(variance[c] + node_.epsilon);
-    }
-    return std::make_shared<Statistic>(Statistic{moments[0], Vector(mean, m2), std::move(variance), std::move(invstd)});
-}
 
 Vector HostCall::assign_statistics(const Total& moments) {
     const int64_t length = moments_length(channels());
@@ -94,8 +167,12 @@ Vector HostCall::assign_statistics(const Total& moments) {
     const auto of = [&](Range pool) -> std::shared_ptr<const Statistic> {
         if (pool.begin == pool.end) return nullptr;
         auto& found = statistics[pool.begin];
-        if (!found) found = statistic(combined(pools_, pool, moments.values, length, Combine::kMerge));
-        return found;
+        if (found) return found;
+        const Vector all = combined(pools_, pool, moments.values, length, Combine::kMerge);
+        const auto mean = all.begin() + 1, m2 = mean + channels();
+        Vector variance(m2, all.end());
+        for (double& v : variance) v /= all[0];
+        return found = statistic(all[0], Vector(mean, m2), std::move(variance));
     };
     const Vector zeros(static_cast<size_t>(channels()));
     const auto none = node_.masks ? std::make_shared<const Statistic>(Statistic{0, zeros, zeros, zeros}) : nullptr;
@@ -121,19 +198,26 @@ Vector HostCall::assign_statistics(const Total& moments) {
 
 void HostCall::update_running(const Vector& batch, const Arrays& arrays) {
     if (batch[0] == 0) return;
-    const auto mean = batch.begin() + 1, variance = mean + channels();
-    const int running = node_.running_mean();
     SYNCBN_POINT("before_running_statistics");
-    backend_.update_running(Vector(mean, variance), Vector(variance, batch.end()), node_.momentum,
-                            tensor_.parameter_type(), arrays[running], arrays[running + 1]);
+    const auto update = [&](int running, const double* values) {
+        replace(arrays[running], tensor_.parameter_type(), channels(),
+                [&](int64_t c, double old) { return node_.momentum * old + (1 - node_.momentum) * values[c]; });
+    };
+    update(node_.running_mean(), &batch[1]);
+    update(node_.running_mean() + 1, &batch[1 + channels()]);
 }
 
 // ---- forward -------------------------------------------------------------------------------------------------
 
 void HostCall::begin_normalise(const Arrays& arrays) {
-    backend_.threads = threads();
     const std::vector<float> mask = this->mask(arrays, node_.mask_input());
-    Vector own = backend_.moments(arrays[kX], tensor_, mask.empty() ? nullptr : mask.data());
+    Vector own(tensor_.slots.size() * moments_length(channels()));  // [count, mean[C], m2[C]] of each slot
+    double* part = own.data();
+    for (const Slot& slot : tensor_.slots) {
+        part[0] = static_cast<double>(
+            cpu::moments(work(slot, mask), at(data(arrays[kX]), slot), part + 1, part + 1 + channels()));
+        part += moments_length(channels());
+    }
     check_finite(own);
     contribute(std::move(own));
 }
@@ -144,8 +228,8 @@ void HostCall::normalise(const Arrays& arrays, const int* reqs) {
     if (frozen_) {
         Slot& all = tensor_.slots[0];
         if (tensor_.shape.size() > 0)
-            all.fed = all.used = std::make_shared<Statistic>(
-                backend_.frozen(arrays[running], arrays[running + 1], tensor_, node_.epsilon));
+            all.fed = all.used = statistic(1, read(arrays[running], tensor_.parameter_type(), channels()),
+                                           read(arrays[running + 1], tensor_.parameter_type(), channels()));
     } else if (recall_.again) {  // the running statistics have this batch already
         repeat();
     } else {
@@ -158,23 +242,48 @@ void HostCall::normalise(const Arrays& arrays, const int* reqs) {
         update_running(batch, arrays);
     } else if (node_.role == Role::kMeet && reqs[1] != kNull) {
         if (!recall_.again && !place_.first_lane()) batch[0] = 0;  // one replica of a context is enough
-        backend_.write(batch, Type::kFloat64, arrays[node_.batch_output()], false);
+        write(batch, Type::kFloat64, arrays[node_.batch_output()], false);
     }
 }
 
 void HostCall::write_output(const Arrays& arrays, int req) {
     if (req == kNull) return;
-    backend_.threads = threads();
     SYNCBN_POINT("before_output");
-    const void* addend = node_.adds ? data(arrays[kAddend]) : nullptr;
-    backend_.normalise(arrays[kX], tensor_, affine(arrays, 0), addend, arrays[node_.output()], req == kAdd);
+    void* const addend = node_.adds ? data(arrays[kAddend]) : nullptr;
+    const Affine affine = this->affine(arrays, 0);
+    const Vector shift = shift_of(affine);
+    for (const Slot& slot : tensor_.slots) {
+        if (!slot.used) continue;
+        const Vector scale = scale_of(slot, affine);
+        cpu::normalise(
+            work(slot), at(data(arrays[kX]), slot),
+            {{slot.used->mean.data(), scale.data(), shift.data(), affine.activation}, at(addend, slot), req == kAdd},
+            at(data(arrays[node_.output()]), slot));
+    }
 }
 
 // ---- backward ------------------------------------------------------------------------------------------------
 
+void HostCall::check_recoverable(const Affine& affine) const {
+    const Vector gamma = affine.fix_gamma ? Vector(static_cast<size_t>(channels()), 1.0)
+                                          : read(affine.gamma, tensor_.parameter_type(), channels());
+    const Vector beta = shift_of(affine);
+    const Invertible invertible = invertible_by(tensor_.type, affine.activation.slope);
+    const auto by_another = [&](const Slot& slot, size_t c) {
+        if (slot.used == slot.fed || !slot.fed || slot.fed->constant(c)) return false;
+        return invertible.hidden_by_another(gamma[c], beta[c], std::sqrt(slot.fed->variance[c]),
+                                            1 / slot.used->invstd[c], slot.fed->mean[c] - slot.used->mean[c]);
+    };
+    for (size_t c = 0; c < gamma.size(); ++c) {
+        if (!invertible(gamma[c], beta[c])) refuse_to_recover({static_cast<int64_t>(c), false});
+        for (const Slot& slot : tensor_.slots)
+            if (slot.used && by_another(slot, c)) refuse_to_recover({static_cast<int64_t>(c), true});
+    }
+}
+
 void* HostCall::recovered(const Arrays& arrays, const int* reqs, std::vector<char>* scratch) const {
     const Affine affine = this->affine(arrays, node_.outputs());
-    if (const auto hidden = backend_.first_hidden(tensor_, affine)) refuse_to_recover(*hidden);
+    check_recoverable(affine);
     void* x = nullptr;
     if (reqs[kX] == kWrite) {
         x = data(arrays[node_.gradients() + kX]);
@@ -182,7 +291,19 @@ void* HostCall::recovered(const Arrays& arrays, const int* reqs, std::vector<cha
         *scratch = buffer();
         x = scratch->data();
     }
-    backend_.recover(data(arrays[node_.output_in_backward()]), tensor_, affine, x);
+    const Vector shift = shift_of(affine);
+    for (const Slot& slot : tensor_.slots) {
+        if (!slot.used) continue;
+        Vector mean = slot.used->mean, scale = scale_of(slot, affine);
+        if (slot.used->none()) std::fill(scale.begin(), scale.end(), std::numeric_limits<double>::infinity());
+        for (size_t c = 0; c < mean.size() && slot.fed && slot.used != slot.fed; ++c) {
+            if (!slot.fed->constant(c)) continue;
+            mean[c] = slot.fed->mean[c];  // for every y
+            scale[c] = std::numeric_limits<double>::infinity();
+        }
+        cpu::recover(work(slot), at(data(arrays[node_.output_in_backward()]), slot),
+                     {mean.data(), scale.data(), shift.data(), affine.activation}, at(x, slot));
+    }
     return x;
 }
 
@@ -192,28 +313,37 @@ void HostCall::begin_differentiate(const Arrays& arrays, const int* reqs) {
     Gradients& found = gradients_ = {};
     Affine& affine = found.affine = this->affine(arrays, inputs);
     found.x = node_.inplace ? recovered(arrays, reqs, &found.x_buffer) : data(arrays[inputs + kX]);
-    found.dz = data(arrays[0]);
-    std::optional<cpu::ByOutput> by_output;
-    if (node_.adds && affine.activation.any()) {  // dz is the addend's gradient
-        by_output = {data(arrays[node_.output_in_backward()]), nullptr};
-        if (reqs[kAddend] == kNull || reqs[kAddend] == kAdd) {
-            found.dz_buffer = buffer();
-            by_output->dz = found.dz_buffer.data();
-        } else {
-            by_output->dz = data(arrays[gradients + kAddend]);
-        }
-    }
-    Vector sums = backend_.grad_sums(found.dz, found.x, tensor_, affine, by_output);
-    if (by_output) {
-        found.dz = by_output->dz;
-        affine.activation = {};
-    }
     found.gamma = found.beta = Vector(n, 0.0);
-    for (size_t at = 0; at < sums.size(); at += 2 * n)
-        for (int64_t c = 0; c < n; ++c) {
-            found.beta[c] += sums[at + c];
-            if (!node_.fix_gamma) found.gamma[c] += sums[at + n + c];
+    void *const dy = data(arrays[0]), *y = nullptr;
+    found.dz = dy;
+    const bool by_output = node_.adds && affine.activation.any();  // y gives the sign of z; dz is the addend's gradient
+    const bool by_input = affine.activation.any() && !by_output;
+    if (by_output) {
+        y = data(arrays[node_.output_in_backward()]);
+        const bool into_buffer = reqs[kAddend] == kNull || reqs[kAddend] == kAdd;
+        if (into_buffer) found.dz_buffer = buffer();
+        found.dz = into_buffer ? found.dz_buffer.data() : data(arrays[gradients + kAddend]);
+    }
+    const Vector shift = by_input ? shift_of(affine) : Vector();
+    Vector sums(tensor_.slots.size() * gradients_length(n));  // [sum dz[C], sum dz*xhat[C]] of each slot
+    double* part = sums.data();
+    for (const Slot& slot : tensor_.slots) {
+        if (slot.used) {
+            const Vector scale = by_input ? scale_of(slot, affine) : Vector();
+            cpu::grad_sums(work(slot), at(dy, slot), at(found.x, slot),
+                           {{slot.used->mean.data(), scale.data(), shift.data(), affine.activation},
+                            slot.used->invstd.data(),
+                            at(y, slot),
+                            by_output ? at(found.dz, slot) : nullptr},
+                           part, part + n);
         }
+        for (int64_t c = 0; c < n; ++c) {
+            found.beta[c] += part[c];
+            if (!node_.fix_gamma) found.gamma[c] += part[n + c];
+        }
+        part += gradients_length(n);
+    }
+    if (by_output) affine.activation = {};
     if (!frozen_) contribute(std::move(sums));
 }
 
@@ -224,34 +354,45 @@ void HostCall::differentiate(const Arrays& arrays, const int* reqs) {
     const Vector all = frozen_ ? Vector() : total().values;
 
     if (node_.adds && reqs[kAddend] != kNull && found.dz != data(arrays[gradients + kAddend]))
-        backend_.copy(found.dz, tensor_.type, tensor_.shape.size(), arrays[gradients + kAddend], reqs[kAddend] == kAdd);
+        copy({nullptr, found.dz}, tensor_.type, tensor_.shape.size(), arrays[gradients + kAddend],
+             reqs[kAddend] == kAdd);
     SYNCBN_POINT("before_gradients");
     if (reqs[kX] != kNull) {
-        const size_t slots = tensor_.slots.size();
-        cpu::ThroughStatistics through{Vector(slots * n, 0.0), Vector(slots * n, 0.0)};
-        for (size_t i = 0; i < slots && !frozen_; ++i) {
+        const std::vector<float> mask =
+            frozen_ ? std::vector<float>() : this->mask(arrays, node_.outputs() + node_.mask_input());
+        const Vector shift = found.affine.activation.any() ? shift_of(found.affine) : Vector();
+        for (size_t i = 0; i < tensor_.slots.size(); ++i) {
             const Slot& slot = tensor_.slots[i];
-            if (!slot.fed) continue;
-            // Over the slots that use the statistic that this one feeds.
-            const Vector sums = combined(pools_, pools_.users[i], all, gradients_length(n), Combine::kAdd);
-            const double *sum_dy = sums.data(), *sum_dy_xhat = sum_dy + n;
-            for (int64_t c = 0; c < n; ++c) {
-                const double share = slot.fed->invstd[c] / slot.used->invstd[c];
-                through.mean_dz[i * n + c] = share * (sum_dy[c] / slot.fed->count);
-                through.slope[i * n + c] = share * (sum_dy_xhat[c] / slot.fed->count * slot.fed->invstd[c]);
+            if (!slot.used) continue;
+            // Through the statistics: dx = gamma * invstd * (dz - mean_dz - (x - mean) * slope). The mean is that of the
+            // pool that the slot feeds, the invstd that of the pool that it used.
+            Vector mean_dz(n, 0.0), slope(n, 0.0);
+            if (slot.fed && !frozen_) {
+                // Over the slots that use the statistic that this one feeds.
+                const Vector sums = combined(pools_, pools_.users[i], all, gradients_length(n), Combine::kAdd);
+                const double *sum_dy = sums.data(), *sum_dy_xhat = sum_dy + n;
+                for (int64_t c = 0; c < n; ++c) {
+                    const double share = slot.fed->invstd[c] / slot.used->invstd[c];
+                    mean_dz[c] = share * (sum_dy[c] / slot.fed->count);
+                    slope[c] = share * (sum_dy_xhat[c] / slot.fed->count * slot.fed->invstd[c]);
+                }
             }
+            const Vector scale = scale_of(slot, found.affine);
+            cpu::grad_input(work(slot, mask), at(found.dz, slot), at(found.x, slot),
+                            {{slot.used->mean.data(), scale.data(), shift.data(), found.affine.activation},
+                             (slot.fed ? slot.fed : slot.used)->mean.data(),
+                             mean_dz.data(),
+                             slope.data(),
+                             reqs[kX] == kAdd},
+                            at(data(arrays[gradients + kX]), slot));
         }
-        std::vector<float> mask;
-        if (!frozen_) mask = this->mask(arrays, node_.outputs() + node_.mask_input());
-        backend_.grad_input(found.dz, found.x, tensor_, found.affine, through, mask.empty() ? nullptr : mask.data(),
-                            arrays[gradients + kX], reqs[kX] == kAdd);
     }
-    const auto write = [&](const Vector& values, Input input) {
+    const auto write_gradient = [&](const Vector& values, Input input) {
         if (reqs[input] != kNull)
-            backend_.write(values, tensor_.parameter_type(), arrays[gradients + input], reqs[input] == kAdd);
+            write(values, tensor_.parameter_type(), arrays[gradients + input], reqs[input] == kAdd);
     };
-    write(found.gamma, kGamma);
-    write(found.beta, kBeta);
+    write_gradient(found.gamma, kGamma);
+    write_gradient(found.beta, kBeta);
 }
 
 }  // namespace
