@@ -26,7 +26,6 @@
 #include "operator/op.h"
 #include "operator/tape.h"
 #include "pooling/statistics.h"
-#include "span.h"
 #include "waiting/callers.h"
 #include "waiting/step.h"
 #include "waiting/wait.h"
@@ -506,7 +505,7 @@ SYNCBN_API int syncbn_forked() {
 // ---- records ----
 
 // See log.h and meeting/diagnosis.h.
-SYNCBN_API void syncbn_debug(bool enabled) { syncbn::set_debugging(enabled); }
+SYNCBN_API void syncbn_debug(bool enabled) { syncbn::wants_debug = enabled; }
 SYNCBN_API const char* syncbn_next_record(double seconds) {
     return text([&] { return syncbn::next_record(seconds); });
 }

@@ -2,6 +2,12 @@
 // must not call Python itself: it would wait for the interpreter lock, and when the interpreter ends, for ever.
 #pragma once
 
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <new>
 #include <string>
 
 namespace syncbn {
@@ -9,17 +15,45 @@ namespace syncbn {
 // Python's numbers.
 enum class Level : int { kDebug = 10, kWarning = 30 };
 
-// Without memory for a record, it is lost, and counted.
-void log(Level level, std::string text) noexcept;
+struct Records {
+    static constexpr size_t kMost = 100000;  // unfetched records; later ones are lost, and counted
+    std::mutex mutex;                        // guards the rest
+    std::condition_variable changed;
+    std::deque<std::string> waiting;
+    size_t lost = 0;
+};
+inline Records& records = *new Records;  // outlives the threads that write at exit
 
 // Whether the logger wants a record of every meeting.
-bool debugging();
-void set_debugging(bool enabled);
+inline std::atomic<bool> wants_debug{false};
+inline bool debugging() { return wants_debug.load(std::memory_order_relaxed); }
+
+// Without memory for a record, it is lost, and counted.
+inline void log(Level level, std::string text) noexcept {
+    std::lock_guard<std::mutex> lock(records.mutex);
+    try {
+        if (records.waiting.size() >= Records::kMost) throw std::bad_alloc();
+        if (records.lost > 0) text += " (" + std::to_string(records.lost) + " records before this one are lost)";
+        records.waiting.push_back(std::to_string(static_cast<int>(level)) + " " + text);
+    } catch (const std::bad_alloc&) {
+        ++records.lost;
+        return;
+    }
+    records.lost = 0;
+    records.changed.notify_one();
+}
 
 // Returns the next record, after at most `seconds`: its level, a blank and the text. Empty if there is none.
-std::string next_record(double seconds);
+inline std::string next_record(double seconds) {
+    std::unique_lock<std::mutex> lock(records.mutex);
+    records.changed.wait_for(lock, std::chrono::duration<double>(seconds), [] { return !records.waiting.empty(); });
+    if (records.waiting.empty()) return "";
+    std::string record = std::move(records.waiting.front());
+    records.waiting.pop_front();
+    return record;
+}
 
-// Forgets all records in the child of a fork.
-void forget_records();
+// Forgets all records in the child of a fork: a thread that it does not have may have held their lock.
+inline void forget_records() { new (&records) Records; }
 
 }  // namespace syncbn

@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "failure.h"
+#include "mxnet_api.h"
 #include "types.h"
 
 namespace syncbn {
@@ -37,9 +39,23 @@ struct Tensor {
 
     Type parameter_type() const { return parameter_type_of(type); }
     // Splits as numpy.array_split does: the first slots get one sample more if the number does not divide the samples.
-    void cut(int64_t count);
+    void cut(int64_t count) {
+        slots.clear();
+        const int64_t per_sample = samples == 0 ? 0 : shape.outer / samples;
+        int64_t sample = 0;
+        for (int64_t i = 0; i < count; ++i) {
+            const int64_t size = samples / count + (i < samples % count);
+            Shape part = shape;
+            part.outer = size * per_sample;
+            slots.push_back({part, sample * per_sample * shape.channels * shape.inner, nullptr, nullptr});
+            sample += size;
+        }
+    }
     // Sets the number of neighbouring channels, here and in the slots: see `Shape`.
-    void lay_out(int64_t block);
+    void lay_out(int64_t block) {
+        shape.block = block;
+        for (Slot& slot : slots) slot.shape.block = block;
+    }
 };
 
 // An array that lives on the device.
@@ -49,7 +65,13 @@ struct Array {
 };
 
 // Returns the address of the values. Throws Failure.
-void* data(Array array);
+inline void* data(Array array) {
+    if (array.values != nullptr) return array.values;
+    void* out = nullptr;
+    if (mx.MXNDArrayGetData(array.handle, &out) == 0) return out;
+    const std::string error = mx.MXGetLastError();
+    throw Failure("MXNet gave no memory for an array: " + error.substr(0, error.find('\n')));  // a stack trace follows
+}
 template <typename T>
 T* data(Array array) {
     return static_cast<T*>(data(array));

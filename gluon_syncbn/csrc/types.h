@@ -12,33 +12,34 @@ namespace syncbn {
 
 using Vector = std::vector<double>;
 
-// The types of data, as define(enumerator, name, MXNet's own type flag, bytes, on GPUs, unit, least). MXNet computes
-// with some on CPUs only. A value is rounded to `unit` of itself, and to 0 below `least`.
-#define SYNCBN_TYPES(define)                                           \
-    define(kBfloat16, "bfloat16", 12, 2, false, 0x1p-8, 0x1p-126)      \
-        define(kFloat16, "float16", 2, 2, true, 0x1p-11, 0x1p-24)      \
-            define(kFloat32, "float32", 0, 4, true, 0x1p-24, 0x1p-126) \
-                define(kFloat64, "float64", 1, 8, true, 0x1p-53, 0x1p-1022)
+// Values side by side, as Python passes a list of them.
+template <typename T>
+struct Span {
+    int64_t count;
+    T* values;
+    T* begin() const { return values; }
+    T* end() const { return values + count; }
+};
 
-#define SYNCBN_ENUMERATOR(TYPE, NAME, FLAG, ...) TYPE = FLAG,
-enum class Type : int { SYNCBN_TYPES(SYNCBN_ENUMERATOR) };
-#undef SYNCBN_ENUMERATOR
+// The types of data, by MXNet's own flags.
+enum class Type : int { kFloat32 = 0, kFloat64 = 1, kFloat16 = 2, kBfloat16 = 12 };
 
+// MXNet computes with some on CPUs only. A value is rounded to `unit` of itself, and to 0 below `least`.
 struct TypeOfData {
+    Type type;
     const char* name;
     int64_t bytes;
     bool on_gpus;
     double unit, least;
 };
+constexpr TypeOfData kTypesOfData[] = {{Type::kBfloat16, "bfloat16", 2, false, 0x1p-8, 0x1p-126},
+                                       {Type::kFloat16, "float16", 2, true, 0x1p-11, 0x1p-24},
+                                       {Type::kFloat32, "float32", 4, true, 0x1p-24, 0x1p-126},
+                                       {Type::kFloat64, "float64", 8, true, 0x1p-53, 0x1p-1022}};
 // Returns null for an unknown flag.
 inline const TypeOfData* type_of_data(int flag) {
-#define SYNCBN_TYPE_OF_DATA(TYPE, NAME, FLAG, ...)            \
-    case FLAG: {                                              \
-        static constexpr TypeOfData of = {NAME, __VA_ARGS__}; \
-        return &of;                                           \
-    }
-    switch (flag) { SYNCBN_TYPES(SYNCBN_TYPE_OF_DATA) }
-#undef SYNCBN_TYPE_OF_DATA
+    for (const TypeOfData& of : kTypesOfData)
+        if (static_cast<int>(of.type) == flag) return &of;
     return nullptr;
 }
 inline const TypeOfData& type_of_data(Type type) { return *type_of_data(static_cast<int>(type)); }

@@ -5,7 +5,7 @@
 
 #include "exchange/machines.h"
 #include "exchange/python.h"
-#include "span.h"
+#include "types.h"
 
 using syncbn::Span;
 using NDArrayHandle = void*;

@@ -1,10 +1,7 @@
 // The four kernels, the slots of a tensor and the conversions of 16-bit types behind C names, for tests/unit/test_kernels.py.
 #include "cpu/kernels.h"
 #include "cpu/numbers.h"
-#include "mxnet_api.h"
 #include "tensor.h"
-
-syncbn::MXNet syncbn::mx;  // of which nothing is called
 
 using syncbn::Shape;
 using syncbn::Type;

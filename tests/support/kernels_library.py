@@ -27,10 +27,7 @@ def here() -> List[str]:
 def build(name: str, flags: Sequence[str] = ("-O2",)) -> ctypes.CDLL:
     """The library, which is compiled once for all tests and benchmarks that ask for these sources and flags."""
     target, width = SETS[name]
-    sources = [
-        SUPPORT / "kernels_driver.cc",
-        *(SOURCES / f"{stem}.cc" for stem in ("cpu/kernels", "tensor")),
-    ]
+    sources = [SUPPORT / "kernels_driver.cc", SOURCES / "cpu" / "kernels.cc"]
     command = ["g++", "-std=c++17", *flags, "-fPIC", "-shared", "-fopenmp"]
     command += [f"-DSYNCBN_CLONES={target}", f"-DSYNCBN_WIDTH={width}", f"-I{SOURCES}", *map(str, sources)]
     compiler = subprocess.run(["g++", "--version"], check=True, timeout=30, env=shell(), stdout=subprocess.PIPE).stdout

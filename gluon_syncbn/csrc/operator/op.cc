@@ -251,9 +251,8 @@ int infer_shape(int size, int* dims, int** shapes, void* state) {
 
 // All types of data, as "one, another or a third".
 std::string names_of_types() {
-#define SYNCBN_NAME(TYPE, NAME, ...) ", " NAME
-    std::string names = SYNCBN_TYPES(SYNCBN_NAME);
-#undef SYNCBN_NAME
+    std::string names;
+    for (const TypeOfData& of : kTypesOfData) names += std::string(", ") + of.name;
     return names.replace(names.rfind(", "), 2, " or ").substr(2);
 }
 
