@@ -21,7 +21,6 @@
 #include "native/calls.h"
 #include "native/gradients.h"
 #include "native/resources.h"
-#include "native/workers.h"
 #include "operator/call.h"
 #include "operator/op.h"
 #include "operator/tape.h"
@@ -40,7 +39,6 @@ using syncbn::Segment;
 using syncbn::Span;
 
 using NDArrayHandle = void*;  // MXNet's; in Python an NDArray
-void* mxnet = nullptr;        // MXNet's library, a handle of dlopen
 
 void check(int status) {
     if (status != 0) throw syncbn::Failure(syncbn::mx.MXGetLastError());
@@ -122,36 +120,32 @@ void* handle(const Make& make) noexcept {
 SYNCBN_API const char* syncbn_problem() { return problem; }
 
 // Registers the operator with MXNet's library, a handle of dlopen. `functions` are the members of syncbn::MXNet, in that
-// order. `process` begins the name of each layer in graphs, and its number follows.
-SYNCBN_API int syncbn_register(void* library, const Span<void*>& functions, const char* process) {
+// order. `process` begins the name of each layer in graphs, and its number follows. `csrc` is the folder of the sources,
+// `cache` that of compiled kernels of GPUs.
+SYNCBN_API int syncbn_register(void* library, const Span<void*>& functions, const char* process, const char* csrc,
+                               const char* cache) {
     return done([&] {
         registry().process = process;
         syncbn::MXNet mx;
         if (functions.count * sizeof(void*) != sizeof mx) throw syncbn::Failure("MXNet's functions are others");
         std::memcpy(&mx, functions.values, sizeof mx);
-        mxnet = library;
+        syncbn::mxnet_library = library;
+        syncbn::cuda::setup = {library, csrc, cache};
         check(syncbn::register_operator(mx));
     });
 }
 
 // Returns why calls on "cpu" or "gpu" contexts come through MXNet's `Custom`; empty if they do not, from now on.
 SYNCBN_API const char* syncbn_take_calls(const char* device) {
-    return text([&] { return syncbn::native::take_calls(mxnet, device); });
+    return text([&] { return syncbn::native::take_calls(device); });
 }
 
 // See native/resources.h.
-SYNCBN_API const char* syncbn_separate_resources() {
-    return text([&] { return syncbn::native::separate_resources(mxnet); });
-}
+SYNCBN_API const char* syncbn_separate_resources() { return text(syncbn::native::separate_resources); }
 SYNCBN_API int syncbn_renew_resources() { return done(syncbn::native::renew_resources); }
 // After true, `syncbn_issue_on` follows, with -1.
 SYNCBN_API bool syncbn_issue_for(NDArrayHandle data) { return syncbn::native::issue_for(data); }
 SYNCBN_API int syncbn_issue_on(int context) { return syncbn::native::issue_on(context); }
-
-// See `Setup` of cuda/driver.h.
-SYNCBN_API int syncbn_cuda(void* library, const char* csrc, const char* cache) {
-    return done([&] { syncbn::cuda::setup = {library, csrc, cache}; });
-}
 
 // Why GPUs cannot exchange their statistics by NCCL; empty if they can.
 SYNCBN_API const char* syncbn_nccl_problem() { return text(syncbn::cuda::why_no_collective); }

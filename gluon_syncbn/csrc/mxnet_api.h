@@ -2,6 +2,8 @@
 // MXNet is not needed for the build: the functions come from the library that Python has loaded.
 #pragma once
 
+#include <dlfcn.h>
+
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -64,6 +66,19 @@ struct MXNet {
     int (*MXShallowCopyNDArray)(void* handle, void** out);  // the same memory under a handle of its own
 };
 extern MXNet mx;
+
+// MXNet's library, a handle of dlopen; null before the operator is registered.
+inline void* mxnet_library = nullptr;
+// A function, which converts to the type of its pointer; it may be null.
+struct Function {
+    void* address;
+    template <typename F>
+    operator F*() const {
+        return reinterpret_cast<F*>(address);
+    }
+};
+// Finds a function of MXNet's or of a library that it is linked against.
+inline Function find(const char* name) { return {mxnet_library == nullptr ? nullptr : dlsym(mxnet_library, name)}; }
 
 const struct {
     int device_type, device_id;

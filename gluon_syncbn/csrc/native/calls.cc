@@ -1,13 +1,17 @@
 #include "native/calls.h"
 
+#include <condition_variable>
 #include <exception>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <system_error>
+#include <thread>
 #include <utility>
+#include <vector>
 
 #include "failure.h"
 #include "native/library.h"
-#include "native/workers.h"
 #include "operator/call.h"
 #include "operator/op.h"
 #include "point.h"
@@ -53,7 +57,7 @@ struct Entry {
 };
 
 // One execution of a call.
-class Execution : public Work {
+class Execution {
   public:
     // Takes the arrays in their layout. If layouts differ, or no kernel knows one, takes plain copies. Must run in the
     // thread in which MXNet runs the operator.
@@ -96,7 +100,7 @@ class Execution : public Work {
     }
 
     // Runs the rest of the call.
-    void run() noexcept override {
+    void run() noexcept {
         if (!begun_) begin();
         if (!failure_) try {
                 backward_ ? call().end_backward(arrays_, requests_.data())
@@ -167,6 +171,62 @@ class Execution : public Work {
     std::exception_ptr failure_;
 };
 
+// ---- threads in which calls run and wait for each other --------------------------------------------------------
+
+// One thread for each simultaneous call, kept for later ones.
+struct Worker {
+    std::condition_variable given;
+    std::unique_ptr<Execution> call;
+};
+
+struct Workers {
+    std::mutex mutex;
+    std::vector<Worker*> idle;  // the last to work comes first again: its memory is in the cache
+    size_t count = 0;           // of all workers; `idle` has capacity for as many
+};
+
+Workers* workers = new Workers;  // never destroyed: threads may be in it when the process ends
+
+void serve(Workers* all, Worker* self) {
+    std::unique_lock<std::mutex> lock(all->mutex);
+    for (;;) {
+        self->given.wait(lock, [self] { return self->call != nullptr; });
+        lock.unlock();
+        self->call->run();
+        self->call.reset();
+        lock.lock();
+        all->idle.push_back(self);
+    }
+}
+
+// Runs the call on an idle thread. Throws Failure if none can be started; then the call is gone.
+void start(std::unique_ptr<Execution> call) {
+    SYNCBN_POINT("before_worker");
+    std::unique_lock<std::mutex> lock(workers->mutex);
+    if (workers->idle.empty()) {
+        auto worker = std::make_unique<Worker>();
+        workers->idle.reserve(++workers->count);
+        lock.unlock();
+        worker->call = std::move(call);
+        try {
+            std::thread(serve, workers, worker.get()).detach();
+        } catch (const std::system_error& error) {
+            lock.lock();
+            --workers->count;
+            throw Failure(std::string("no thread could be started for this call (") + error.what() +
+                          "). The process has no memory for a thread, or has reached its limit of threads (ulimit -v, "
+                          "ulimit -u).");
+        }
+        worker.release();  // for ever
+        return;
+    }
+    Worker* worker = workers->idle.back();
+    workers->idle.pop_back();
+    worker->call = std::move(call);
+    lock.unlock();
+    worker->given.notify_one();
+}
+
 // ---- MXNet's own custom operators ----------------------------------------------------------------------------
 
 // MXNet would have made plain copies for them, and may free these before the operator ends.
@@ -213,7 +273,7 @@ void begin(bool backward, const Compute& original, const StatePointer& state, co
 }
 
 void replace(const char* op_name, bool backward, const std::string& device) {
-    const OldString attribute(("FStatefulComputeEx<" + device + ">").c_str()), flag("TIsMKLDNN");
+    const OldString attribute("FStatefulComputeEx<" + device + ">"), flag("TIsMKLDNN");
     Op* op = nullptr;
     library.find_op(op_name, &op);
     const auto& known = library.computes(attribute.object()).by_index[op->index];
@@ -239,9 +299,11 @@ void complete_with_error(const Completion& complete, const std::exception_ptr& r
     }
 }
 
-std::string take_calls(void* handle, const std::string& device) {
+void forget_workers() { workers = new Workers; }
+
+std::string take_calls(const std::string& device) {
     if (is_naive_engine()) return "MXNET_ENGINE_TYPE=NaiveEngine runs operators in the thread that issues them";
-    open(handle);
+    library = Library();
     replace("Custom", false, device);
     replace("_backward_Custom", true, device);
     return "";

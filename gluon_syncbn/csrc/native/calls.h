@@ -11,8 +11,11 @@ namespace syncbn {
 namespace native {
 
 // Takes over calls of our operator on "cpu" or "gpu" contexts; other custom operators are forwarded to MXNet's handler.
-// `library` is MXNet's, a handle of dlopen, and its build is known. Returns the reason if it cannot; otherwise empty.
-std::string take_calls(void* library, const std::string& device);
+// The build of MXNet's library is known. Returns the reason if it cannot; otherwise empty.
+std::string take_calls(const std::string& device);
+
+// Called in the child of a fork, which has none of the threads that calls run in.
+void forget_workers();
 
 // Ends an operation of the engine with an error.
 void complete_with_error(const Completion& complete, const std::exception_ptr& reason) noexcept;

@@ -200,25 +200,20 @@ bool replace(void** table) {
 
 }  // namespace
 
-std::string separate_resources(void* library) {
+std::string separate_resources() {
     static std::mutex mutex;
     const std::lock_guard<std::mutex> lock(mutex);
     if (get != nullptr) return "";
-    Functions found{};
-    find(library, "_ZN5mxnet8resource19ResourceManagerImpl7RequestENS_7ContextERKNS_15ResourceRequestE",
-         &found.request);
-    find(library, "_ZN5mxnet8resource19ResourceManagerImpl10SeedRandomEj", &found.seed);
-    find(library, "_ZN5mxnet8resource19ResourceManagerImpl10SeedRandomENS_7ContextEj", &found.seed_place);
-    ResourceManager* (*get_own)();
-    if (!find(library, "_ZN5mxnet15ResourceManager3GetEv", &get_own) ||
-        !find(library, "_ZN5mxnet6Engine3GetEv", &get_engine))
-        return "this MXNet hides its ResourceManager or its engine";
+    const Functions found{find("_ZN5mxnet8resource19ResourceManagerImpl7RequestENS_7ContextERKNS_15ResourceRequestE"),
+                          find("_ZN5mxnet8resource19ResourceManagerImpl10SeedRandomEj"),
+                          find("_ZN5mxnet8resource19ResourceManagerImpl10SeedRandomENS_7ContextEj")};
+    ResourceManager* (*const get_own)() = find("_ZN5mxnet15ResourceManager3GetEv");
+    get_engine = find("_ZN5mxnet6Engine3GetEv");
+    if (get_own == nullptr || get_engine == nullptr) return "this MXNet hides its ResourceManager or its engine";
     void** const table = get_own()->table;
     if (std::memcmp(&found, table, sizeof found) != 0) return "the ResourceManager is not that of MXNet 1.9.1";
-    void* threaded = nullptr;
-    if (find(library, "_ZN5mxnet6engine14ThreadedEngine11NewVariableEv", &threaded) &&
-        get_engine()->table[kNewVariable] == threaded)
-        std::memcpy(&new_variable, &threaded, sizeof threaded);
+    const Function threaded = find("_ZN5mxnet6engine14ThreadedEngine11NewVariableEv");
+    if (threaded.address != nullptr && get_engine()->table[kNewVariable] == threaded.address) new_variable = threaded;
     mxnets = found;
     get = get_own;
     if (replace(table)) return "";

@@ -17,9 +17,8 @@
 namespace syncbn {
 namespace native {
 
-// Separates the resources from now on; `library` is MXNet's, a handle of dlopen. Returns the reason if it cannot;
-// otherwise empty.
-std::string separate_resources(void* library);
+// Separates the resources from now on. Returns the reason if it cannot; otherwise empty.
+std::string separate_resources();
 
 // Lets the replicas of all threads take new resources. MXNet reads from the environment how many copies
 // these have.
