@@ -285,12 +285,6 @@ class Tape:
             )
 
 
-def scope_leave() -> Tuple[str, bool]:
-    """Leaves the outermost scope. Returns why its step failed, and whether it is the current step: see api.cc."""
-    current = ctypes.c_bool()
-    return _core.syncbn_scope_leave(ctypes.byref(current)), current.value
-
-
 #: MXNet's requests for a gradient: none, or to add it. Otherwise it is written.
 NULL, ADD = 0, 3
 

@@ -417,12 +417,12 @@ SYNCBN_API int syncbn_scope_enter(const char* thread) {
     return done([&] { syncbn::enter_scope(thread); });
 }
 
-// The thread leaves that scope. Returns why its step failed, empty if it did not. `current` says whether the scope was
-// part of the current step; it is false if that step began later.
-SYNCBN_API const char* syncbn_scope_leave(bool* current) {
+// Whether that scope is part of the current step. It is not if that step began later.
+SYNCBN_API bool syncbn_scope_is_current() { return syncbn::current_scope()->step == syncbn::step().number; }
+// The thread leaves that scope. Returns why its step failed, empty if it did not.
+SYNCBN_API const char* syncbn_scope_leave() {
     return text([&] {
         const auto scope = syncbn::current_scope();
-        *current = scope->step == syncbn::step().number;
         syncbn::leave_scope();
         const syncbn::Failure* why = scope->why_ended();
         return std::string(why == nullptr ? "" : why->what());

@@ -114,7 +114,7 @@ def scope_left(kind: Optional[type], value: Any) -> None:
     """``kind`` and ``value`` describe the exception that leaves the scope."""
     if not session.leave_scope():
         return
-    ended, current = _native.scope_leave()
+    current, ended = _native.scope_is_current(), _native.scope_leave()
     # StopIteration and GeneratorExit end loops, not steps.
     if kind is None or issubclass(kind, (StopIteration, GeneratorExit)):
         if ended:  # ended by another thread, whose replicas have met this thread's replicas
