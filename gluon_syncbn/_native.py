@@ -16,8 +16,9 @@ from types import SimpleNamespace
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
+from mxnet.autograd import Function
 from mxnet.base import _LIB as _mxnet
-from mxnet.base import MXNetError, NDArrayHandle, check_call
+from mxnet.base import MXCallbackList, MXNetError, NDArrayHandle, c_array, c_handle_array, check_call
 from mxnet.ndarray import NDArray
 
 from .system import arguments
@@ -291,21 +292,7 @@ NULL, ADD = 0, 3
 Backward = Callable[[List[NDArray], List[NDArray], List[int]], None]
 
 
-class _Callbacks(ctypes.Structure):  # MXCallbackList
-    _fields_ = [("count", ctypes.c_int), ("functions", ctypes.c_void_p), ("states", ctypes.c_void_p)]
-
-
-class _Function:
-    """A function in a graph: its backward, and the objects that MXNet has pointers to."""
-
-    def __init__(self, key: int, what: str, backward: Backward) -> None:
-        self.what, self.backward = what, backward
-        self._functions = (ctypes.c_void_p * 2)(*[ctypes.cast(f, ctypes.c_void_p) for f in (_run_backward, _forget)])
-        self._states = (ctypes.c_void_p * 2)(key, key)
-        self.callbacks = _Callbacks(2, ctypes.addressof(self._functions), ctypes.addressof(self._states))
-
-
-_functions: Dict[int, _Function] = {}  # in graphs
+_functions: Dict[int, Tuple[Any, Any]] = {}  # in graphs: what MXNet has pointers to
 _keys = itertools.count(1)
 
 
@@ -317,40 +304,30 @@ def record_function(what: str, inputs: Sequence[NDArray], outputs: Sequence[NDAr
     ``autograd.Function`` prints exceptions, ignores ``grad_req='add'``, and stops at the first gradient that is not
     requested.
     """
-    key = next(_keys)
-    _functions[key] = _Function(key, what, backward)
-    handles = [(ctypes.c_void_p * len(some))(*[array.handle.value for array in some]) for some in (inputs, outputs)]
+
+    @Function._bwd_functype
+    def run(heads: int, gradients: int, handles: Any, requests: Any, training: int, key: int) -> int:
+        arrays = [
+            NDArray(NDArrayHandle(handle), writable=i >= heads) for i, handle in enumerate(handles[: heads + gradients])
+        ]
+        try:
+            backward(arrays[:heads], arrays[heads:], requests[:gradients])
+        except BaseException as problem:  # it must not pass through C++; the reader of a gradient gets it
+            _core.syncbn_fail(f"{what}: {type(problem).__name__}: {problem}")
+            _core.syncbn_gate(arrays[heads:])
+        return 1
+
+    key, kind = next(_keys), ctypes.CFUNCTYPE(ctypes.c_int)
+    functions = c_array(kind, [ctypes.cast(function, kind) for function in (run, _forget)])
+    callbacks = MXCallbackList(2, functions, (ctypes.c_void_p * 2)(key, key))
+    _functions[key] = run, callbacks
+    handles = c_handle_array(inputs), c_handle_array(outputs)
     check_call(
-        _mxnet.MXCustomFunctionRecord(
-            len(inputs), handles[0], len(outputs), handles[1], ctypes.byref(_functions[key].callbacks)
-        )
+        _mxnet.MXCustomFunctionRecord(len(inputs), handles[0], len(outputs), handles[1], ctypes.byref(callbacks))
     )
 
 
-# int heads, int gradients, void** arrays, const int* requests, int training, void* state
-@ctypes.CFUNCTYPE(
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.POINTER(ctypes.c_void_p),
-    ctypes.POINTER(ctypes.c_int),
-    ctypes.c_int,
-    ctypes.c_void_p,
-)
-def _run_backward(heads: int, gradients: int, handles: Any, requests: Any, training: int, key: int) -> int:
-    arrays = [
-        NDArray(NDArrayHandle(handle), writable=i >= heads) for i, handle in enumerate(handles[: heads + gradients])
-    ]
-    function = _functions[key]
-    try:
-        function.backward(arrays[:heads], arrays[heads:], requests[:gradients])
-    except BaseException as problem:  # it must not pass through C++; the reader of a gradient gets it
-        _core.syncbn_fail(f"{function.what}: {type(problem).__name__}: {problem}")
-        _core.syncbn_gate(arrays[heads:])
-    return 1
-
-
-@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+@Function._del_functype
 def _forget(key: int) -> int:
     del _functions[key]  # MXNet drops its pointers
     return 1
@@ -465,8 +442,7 @@ class Summands:
         for i, (array, *_) in enumerate(arrays):
             check_call(_mxnet.MXNDArrayGetDType(array.handle, ctypes.byref(types, i * ctypes.sizeof(ctypes.c_int))))
             sizes[i] = array.size
-        handles = (ctypes.c_void_p * (count * contexts))(*[array.handle.value for array in self.arrays])
-        self.given = _TEXTS.span(names), types, sizes, contexts, handles, gpus
+        self.given = _TEXTS.span(names), types, sizes, contexts, c_handle_array(self.arrays), gpus
 
 
 def sum_arrays(exchange: Handle, channel: int, number: int, summands: Summands) -> None:
