@@ -53,7 +53,6 @@ Wu, Xie and Girshick, "Momentum Contrast for Unsupervised Visual Representation 
 section 3.3. The paper shuffles samples; this layer shuffles statistics.
 """
 
-from dataclasses import dataclass
 from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
@@ -76,8 +75,7 @@ class Pool(NamedTuple):
     n: int  # values per channel; 0 for the running statistics
 
 
-@dataclass(frozen=True)
-class Statistics:
+class Statistics(NamedTuple):
     """The values that the backward needs from the forward."""
 
     pools: List[Pool]

@@ -321,4 +321,4 @@ def test_the_specification_needs_numpy_alone():
             imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             imported.add("." * node.level + (node.module or ""))
-    assert imported == {"dataclasses", "numpy", "typing"}
+    assert imported == {"numpy", "typing"}
