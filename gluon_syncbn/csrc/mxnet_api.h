@@ -83,8 +83,8 @@ inline Function find(const char* name) { return {mxnet_library == nullptr ? null
 const struct {
     int device_type, device_id;
 } kCpu{1, 0};
-const int kNoSkip =
-    7;  // FnProperty::kNoSkip: runs although an operation that it waits for has failed, and is never bundled
+// FnProperty::kNoSkip: runs although an operation that it waits for has failed, and is never bundled.
+const int kNoSkip = 7;
 
 // Whether the engine runs each operator in the thread that issues it.
 inline bool is_naive_engine() {

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "failure.h"
-#include "native/library.h"
+#include "native/abi.h"
 #include "operator/call.h"
 #include "operator/op.h"
 #include "point.h"

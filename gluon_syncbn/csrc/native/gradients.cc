@@ -8,17 +8,13 @@
 
 #include "failure.h"
 #include "mxnet_api.h"
+#include "native/abi.h"
 #include "native/calls.h"
-#include "native/library.h"
 #include "tensor.h"
 
 namespace syncbn {
 namespace native {
 namespace {
-
-const struct {
-    int type, number;
-} kCpu{1, 0};
 
 // The values of an array that this thread may write.
 void* plain_values(void* handle) {

@@ -16,7 +16,6 @@
 #include "meeting/registry.h"
 #include "mxnet_api.h"
 #include "native/abi.h"
-#include "native/library.h"
 #include "point.h"
 
 SYNCBN_COUNTS syncbn_resources{0};  // MXNet's objects that were made for replicas
