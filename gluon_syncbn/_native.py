@@ -194,7 +194,7 @@ def __getattr__(name: str) -> Any:
 
 def register() -> None:
     """Registers the operator ``gluon_syncbn`` with the MXNet library that Python has loaded."""
-    names = re.findall(r"\(\*(MX\w+)\)", (_SOURCES / "mxnet_api.h").read_text(encoding="utf-8"))
+    names = re.findall(r"\*\s*(MX\w+)[);]", (_SOURCES / "mxnet_api.h").read_text(encoding="utf-8"))
     functions = [ctypes.cast(getattr(_mxnet, name), ctypes.c_void_p).value for name in names]
     cache = os.path.join(read("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"), "gluon_syncbn")
     _core.syncbn_register(_mxnet._handle, functions, PROCESS, os.fsencode(_SOURCES), os.fsencode(cache))

@@ -51,13 +51,11 @@ struct MXNet {
     int (*MXNDArrayGetData)(void* handle, void** data);
     int (*MXNDArrayGetContext)(void* handle, int* device_type, int* number);
     int (*MXNDArrayFree)(void* handle);
-    int (*MXEnginePushSync)(void (*run)(void* context, void* parameter), void* parameter,
-                            void (*deleter)(void* parameter), const void* context, void** reads, int read_count,
-                            void** writes, int write_count, const void* property, int priority, const char* name);
-    // The same for arrays.
-    int (*MXEnginePushSyncND)(void (*run)(void* context, void* parameter), void* parameter,
-                              void (*deleter)(void* parameter), const void* context, void** reads, int read_count,
-                              void** writes, int write_count, const void* property, int priority, const char* name);
+    using Push = int(void (*run)(void* context, void* parameter), void* parameter, void (*deleter)(void* parameter),
+                     const void* context, void** reads, int read_count, void** writes, int write_count,
+                     const void* property, int priority, const char* name);
+    Push* MXEnginePushSync;
+    Push* MXEnginePushSyncND;  // of arrays
     // The function calls `complete` later.
     int (*MXEnginePushAsyncND)(void (*run)(void* context, void* complete, void* parameter), void* parameter,
                                void (*deleter)(void* parameter), const void* context, void** reads, int read_count,

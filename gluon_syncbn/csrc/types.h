@@ -50,18 +50,12 @@ inline Type parameter_type_of(Type data) { return data == Type::kFloat64 ? Type:
 
 // The activation after a normalisation: see activation.h.
 struct Activation {
-#define SYNCBN_ENUMERATOR(NAME, TRAIT) k##TRAIT,
-    enum class Kind : int { SYNCBN_ACTIVATIONS(SYNCBN_ENUMERATOR) };
-#undef SYNCBN_ENUMERATOR
+    enum class Kind : int { kIdentity, kRectifier };
     Kind kind = Kind::kIdentity;
     double slope = 1, ceiling = std::numeric_limits<double>::infinity();
     bool any() const { return kind != Kind::kIdentity; }
 };
-constexpr const char* kActivations[] = {
-#define SYNCBN_NAME(NAME, TRAIT) #NAME,
-    SYNCBN_ACTIVATIONS(SYNCBN_NAME)
-#undef SYNCBN_NAME
-};
+constexpr const char* kActivations[] = {"identity", "rectifier"};
 inline const char* name_of(Activation::Kind kind) { return kActivations[static_cast<int>(kind)]; }
 
 inline Invertible invertible_by(Type type, double slope) {
