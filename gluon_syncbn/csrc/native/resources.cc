@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <mutex>
 #include <new>
 #include <thread>
@@ -36,8 +37,6 @@ ResourceManager* (*get)();  // the object of the calling thread
 Engine* (*get_engine)();
 void* (*new_variable)(Engine* engine);  // null for the naive engine, which runs an operator at once
 
-using Managers = std::vector<ResourceManager*>;
-
 // A copy of temporary space for one operator at a time. It takes no memory until an operator asks for some.
 struct Copy {
     Space space;
@@ -51,7 +50,7 @@ constexpr size_t kMostCopies = 256, kMostOfReplicas = 4096;
 // What belonged to threads that have ended. MXNet keeps its objects until the process ends.
 struct Idle {
     std::mutex mutex;
-    std::vector<Managers> managers;  // by context
+    std::map<int, std::vector<ResourceManager*>> managers;  // by context
     Copies copies;
     Copies last;  // of them, whose operators nothing follows yet
 };
@@ -60,9 +59,9 @@ Idle* idle = new Idle;  // never destroyed: threads may end after it
 std::atomic<int64_t> renewals{0};
 
 struct OfThread {
-    int context = -1;     // of the replica that it issues
-    Managers managers;    // by context; null where it has issued nothing yet
-    int64_t renewed = 0;  // how often resources had been renewed when these were made
+    int context = -1;                          // of the replica that it issues
+    std::map<int, ResourceManager*> managers;  // by context
+    int64_t renewed = 0;                       // how often resources had been renewed when these were made
     Copies copies;
     size_t last = 0;  // the copy that was taken last
     ~OfThread() {
@@ -70,35 +69,34 @@ struct OfThread {
         idle->copies.insert(idle->copies.end(), copies.begin(), copies.end());
         if (!copies.empty()) idle->last.push_back(copies[last]);
         if (renewed != renewals) return;
-        if (idle->managers.size() < managers.size()) idle->managers.resize(managers.size());
-        for (size_t c = 0; c < managers.size(); ++c)
-            if (managers[c] != nullptr) idle->managers[c].push_back(managers[c]);
+        for (const auto& [context, manager] : managers) idle->managers[context].push_back(manager);
     }
 };
 thread_local OfThread of_thread;
 
 // The seed of a context. Replicas draw other numbers than each other, and than operators of no replica.
-uint32_t seed_of(uint32_t seed, size_t context) { return seed + 0x9E3779B9u * static_cast<uint32_t>(context + 1); }
+uint32_t seed_of(uint32_t seed, int context) { return seed + 0x9E3779B9u * static_cast<uint32_t>(context + 1); }
 
 ResourceManager* manager_of(ResourceManager* own, int context) {
-    const auto c = static_cast<size_t>(context);
-    Managers& managers = of_thread.managers;
+    auto& managers = of_thread.managers;
     if (of_thread.renewed != renewals) managers.clear();
     of_thread.renewed = renewals;
-    if (managers.size() <= c) managers.resize(c + 1);
-    if (managers[c] != nullptr) return managers[c];
+    if (const auto found = managers.find(context); found != managers.end()) return found->second;
+    ResourceManager* manager = nullptr;
     {
         const std::lock_guard<std::mutex> lock(idle->mutex);
-        if (idle->managers.size() > c && !idle->managers[c].empty()) {
-            managers[c] = idle->managers[c].back();
-            idle->managers[c].pop_back();
-            return managers[c];
+        auto& free = idle->managers[context];
+        if (!free.empty()) {
+            manager = free.back();
+            free.pop_back();
         }
     }
-    std::thread([&] { managers[c] = get(); }).join();  // MXNet makes an object where a thread asks for its own
-    ++syncbn_resources;
-    mxnets.seed(managers[c], seed_of(own->seed, c));
-    return managers[c];
+    if (manager == nullptr) {
+        std::thread([&] { manager = get(); }).join();  // MXNet makes an object where a thread asks for its own
+        ++syncbn_resources;
+        mxnets.seed(manager, seed_of(own->seed, context));
+    }
+    return managers[context] = manager;
 }
 
 // Sets a copy free when the operator that took it, which has been issued, has run.
@@ -170,13 +168,10 @@ Resource request(ResourceManager* self, Place place, const int& kind) {
 
 void seed_all(ResourceManager* self, uint32_t seed) {
     mxnets.seed(self, seed);
-    const auto follow = [&](const Managers& managers, size_t context) {
-        for (ResourceManager* manager : managers)
-            if (manager != nullptr) mxnets.seed(manager, seed_of(seed, context));
-    };
-    for (size_t c = 0; c < of_thread.managers.size(); ++c) follow({of_thread.managers[c]}, c);
+    for (const auto& [context, manager] : of_thread.managers) mxnets.seed(manager, seed_of(seed, context));
     const std::lock_guard<std::mutex> lock(idle->mutex);
-    for (size_t c = 0; c < idle->managers.size(); ++c) follow(idle->managers[c], c);
+    for (const auto& [context, managers] : idle->managers)
+        for (ResourceManager* manager : managers) mxnets.seed(manager, seed_of(seed, context));
 }
 
 void seed_place(ResourceManager* self, Place place, uint32_t seed) {
