@@ -153,7 +153,7 @@ def test_what_comes_before_mxnet_does_not_import_it():
 CORE_FLOORS = [
     {"activation"},
     {"plain"},
-    {"types", "mxnet_api", "clock", "log", "failure", "point"},
+    {"types", "mxnet_api", "log", "failure", "point"},
     {"pooling", "tensor"},
     {"cpu", "waiting"},
     {"cuda"},

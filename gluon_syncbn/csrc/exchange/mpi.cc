@@ -11,8 +11,8 @@
 #include <stdexcept>
 #include <thread>
 
-#include "clock.h"
 #include "exchange/inbox.h"
+#include "waiting/wait.h"
 
 namespace syncbn {
 namespace {

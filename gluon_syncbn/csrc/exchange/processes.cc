@@ -8,7 +8,6 @@
 #include <limits>
 #include <optional>
 
-#include "clock.h"
 #include "exchange/python.h"
 #include "failure.h"
 #include "point.h"

@@ -11,7 +11,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "clock.h"
 #include "log.h"
 #include "meeting/diagnosis.h"
 #include "point.h"

@@ -8,7 +8,6 @@
 #include <numeric>
 #include <sstream>
 
-#include "clock.h"
 #include "log.h"
 #include "point.h"
 #include "pooling/statistics.h"

@@ -14,7 +14,6 @@
 #include <utility>
 #include <vector>
 
-#include "clock.h"
 #include "cuda/collective.h"
 #include "cuda/driver.h"
 #include "cuda/plan.h"

@@ -9,7 +9,7 @@
 #include <string>
 #include <utility>
 
-#include "clock.h"
+#include "waiting/wait.h"
 
 namespace syncbn {
 

@@ -13,7 +13,6 @@
 #include <sstream>
 #include <utility>
 
-#include "clock.h"
 #include "failure.h"
 #include "log.h"
 #include "waiting/callers.h"

@@ -11,6 +11,11 @@
 
 namespace syncbn {
 
+// Seconds on a monotonic clock.
+inline double seconds() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
 constexpr auto kSlice = std::chrono::milliseconds(50);
 
 // The number of SIGINT so far. A wait counts them before the installed handler, which is called as before. Otherwise
