@@ -27,7 +27,6 @@
 #include "pooling/statistics.h"
 #include "waiting/callers.h"
 #include "waiting/step.h"
-#include "waiting/wait.h"
 
 #define SYNCBN_API extern "C" __attribute__((visibility("default")))
 

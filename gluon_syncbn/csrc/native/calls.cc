@@ -177,12 +177,12 @@ class Execution {
 struct Worker {
     std::condition_variable given;
     std::unique_ptr<Execution> call;
+    Worker* next = nullptr;  // the one that was idle before
 };
 
 struct Workers {
     std::mutex mutex;
-    std::vector<Worker*> idle;  // the last to work comes first again: its memory is in the cache
-    size_t count = 0;           // of all workers; `idle` has capacity for as many
+    Worker* idle = nullptr;  // the last to work comes first again: its memory is in the cache
 };
 
 Workers* workers = new Workers;  // never destroyed: threads may be in it when the process ends
@@ -195,7 +195,7 @@ void serve(Workers* all, Worker* self) {
         self->call->run();
         self->call.reset();
         lock.lock();
-        all->idle.push_back(self);
+        self->next = std::exchange(all->idle, self);
     }
 }
 
@@ -203,16 +203,14 @@ void serve(Workers* all, Worker* self) {
 void start(std::unique_ptr<Execution> call) {
     SYNCBN_POINT("before_worker");
     std::unique_lock<std::mutex> lock(workers->mutex);
-    if (workers->idle.empty()) {
-        auto worker = std::make_unique<Worker>();
-        workers->idle.reserve(++workers->count);
+    Worker* const idle = workers->idle;
+    if (idle == nullptr) {
         lock.unlock();
+        auto worker = std::make_unique<Worker>();
         worker->call = std::move(call);
         try {
             std::thread(serve, workers, worker.get()).detach();
         } catch (const std::system_error& error) {
-            lock.lock();
-            --workers->count;
             throw Failure(std::string("no thread could be started for this call (") + error.what() +
                           "). The process has no memory for a thread, or has reached its limit of threads (ulimit -v, "
                           "ulimit -u).");
@@ -220,11 +218,10 @@ void start(std::unique_ptr<Execution> call) {
         worker.release();  // for ever
         return;
     }
-    Worker* worker = workers->idle.back();
-    workers->idle.pop_back();
-    worker->call = std::move(call);
+    workers->idle = idle->next;
+    idle->call = std::move(call);
     lock.unlock();
-    worker->given.notify_one();
+    idle->given.notify_one();
 }
 
 // ---- MXNet's own custom operators ----------------------------------------------------------------------------
