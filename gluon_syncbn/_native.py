@@ -275,10 +275,8 @@ class Tape:
         _core.syncbn_tape_begin(self._tape, again)
         try:
             yield
-        except BaseException:
-            _core.syncbn_tape_end()
-            raise
-        left = _core.syncbn_tape_end()
+        finally:
+            left = _core.syncbn_tape_end()
         if left:
             raise MXNetError(
                 f"the second forward called {abs(left)} layer{'s' if abs(left) > 1 else ''} of SyncBatchNorm "
