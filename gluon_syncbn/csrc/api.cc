@@ -129,7 +129,7 @@ SYNCBN_API int syncbn_register(void* library, const Span<void*>& functions, cons
         if (functions.count * sizeof(void*) != sizeof mx) throw syncbn::Failure("MXNet's functions are others");
         std::memcpy(&mx, functions.values, sizeof mx);
         syncbn::mxnet_library = library;
-        syncbn::cuda::setup = {library, csrc, cache};
+        syncbn::cuda::setup = {csrc, cache};
         check(syncbn::register_operator(mx));
     });
 }

@@ -1,7 +1,5 @@
 #include "cuda/driver.h"
 
-#include <dlfcn.h>
-
 #include <new>
 #include <tuple>
 
@@ -58,8 +56,6 @@ void check(int status, const char* function) {
 }  // namespace
 
 Setup setup;
-
-Function find(const char* name) { return {setup.mxnet == nullptr ? nullptr : dlsym(setup.mxnet, name)}; }
 
 Function need(const char* name, const char* library) {
     const Function found = find(name);

@@ -12,28 +12,18 @@
 #include <vector>
 
 #include "cuda/params.h"
+#include "mxnet_api.h"
 
 namespace syncbn {
 namespace cuda {
 
 // Set before the first use of a GPU.
 struct Setup {
-    void* mxnet = nullptr;    // its library, a handle of `dlopen`
     std::string csrc, cache;  // the folders of the sources and of compiled kernels
 };
 extern Setup setup;
 
-// A function, which converts to the type of its pointer; it may be null.
-struct Function {
-    void* address;
-    template <typename F>
-    operator F*() const {
-        return reinterpret_cast<F*>(address);
-    }
-};
-// Finds a function of MXNet's or of a library that it is linked against. `need` throws Failure if it is missing, which
-// means that MXNet was built without `library`.
-Function find(const char* name);
+// Finds a function. Throws Failure if it is missing, which means that MXNet was built without `library`.
 Function need(const char* name, const char* library);
 
 using Stream = void*;
