@@ -296,17 +296,17 @@ SYNCBN_API void* syncbn_processes(int64_t number, int64_t rank, int64_t ranks, c
 SYNCBN_API const void* syncbn_next_message(void* processes, double seconds, int64_t* size) {
     return text([&] {
         std::string message;
-        const bool goes_on = syncbn::next_message(*of_processes(processes).job()->all.mail, seconds, &message);
+        const bool goes_on = syncbn::next_message(*of_processes(processes).job()->all, seconds, &message);
         *size = goes_on ? static_cast<int64_t>(message.size()) : -1;
         return message;
     });
 }
 SYNCBN_API int syncbn_deliver(void* processes, int64_t size, const char* message) {
-    return done([&] { syncbn::deliver(*of_processes(processes).job()->all.mail, message, static_cast<size_t>(size)); });
+    return done([&] { syncbn::deliver(*of_processes(processes).job()->all, message, static_cast<size_t>(size)); });
 }
 // What has become of a rank: "has ended"; empty if it is there.
 SYNCBN_API const char* syncbn_fate_of(void* processes, int64_t rank) {
-    return text([&] { return of_processes(processes).job()->all.mail->fate_of(static_cast<size_t>(rank)); });
+    return text([&] { return of_processes(processes).job()->all->fate_of(static_cast<size_t>(rank)); });
 }
 // The same with memory of this machine. Takes ownership of the segment, which `ranks` share. `leaders`: of all machines.
 // They add gradients by MPI; if `mpi` is null, see exchange/machines.h.
@@ -315,10 +315,11 @@ SYNCBN_API void* syncbn_exchange_machine(void* processes, void* segment, const S
                                          int64_t carried_from) {
     return handle([&] {
         auto job = of_processes(processes).job();
-        syncbn::Members members{{ranks.begin(), ranks.end()}, job->all.members.of};
-        return ExchangeHandle{std::make_shared<syncbn::Processes>(
-            std::move(job), std::unique_ptr<Segment>(static_cast<Segment*>(segment)), std::move(members),
-            syncbn::Ranks(leaders.begin(), leaders.end()), mpi, static_cast<size_t>(carried_from))};
+        std::unique_ptr<Segment> machine(static_cast<Segment*>(segment));
+        machine->members = {{ranks.begin(), ranks.end()}, job->all->ranks()};
+        return ExchangeHandle{std::make_shared<syncbn::Processes>(std::move(job), std::move(machine),
+                                                                  syncbn::Ranks(leaders.begin(), leaders.end()), mpi,
+                                                                  static_cast<size_t>(carried_from))};
     });
 }
 
@@ -338,7 +339,7 @@ SYNCBN_API const void* syncbn_bytes_of(void* processes, int64_t key, const char*
     });
 }
 // The number of messages, for tests.
-SYNCBN_API int64_t syncbn_sent(void* processes) { return of_processes(processes).job()->all.sent; }
+SYNCBN_API int64_t syncbn_sent(void* processes) { return of_processes(processes).job()->all->sent; }
 
 SYNCBN_API void syncbn_merge_moments(double* total, const double* part, int64_t channels) {
     syncbn::merge_moments(total, part, channels);
@@ -350,7 +351,7 @@ SYNCBN_API int syncbn_allreduce(void* exchange, bool merges, const syncbn::Ticke
     return done([&] {
         const auto combine = merges ? syncbn::Combine::kMerge : syncbn::Combine::kAdd;
         syncbn::Exchange& host = *static_cast<ExchangeHandle*>(exchange)->host;
-        const syncbn::Total total = host.allreduce(combine, *ticket, {{row}, static_cast<size_t>(length)});
+        const syncbn::Total total = host.begin(combine, *ticket, {{row}, static_cast<size_t>(length)})->total();
         std::copy(total.values.begin(), total.values.end(), out);
     });
 }
@@ -363,7 +364,7 @@ SYNCBN_API int syncbn_sum(void* exchange, int64_t channel, int64_t number, doubl
         std::vector<syncbn::Summand> summands;
         for (int64_t i = 0; i < names.count; ++i)
             summands.push_back({names.values[i], static_cast<syncbn::Type>(types[i]), static_cast<size_t>(sizes[i])});
-        of_processes(exchange).job()->all.check_open();
+        of_processes(exchange).job()->all->check_open();
         syncbn::native::sum_gradients(
             of_processes(exchange).sums(), channel, number, timeout, std::move(summands), static_cast<size_t>(contexts),
             arrays, gpus == nullptr ? nullptr : static_cast<syncbn::cuda::AllReduce*>(gpus)->shared_from_this());

@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "core.h"
-#include "exchange/choice.h"
 #include "exchange/inbox.h"
 #include "exchange/processes.h"
 #include "exchange/segment.h"
@@ -76,7 +75,7 @@ std::atomic<void*> current{nullptr};  // the same, for threads of earlier ones
 // Whether rank 0 has not failed.
 bool is_open(void* processes) {
     const auto& exchange = static_cast<const syncbn::Asked*>(processes)->host;
-    return static_cast<syncbn::Processes&>(*exchange).job()->all.mail->state_of(0) == syncbn::Mailbox::State::kPresent;
+    return static_cast<syncbn::Processes&>(*exchange).job()->all->state_of(0) == syncbn::Mailbox::State::kPresent;
 }
 
 // Rank 1 answers each vector of rank 0 with one of an empty batch, until rank 0 fails. It may fail itself.
@@ -97,7 +96,7 @@ void carry(void* processes) {
         if (failed) head.kind = syncbn::Head::kFailed;
         if (failed || gathering.count(head.label.key) != 0) head.length = failed ? sizeof kFault - 1 : 0;
         constexpr size_t kBegin = 1 + sizeof head / sizeof(double);
-        std::vector<double> answer(kBegin + head.length);
+        std::vector<double> answer(kBegin + (head.length + sizeof(double) - 1) / sizeof(double));
         std::memcpy(&answer[1], &head, sizeof head);
         if (failed) std::memcpy(&answer[kBegin], kFault, head.length);
         syncbn_deliver(processes, static_cast<int64_t>(answer.size() * sizeof(double)),
@@ -115,8 +114,8 @@ void play_rank_1(syncbn::Segment& segment) {
             const syncbn::Segment::Found found = segment.find(0, label);
             if (found.values == nullptr) continue;
             std::lock_guard<std::mutex> lock(gathering_mutex);
-            const size_t length = gathering.count(label.key) != 0 ? 0 : found.length;
-            segment.post(label, std::vector<double>(length, 0.0).data(), length, length, {0});
+            const size_t size = gathering.count(label.key) != 0 ? 0 : found.size;
+            segment.post(label, std::string(size, 0).data(), size, {0});
             segment.done(0, label, found);
             segment.wake(segment.ring_of(label));
         }

@@ -13,7 +13,7 @@ constexpr size_t kRanks = 3, kChannels = 2;
 
 // A rank of a job whose processes are threads here. It lasts as long as the process.
 struct Rank {
-    std::unique_ptr<syncbn::Tier> machine;
+    std::unique_ptr<syncbn::Segment> machine;
     std::unique_ptr<syncbn::Sums> sums;
 };
 
@@ -21,11 +21,11 @@ std::vector<Rank>& ranks() {
     static auto& all = *[] {
         auto* made = new std::vector<Rank>(kRanks);
         for (size_t rank = 0; rank < kRanks; ++rank) {
-            auto* first = rank == 0 ? nullptr : static_cast<syncbn::Segment*>((*made)[0].machine->mail.get());
-            auto segment = rank == 0 ? syncbn::Segment::create(kRanks)
-                                     : syncbn::Segment::open(kRanks, rank, getpid(), first->number(), first->token());
-            (*made)[rank].machine = std::make_unique<syncbn::Tier>(std::move(segment), syncbn::Members::all(kRanks));
-            (*made)[rank].sums = std::make_unique<syncbn::Sums>(*(*made)[rank].machine);
+            const auto& first = (*made)[0].machine;
+            (*made)[rank].machine =
+                rank == 0 ? syncbn::Segment::create(kRanks)
+                          : syncbn::Segment::open(kRanks, rank, getpid(), first->number(), first->token());
+            (*made)[rank].sums = std::make_unique<syncbn::Sums>(*(*made)[rank].machine, nullptr);
         }
         return made;
     }();

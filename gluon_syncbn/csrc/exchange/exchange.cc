@@ -1,48 +1,63 @@
 #include "exchange/exchange.h"
 
-#include <stdexcept>
-#include <utility>
+#include <algorithm>
+#include <mutex>
 
 #include "failure.h"
+#include "log.h"
 
 namespace syncbn {
 namespace {
 
-[[noreturn]] void not_offered() { throw std::logic_error("this exchange does not support the operation"); }
-
-class Later : public Underway {
+class Memory : public Exchange {
   public:
-    Later(std::function<Total()> total, bool at_once) : total_(std::move(total)), at_once_(at_once) {}
-    bool comes_within(double) override { return at_once_; }
-    Total total() override { return total_(); }
+    std::unique_ptr<Underway> begin(Combine combine, const Ticket& ticket, const Contribution& own) override {
+        return std::make_unique<Underway>(Total{combined(combine, own), 0, ticket.layer});
+    }
+};
 
-  private:
-    const std::function<Total()> total_;
-    const bool at_once_;
+// Between GPUs of one process, one for each replica: each contribution goes to all of them, without the host.
+class OverNccl : public Exchange {
+  public:
+    Form form() const override { return Form::kDevice; }
+    std::unique_ptr<Underway> begin(Combine combine, const Ticket& ticket, const Contribution& own) override {
+        if (own.devices.size() > 1) cuda::post_allgather(own.devices, ticket.name, ticket.timeout, ticket.interrupts);
+        return std::make_unique<Underway>(Total{combined(combine, own), 0, ticket.layer});
+    }
 };
 
 }  // namespace
 
-std::unique_ptr<Underway> later(std::function<Total()> total, bool at_once) {
-    return std::make_unique<Later>(std::move(total), at_once);
+Vector combined(Combine combine, const Contribution& own) {
+    if (combine == Combine::kSideBySide) return Vector(own.rows[0], own.rows[0] + own.length);
+    Vector total(own.length, 0.0);
+    for (const double* row : own.rows) put(combine, total.data(), row, own.length);
+    return total;
 }
 
-std::unique_ptr<Underway> Exchange::begin_allreduce(Combine combine, const Ticket& ticket, const Contribution& own) {
-    return later([this, combine, ticket, own] { return allreduce(combine, ticket, own); }, !calls_out());
-}
-std::unique_ptr<Underway> Exchange::begin_allgather(const Ticket& ticket, const Contribution& own) {
-    return later([this, ticket, own] { return allgather(ticket, own); }, !calls_out());
-}
+std::shared_ptr<Exchange> memory_exchange() { return std::make_shared<Memory>(); }
 
-size_t Exchange::replicas() const { not_offered(); }
-Total Exchange::allreduce(Combine, const Ticket&, const Contribution&) { not_offered(); }
-Total Exchange::allgather(const Ticket&, const Contribution&) { not_offered(); }
-Total Exchange::allgather(const Ticket&, const DeviceContribution&) { not_offered(); }
-
-std::string name_of_call(const Ticket& ticket) {
-    if (ticket.phase < 0) return ticket.name;
-    return std::string("the ") + (ticket.phase == 0 ? "forward" : "backward") + " of call " +
-           std::to_string(ticket.call + 1) + " of " + title_of(ticket.name);
+std::shared_ptr<Exchange> chosen(const Asked& asked, const std::vector<std::string>& contexts, size_t per_context) {
+    // Several replicas on a GPU would be several members of a collective, but a GPU can only be one.
+    const bool one_gpu_each =
+        per_context == 1 && std::all_of(contexts.begin(), contexts.end(),
+                                        [](const auto& context) { return context.compare(0, 4, "gpu(") == 0; });
+    if (!one_gpu_each && asked.nccl == Nccl::kRequired) {
+        std::string where;
+        for (const std::string& context : contexts) where += (where.empty() ? "" : ", ") + context;
+        throw Failure("kvstore 'nccl' needs GPUs with one replica on each, but the layer is on " + where);
+    }
+    // Between processes, the order of collectives would have to be agreed on over the host: see docs/architecture.md.
+    if (!one_gpu_each || asked.host->spans_processes()) return asked.host;
+    const auto over_nccl = std::make_shared<OverNccl>();
+    if (contexts.size() == 1) return over_nccl;  // exchanges nothing
+    if (asked.nccl == Nccl::kNever) return asked.host;
+    const std::string missing = cuda::why_no_collective();
+    if (missing.empty()) return over_nccl;
+    if (asked.nccl == Nccl::kRequired) throw Failure("kvstore 'nccl' was asked for, but " + missing);
+    static std::once_flag said;
+    std::call_once(said, [&] { log(Level::kWarning, "the statistics of GPUs go through host memory: " + missing); });
+    return asked.host;
 }
 
 }  // namespace syncbn

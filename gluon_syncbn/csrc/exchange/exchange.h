@@ -1,5 +1,5 @@
-// Defines the interface that combines the statistics of a meeting, with one file for each implementation. A meeting
-// keeps its exchange, and the last of its replicas to arrive calls it.
+// Defines the interface that combines the statistics of a meeting. A meeting chooses its exchange at its beginning, and
+// the last of its replicas to arrive calls it.
 #pragma once
 
 #include <cstddef>
@@ -7,13 +7,13 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cuda/collective.h"
 #include "exchange/mailbox.h"
 #include "pooling/statistics.h"
 #include "types.h"
-#include "waiting/wait.h"
 
 namespace syncbn {
 
@@ -26,14 +26,14 @@ struct Ticket {
     int64_t interrupts;  // their number at the first call of a replica
 };
 
-// "the forward of call 2 of SyncBatchNorm 'bn0'". An exchange without a meeting, of a phase below 0, has only a name.
-std::string name_of_call(const Ticket& ticket);
-
-// The contribution of this process: a vector for each context. For an allgather, one vector for all contexts.
+// The contribution of this process: a vector for each context. Without a combination, one vector for all contexts.
 struct Contribution {
     std::vector<const double*> rows;
     size_t length;  // of each row
+    // Of replicas on GPUs, in their order; then the row has the samples of each slot, side by side.
+    std::vector<cuda::OnDevice> devices = {};
 };
+Vector combined(Combine combine, const Contribution& own);
 
 // The combined contributions of the replicas of all processes.
 struct Total {
@@ -42,13 +42,6 @@ struct Total {
     int64_t key = 0;   // of the layer, the same in every process
     // The group of each replica whose vector is here, from 0, if the exchange knows the groups of all processes.
     std::vector<int> groups = {};
-};
-
-// The contribution of this process on its GPUs, one for each replica, in their order. Also has the samples of each
-// slot, side by side.
-struct DeviceContribution {
-    std::vector<cuda::OnDevice> parts;
-    Vector counts;
 };
 
 // The form of the replicas' contributions.
@@ -70,19 +63,24 @@ struct Agreed {
     int64_t first = 0;         // the first member of this process
 };
 
-// An exchange that this process has contributed to, and that may wait for others. Leaving it early means a failure,
-// which must be reported elsewhere.
+// An exchange that this process has contributed to, and that may wait for others. This one has its total, or makes it
+// when that is requested. Leaving it early means a failure, which must be reported elsewhere.
 class Underway {
   public:
+    explicit Underway(Total total = {}) : total_(std::move(total)) {}
+    explicit Underway(std::function<Total()> make) : make_(std::move(make)) {}
     virtual ~Underway() = default;
     // Whether all have come; waits at most so many seconds.
-    virtual bool comes_within(double seconds) = 0;
+    virtual bool comes_within(double) { return make_ == nullptr; }
     // Waits without a limit of its own. Called once.
-    virtual Total total() = 0;
-};
+    virtual Total total() { return make_ != nullptr ? make_() : std::move(total_); }
 
-// Contributes and waits when its total is requested. `at_once`: it does not have to wait.
-std::unique_ptr<Underway> later(std::function<Total()> total, bool at_once);
+  protected:
+    Total total_;
+
+  private:
+    const std::function<Total()> make_;
+};
 
 class Exchange {
   public:
@@ -90,33 +88,31 @@ class Exchange {
 
     // Whether vectors of other processes take part.
     virtual bool spans_processes() const { return false; }
-    // Whether a call may take as long as others like: other processes, or the interpreter and MXNet's engine.
-    virtual bool calls_out() const { return spans_processes(); }
     virtual Form form() const { return Form::kHost; }
-    // The number of vectors that a GPU needs memory for. With `kDevice`.
-    virtual size_t replicas() const;
 
-    // All of the following throw std::runtime_error, or Failure, with the reason.
-
-    // With `kHost`: combines all rows, in the order of the ranks and of the contexts. The same inputs give the same
-    // bits everywhere.
-    virtual Total allreduce(Combine combine, const Ticket& ticket, const Contribution& own);
-    // With `kHost`: returns the one row of each process side by side, in the order of the ranks.
-    virtual Total allgather(const Ticket& ticket, const Contribution& own);
-    // With `kDevice`: brings each replica all vectors, side by side in the order of the ranks, or their sum. This may
-    // only begin, in the replicas' streams. The total has the samples of all slots.
-    virtual Total allgather(const Ticket& ticket, const DeviceContribution& own);
-    // The same without a wait, for a thread that may be needed elsewhere. If that is impossible, `total` does all of
-    // it. The rows and the name must stay valid.
-    virtual std::unique_ptr<Underway> begin_allreduce(Combine combine, const Ticket& ticket, const Contribution& own);
-    virtual std::unique_ptr<Underway> begin_allgather(const Ticket& ticket, const Contribution& own);
+    // Combines all rows, in the order of the ranks and of the contexts: the same inputs give the same bits everywhere.
+    // Or brings each replica all vectors, side by side in the order of the ranks. With `kDevice`, this may only begin, in
+    // the replicas' streams, and the total has the samples of all slots. Does not wait, for a thread that may be needed
+    // elsewhere. The rows and the name must stay valid. Throws std::runtime_error, or Failure, with the reason.
+    virtual std::unique_ptr<Underway> begin(Combine combine, const Ticket& ticket, const Contribution& own) = 0;
 };
 
 // Between threads of one process, whose memory holds all vectors already.
 std::shared_ptr<Exchange> memory_exchange();
-// Between GPUs of one process, one for each replica: NCCL brings each contribution to all of them, without the host.
-std::shared_ptr<Exchange> nccl_exchange(size_t replicas);
 // Over the contexts of this process by a KVStore of MXNet's, in Python, where `number` identifies the exchange.
 std::shared_ptr<Exchange> kvstore_exchange(int64_t number);
+
+// Whether GPUs exchange their statistics by NCCL. If NCCL is missing, `kIfThere` takes the host, with a warning, and
+// `kRequired` is an error.
+enum class Nccl { kIfThere, kRequired, kNever };
+
+// The user's settings.
+struct Asked {
+    std::shared_ptr<Exchange> host;  // for vectors in memory of the host
+    Nccl nccl = Nccl::kIfThere;      // for replicas of one process with a GPU each
+};
+
+// Chooses the exchange of replicas on these contexts, `per_context` on each. Throws Failure if there is none.
+std::shared_ptr<Exchange> chosen(const Asked& asked, const std::vector<std::string>& contexts, size_t per_context);
 
 }  // namespace syncbn

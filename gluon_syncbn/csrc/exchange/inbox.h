@@ -2,8 +2,6 @@
 // between those of all ranks.
 #pragma once
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
 #include <list>
@@ -19,7 +17,8 @@ namespace syncbn {
 
 // A message begins with this.
 struct Head {
-    // A vector; an end without a word, of which `length` is the process; a failure, whose text follows; another end.
+    // A vector of `length` bytes; an end without a word, of which `length` is the process; a failure, whose text of so
+    // many bytes follows; another end.
     enum Kind : int64_t { kVector, kDied, kFailed, kEnded };
     Label label;
     int64_t kind, from;
@@ -30,43 +29,26 @@ static_assert(sizeof(Head) % sizeof(double) == 0, "what follows is aligned");
 
 class Inbox : public Mailbox {
   public:
-    Inbox(size_t rank, size_t ranks) : states_(ranks), rank_(rank), process_(getpid()), died_(ranks), reasons_(ranks) {
+    Inbox(size_t rank, size_t ranks) : Mailbox(rank, ranks), states_(ranks), died_(ranks), reasons_(ranks) {
         for (auto& state : states_) state = State::kPresent;
     }
 
-    size_t ranks() const override { return states_.size(); }
-    size_t rank() const override { return rank_; }
-    bool is_own() const override { return getpid() == process_; }
-
-    void post(const Label& label, const double* values, size_t count, size_t length, const Ranks& readers) override {
-        std::lock_guard<std::mutex> lock(mutex_);
-        if (label.piece == 0) here_.push_back(label);
-        if (!readers.empty()) send({label, Head::kVector, own(), length}, values, count * sizeof(double), readers);
-    }
     Found find(size_t rank, const Label& label) const override {
         std::lock_guard<std::mutex> lock(mutex_);
-        for (const Received& one : received_)
-            if (one.from == rank && one.label == label) return {one.values, one.count, one.length, 0};
+        for (const Message& one : received_)
+            if (one.is(rank, label)) return {one.values(), one.head().length, 0};
         return {};
     }
     void done(size_t rank, const Label& label, const Found&) override {
         std::lock_guard<std::mutex> lock(mutex_);
-        received_.remove_if([&](const Received& one) { return one.from == rank && one.label == label; });
+        received_.remove_if([&](const Message& one) { return one.is(rank, label); });
     }
     std::vector<Label> left_by(size_t rank) const override {
         std::lock_guard<std::mutex> lock(mutex_);
         std::vector<Label> labels;
-        for (const Received& one : received_)
-            if (one.from == rank) labels.push_back(one.label);
+        for (const Message& one : received_)
+            if (one.from() == rank) labels.push_back(one.head().label);
         return labels;
-    }
-    bool is_here(const Label& label) const override {
-        std::lock_guard<std::mutex> lock(mutex_);
-        return std::find(here_.begin(), here_.end(), label) != here_.end();
-    }
-    void forget(const Label& label) override {
-        std::lock_guard<std::mutex> lock(mutex_);
-        here_.erase(std::remove(here_.begin(), here_.end(), label), here_.end());
     }
 
     uint32_t ring_of(const Label&) const override { return 0; }  // there is one for all
@@ -83,7 +65,7 @@ class Inbox : public Mailbox {
         std::lock_guard<std::mutex> lock(mutex_);
         if (states_[rank_] != State::kPresent) return;
         const std::string text = reason.substr(0, 4000);
-        Ranks others = Members::all(ranks()).ranks;
+        Ranks others = everybody;
         others.erase(others.begin() + static_cast<int64_t>(rank_));
         send({{}, state == State::kFailed ? Head::kFailed : Head::kEnded, own(), text.size()}, text.data(), text.size(),
              others);
@@ -93,23 +75,34 @@ class Inbox : public Mailbox {
 
   protected:
     static constexpr size_t kHead = sizeof(Head) / sizeof(double);
+    struct Message {
+        std::shared_ptr<double> memory;  // begins with the head
+        size_t size;
+        const Head& head() const { return *reinterpret_cast<const Head*>(memory.get()); }
+        double* values() const { return memory.get() + kHead; }
+        size_t count() const { return size - kHead; }
+        size_t from() const { return static_cast<size_t>(head().from); }
+        bool is(size_t rank, const Label& label) const { return from() == rank && head().label == label; }
+    };
 
+    void write(const Label& label, const void* values, size_t size, const Ranks& readers) override {
+        std::lock_guard<std::mutex> lock(mutex_);
+        send({label, Head::kVector, own(), size}, values, size, readers);
+    }
     // The caller of the following holds the lock.
     virtual void send(Head head, const void* content, size_t size, const Ranks& to) = 0;
     // This rank has sent its last message.
     virtual void left() = 0;
-    // Takes a whole message that has arrived, of so many values behind its head.
-    void take(const std::shared_ptr<double>& message, size_t count) {
-        const Head& head = *reinterpret_cast<const Head*>(message.get());
-        const double* values = message.get() + kHead;
-        const auto from = static_cast<size_t>(head.from);
+    // Takes a whole message that has arrived.
+    void take(const Message& message) {
+        const Head& head = message.head();
         if (head.kind == Head::kVector)
-            received_.push_back({from, head.label, head.length, count, values, message});
+            received_.push_back(message);
         else if (head.kind == Head::kDied)
-            died_[from] = static_cast<int64_t>(head.length);
+            died_[message.from()] = static_cast<int64_t>(head.length);
         else
-            report(from, head.kind == Head::kFailed ? State::kFailed : State::kEnded,
-                   {reinterpret_cast<const char*>(values), head.length});
+            report(message.from(), head.kind == Head::kFailed ? State::kFailed : State::kEnded,
+                   {reinterpret_cast<const char*>(message.values()), head.length});
         ++heard_;
     }
 
@@ -118,13 +111,6 @@ class Inbox : public Mailbox {
     std::atomic<uint32_t> heard_{0};
 
   private:
-    struct Received {
-        size_t from;
-        Label label;
-        size_t length, count;
-        const double* values;
-        std::shared_ptr<double> memory;  // of the values
-    };
     int64_t own() const { return static_cast<int64_t>(rank_); }
     // The first report of a rank stays.
     void report(size_t rank, State state, std::string reason) {
@@ -134,12 +120,9 @@ class Inbox : public Mailbox {
         ++heard_;
     }
 
-    const size_t rank_;
-    const pid_t process_;
     std::vector<std::atomic<int64_t>> died_;
     std::vector<std::string> reasons_;
-    std::list<Received> received_;
-    std::vector<Label> here_;
+    std::list<Message> received_;
 };
 
 }  // namespace syncbn

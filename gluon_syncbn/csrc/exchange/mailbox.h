@@ -1,13 +1,17 @@
-// Carries vectors between processes, each under a label that finds its receiver. Nothing here waits for another process,
-// and nothing depends on the order of calls.
+// Carries vectors between processes, each under a label that finds its receiver. A mailbox waits for no other process,
+// and depends on no order of calls.
 #pragma once
+
+#include <unistd.h>
 
 #include <cstddef>
 #include <cstdint>
-#include <numeric>
+#include <mutex>
+#include <optional>
 #include <string>
-#include <utility>
 #include <vector>
+
+#include "waiting/wait.h"
 
 namespace syncbn {
 
@@ -22,48 +26,43 @@ struct Label {
 
 using Ranks = std::vector<size_t>;  // ascending
 
-// The ranks that share a mailbox within a job: their ranks in the job, and the size of the job.
-struct Members {
-    Ranks ranks;
-    size_t of;
-
-    static Members all(size_t of) {
-        Ranks ranks(of);
-        std::iota(ranks.begin(), ranks.end(), size_t{0});
-        return {std::move(ranks), of};
-    }
-};
-
 class Mailbox {
   public:
     virtual ~Mailbox() = default;
 
-    virtual size_t ranks() const = 0;
-    virtual size_t rank() const = 0;
+    size_t ranks() const { return everybody.size(); }
+    size_t rank() const { return rank_; }
     // Whether this process has opened it, and is not a child of a fork.
-    virtual bool is_own() const = 0;
+    bool is_own() const { return getpid() == process_; }
+    // Throws Failure if not, or if this rank has left.
+    void check_open() const;
+    // The rank of a member in the job, as text, and "rank 2 of 3".
+    std::string number_of(size_t member) const { return std::to_string(members.ranks[member]); }
+    std::string name_of(size_t member) const {
+        return "rank " + number_of(member) + " of " + std::to_string(members.of);
+    }
     // The most values of a vector.
     virtual size_t most_values() const = 0;
 
-    // Leaves a vector for `readers`. With 0 values, it only shows its length. Called by one thread at a time. Throws
-    // std::runtime_error if it has no space.
-    virtual void post(const Label& label, const double* values, size_t count, size_t length, const Ranks& readers) = 0;
+    // Leaves a vector of so many bytes for `readers`. A longer one than that only shows its length. Throws
+    // std::runtime_error if there are too many.
+    void post(const Label& label, const void* values, size_t size, const Ranks& readers);
     // Whether all that this rank has posted under the label needs no more of its work.
     virtual bool is_out(const Label&) { return true; }
     // Returns the vector that `rank` has left for this one under the label; null if there is none yet. It stays until
     // `done`.
     struct Found {
         const double* values = nullptr;
-        size_t count = 0, length = 0;
+        size_t size = 0;  // bytes
         size_t place = 0;
+        size_t length() const { return size / sizeof(double); }
     };
     virtual Found find(size_t rank, const Label& label) const = 0;
     virtual void done(size_t rank, const Label& label, const Found& found) = 0;
+    // Finds and removes bytes, if they have come.
+    std::optional<std::string> take_bytes(size_t rank, const Label& label);
     // Returns the labels of vectors that `rank` has left for this one.
     virtual std::vector<Label> left_by(size_t rank) const = 0;
-    // Whether this rank has posted under the label, and the exchange goes on.
-    virtual bool is_here(const Label& label) const = 0;
-    virtual void forget(const Label& label) = 0;
 
     // A ring is for all threads with one label. Its number changes with each arrival. A thread can sleep until the
     // number is not `seen`, or for `seconds`, and can wake the sleepers.
@@ -82,16 +81,61 @@ class Mailbox {
     // The process of a present rank that has died without a word, which only the kernel knows; 0 if it has not.
     virtual int64_t died(size_t rank) const = 0;
     // What has become of a rank: "has ended". Empty if it is there.
-    std::string fate_of(size_t rank) const {
-        if (state_of(rank) == State::kFailed) return "has failed: " + reason_of(rank);
-        if (state_of(rank) == State::kEnded) return "has ended";
-        const int64_t process = died(rank);
-        if (process == 0) return "";
-        return "has ended without a word (process " + std::to_string(process) + "; was it killed?)";
-    }
+    std::string fate_of(size_t rank) const;
+    // Tells this, as an error of this rank in the exchange of this name.
+    std::string loss(size_t rank, const std::string& exchange) const;
     // Reports that this rank has failed, with a reason, or has ended. Wakes all ranks. The first report stays. A child of
     // a fork reports nothing.
     virtual void leave(State state, const std::string& reason) = 0;
+
+    Ranks everybody;
+    // Their ranks in the job, and the size of the job: the same if nobody says otherwise.
+    struct {
+        Ranks ranks;
+        size_t of;
+    } members;
+    int64_t sent = 0;  // vectors to a reader each, for tests
+
+  protected:
+    Mailbox(size_t rank, size_t ranks);
+    // See `post`. Called by one thread at a time.
+    virtual void write(const Label& label, const void* values, size_t size, const Ranks& readers) = 0;
+
+    const size_t rank_;
+    const pid_t process_;
+
+  private:
+    std::mutex posting_;
+};
+
+// Waits for ranks that share a mailbox.
+class WaitForOthers : public Wait {
+  public:
+    // Tells the others why this rank gives up.
+    [[noreturn]] void give_up(const std::string& reason) override;
+
+  protected:
+    // `together`: a rank that has failed ends the wait even if it is not missing.
+    WaitForOthers(Mailbox& mail, double timeout, bool together) : Wait(timeout), mail_(mail), together_(together) {}
+    virtual std::string name() const = 0;  // of the exchange
+    virtual bool is_missing(size_t rank) const = 0;
+    // Names the missing ranks.
+    virtual std::string missing() const;
+    // Throws if this rank has left, or if another one did that ends the wait.
+    void check_members();
+    // The same for what only the kernel knows.
+    void check_others() override;
+    void throw_if_failed() override;
+    std::string state() override {
+        return mail_.name_of(mail_.rank()) + " waits for rank " + missing() + " in " + name();
+    }
+    std::string advice() override;
+
+    Mailbox& mail_;
+
+  private:
+    [[noreturn]] void gone(size_t rank) { WaitForOthers::give_up(mail_.loss(rank, name())); }
+    const bool together_;
 };
 
 }  // namespace syncbn

@@ -34,7 +34,7 @@ class MpiMailbox : public Inbox {
     bool is_out(const Label& label) override {
         std::lock_guard<std::mutex> lock(mutex_);
         send_on();
-        return std::none_of(outgoing_.begin(), outgoing_.end(), [&](const Message& sent) {
+        return std::none_of(outgoing_.begin(), outgoing_.end(), [&](const Transfer& sent) {
             return sent.head().kind == Head::kVector && sent.head().label == label;
         });
     }
@@ -58,16 +58,11 @@ class MpiMailbox : public Inbox {
     bool wakes() const override { return false; }
 
   private:
-    // A message that arrives or has arrived, or goes to a rank.
-    struct Message {
-        std::shared_ptr<double> memory;  // not initialised
-        size_t size = 0;
+    // A message that arrives, or goes to a rank.
+    struct Transfer : Message {
         Mpi::Request request = {};
-        explicit Message(size_t size = 0) : memory(new double[size], std::default_delete<double[]>()), size(size) {}
-        const Head& head() const { return *reinterpret_cast<const Head*>(memory.get()); }
-        double* values() const { return memory.get() + kHead; }
-        size_t count() const { return size - kHead; }
-        size_t from() const { return static_cast<size_t>(head().from); }
+        explicit Transfer(size_t size = 0)  // not initialised
+            : Message{{new double[size], std::default_delete<double[]>()}, size} {}
     };
 
     // The caller of the following holds the lock.
@@ -75,7 +70,7 @@ class MpiMailbox : public Inbox {
         if (to.empty()) return;
         head.count = (size + sizeof(double) - 1) / sizeof(double);
         const size_t frames = std::max<size_t>(1, (head.count + kFrame - 1) / kFrame);
-        Message message(frames * kHead + head.count);
+        Transfer message(frames * kHead + head.count);
         // The order starts after this rank, so that not all ranks write to rank 0 first.
         const auto after = static_cast<size_t>(std::lower_bound(to.begin(), to.end(), rank()) - to.begin());
         double* at = message.memory.get();
@@ -97,7 +92,7 @@ class MpiMailbox : public Inbox {
         }
     }
     void send_on() {
-        outgoing_.remove_if([&](Message& sent) { return mpi_.has_ended(&sent.request); });
+        outgoing_.remove_if([&](Transfer& sent) { return mpi_.has_ended(&sent.request); });
     }
     void progress() {
         if (closed_) return;
@@ -110,7 +105,7 @@ class MpiMailbox : public Inbox {
             if (found == 0) break;
             Mpi::check(mpi_.count(status, mpi_.bytes, &count));
             arriving_.emplace_back(static_cast<size_t>(count) / sizeof(double));
-            Message& next = arriving_.back();
+            Transfer& next = arriving_.back();
             Mpi::check(mpi_.receive(next.memory.get(), count, mpi_.bytes, message, &next.request));
         }
         // In their order: what a rank has sent before its end comes before that.
@@ -118,7 +113,7 @@ class MpiMailbox : public Inbox {
             Message one = std::move(arriving_.front());
             arriving_.pop_front();
             if (!completes(&one)) continue;
-            take(one.memory, one.count());
+            take(one);
             naps_ = 0;
         }
     }
@@ -128,7 +123,7 @@ class MpiMailbox : public Inbox {
         if (frame->count() == head.count) return true;
         Message& whole = begun_[frame->from()];
         if (head.begin == 0) {
-            whole = Message(kHead + head.count);
+            whole = Transfer(kHead + head.count);
             std::memcpy(whole.memory.get(), &head, sizeof head);
         }
         std::memcpy(whole.values() + head.begin, frame->values(), frame->count() * sizeof(double));
@@ -146,7 +141,7 @@ class MpiMailbox : public Inbox {
 
     // The lock is also for MPI, which one thread calls at a time.
     const Mpi mpi_;
-    std::list<Message> outgoing_, arriving_;
+    std::list<Transfer> outgoing_, arriving_;
     std::map<size_t, Message> begun_;  // by the rank that sends it
     bool closed_ = false;
     std::atomic<uint32_t> naps_{0};

@@ -12,10 +12,12 @@
 // several machines it has one level.
 #pragma once
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "exchange/exchange.h"
@@ -23,43 +25,57 @@
 #include "exchange/mpi.h"
 #include "exchange/segment.h"
 #include "exchange/sums.h"
-#include "exchange/tier.h"
 
 namespace syncbn {
 
-// The names of layers by their keys, for messages.
-class Names {
+// All processes of a job. They exchange by MPI, or by a carrier in Python.
+class Job {
   public:
-    void add(int64_t key, const char* name);
-    std::string of(int64_t key) const;
+    // `number`: of the exchange in Python, which knows the layers.
+    Job(int64_t number, std::unique_ptr<Mailbox> mail) : number(number), all(std::move(mail)) {}
+    // The names of layers by their keys, for messages.
+    void name(int64_t key, const char* name) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        names_[key] = name;
+    }
+    std::string name_of(int64_t key) const {
+        std::lock_guard<std::mutex> lock(mutex_);
+        const auto found = names_.find(key);
+        return found == names_.end() ? "number " + std::to_string(key + 1) : found->second;
+    }
+    // The exchanges that this rank has come to, and has not finished.
+    void enter(const Label& label) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        here_.push_back(label);
+    }
+    void finish(const Label& label) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        here_.erase(std::find(here_.begin(), here_.end(), label));
+    }
+    bool is_in(const Label& label) const {
+        std::lock_guard<std::mutex> lock(mutex_);
+        return std::find(here_.begin(), here_.end(), label) != here_.end();
+    }
+
+    const int64_t number;
+    const std::unique_ptr<Mailbox> all;
 
   private:
     mutable std::mutex mutex_;
     std::map<int64_t, std::string> names_;
-};
-
-// All processes of a job. They exchange by MPI, or by a carrier in Python.
-struct Job {
-    // `number`: of the exchange in Python, which knows the layers.
-    Job(int64_t number, std::unique_ptr<Mailbox> mail) : number(number), all(std::move(mail)) {}
-    const int64_t number;
-    Tier all;
-    Names names;
+    std::vector<Label> here_;
 };
 
 class Processes : public Exchange {
   public:
     explicit Processes(std::shared_ptr<Job> job);
     // With memory of this machine. `leaders`: of all machines. They add gradients by MPI; if `mpi` is null, see Machines.
-    Processes(std::shared_ptr<Job> job, std::unique_ptr<Segment> segment, Members members, Ranks leaders,
-              const Mpi* mpi, size_t carried_from);
+    Processes(std::shared_ptr<Job> job, std::unique_ptr<Segment> segment, Ranks leaders, const Mpi* mpi,
+              size_t carried_from);
     ~Processes() override;
 
     bool spans_processes() const override { return true; }
-    Total allreduce(Combine combine, const Ticket& ticket, const Contribution& own) override;
-    Total allgather(const Ticket& ticket, const Contribution& own) override;
-    std::unique_ptr<Underway> begin_allreduce(Combine combine, const Ticket& ticket, const Contribution& own) override;
-    std::unique_ptr<Underway> begin_allgather(const Ticket& ticket, const Contribution& own) override;
+    std::unique_ptr<Underway> begin(Combine combine, const Ticket& ticket, const Contribution& own) override;
 
     // Sends bytes to all ranks, the same or `own` for each. Returns theirs, this one's included, in the order of the
     // ranks: the sizes, then all bytes. `key` identifies the messages.
@@ -72,21 +88,23 @@ class Processes : public Exchange {
     void leave(Mailbox::State state, const std::string& reason);
 
   private:
-    class Gathering;
-    class Doubling;
-    class Levels;
-    // Returns the agreement of the processes. If it is not known here yet: null, or a question to them.
+    // In a step of an exchange, this rank leaves what it has for some others, and waits for the vectors of some.
+    struct Step {
+        Mailbox* mail;
+        int64_t piece;  // of the label; below 0: what a leader tells its machine
+        Ranks readers, from;
+        double longer = 0;        // seconds, beside the time limit
+        bool contributes = true;  // to what comes; otherwise, that is a total already
+    };
+    class Steps;
+    // Returns the agreement of the processes; null if it is not known here yet.
     const Agreed* known(const Ticket& ticket) const;
-    const Agreed& learned(const Ticket& ticket);
-    std::unique_ptr<Underway> reduce(Combine combine, const Ticket& ticket, const Contribution& own, int64_t key);
-    std::unique_ptr<Underway> reduce_in_job(Combine combine, const Ticket& ticket, const Contribution& own, int64_t key,
-                                            const Ranks& ranks, double longer);
-    std::unique_ptr<Underway> gather(const Ticket& ticket, const Contribution& own, const Agreed& agreed);
-    std::unique_ptr<Underway> gather_in(Tier& tier, const Ticket& ticket, const Contribution& own,
-                                        const Agreed& agreed);
+    void learn(const Ticket& ticket);
+    std::vector<Step> levels(size_t length) const;
+    std::vector<Step> between(const Ranks& ranks) const;
 
     const std::shared_ptr<Job> job_;
-    const std::unique_ptr<Tier> machine_;  // null if memory is not shared
+    const std::unique_ptr<Segment> machine_;  // null if memory is not shared
     const Ranks leaders_;
     std::unique_ptr<Sums> sums_;
     mutable std::mutex learning_;       // guards the next one

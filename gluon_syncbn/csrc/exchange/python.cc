@@ -58,7 +58,7 @@ class Carried : public Inbox {
         std::memcpy(memory.get(), message + begin, count * sizeof(double));
         {
             std::lock_guard<std::mutex> lock(mutex_);
-            take(memory, count - kHead);
+            take({memory, count});
         }
         changed_.notify_all();
     }

@@ -17,6 +17,7 @@
 #include <cstring>
 #include <ctime>
 #include <stdexcept>
+#include <utility>
 
 namespace syncbn {
 namespace {
@@ -33,18 +34,6 @@ long futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const tim
     return syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), operation, value, timeout, nullptr, 0);
 }
 
-// Sleeps until the word is not `seen`, or for `seconds`.
-void wait_at(std::atomic<uint32_t>* word, uint32_t seen, double seconds) {
-    timespec timeout;
-    timeout.tv_sec = static_cast<time_t>(seconds);
-    timeout.tv_nsec = static_cast<long>((seconds - std::floor(seconds)) * 1e9);
-    futex(word, FUTEX_WAIT, seen, &timeout);
-}
-
-constexpr size_t kLane = 256;  // bytes, no cache line of which another lane uses
-
-size_t rounded_up(size_t size) { return (size + 4095) / 4096 * 4096; }
-
 // The lock on a rank's byte ends with the rank's process, however that ends, and never earlier. A child of a fork has
 // none.
 struct flock byte_of(size_t rank, short type) {
@@ -58,10 +47,6 @@ struct flock byte_of(size_t rank, short type) {
 
 }  // namespace
 
-struct Segment::Head {
-    char token[kTokenSize];
-};
-
 struct alignas(64) Segment::Member {
     std::atomic<uint32_t> state;
     std::atomic<uint32_t> outboxes;  // the number that has been used
@@ -74,22 +59,20 @@ struct alignas(64) Segment::Ring {
     std::atomic<uint32_t> posts, sleepers;
 };
 
-struct alignas(64) Segment::Outbox {
-    std::atomic<uint64_t> readers;  // bits of ranks that have not read it; 0 if it is free
+struct alignas(64) Segment::Outbox {  // whoever looks reads one cache line
+    std::atomic<uint64_t> readers;    // bits of ranks that have not read it; 0 if it is free
     std::atomic<int64_t> label[5];
     std::atomic<uint32_t> stamp;  // odd while something is posted, and never repeated
-    std::atomic<uint32_t> count;
-    std::atomic<uint64_t> length;
+    std::atomic<uint64_t> size;   // bytes
 };
-static_assert(sizeof(int64_t[5]) + 2 * sizeof(uint64_t) + 2 * sizeof(uint32_t) == 64,
-              "whoever looks reads one cache line");
 
-Segment::Segment(size_t ranks, size_t rank, int file) : ranks_(ranks), rank_(rank), file_{file}, process_(getpid()) {
-    const size_t head = rounded_up(sizeof(Head)), members = rounded_up(ranks * sizeof(Member));
-    const size_t rings = rounded_up(kRings * sizeof(Ring)), outboxes = rounded_up(ranks * kOutboxes * sizeof(Outbox));
-    const size_t vectors = rounded_up(ranks * kOutboxes * kMostValues * sizeof(double));
-    const size_t lanes = rounded_up(ranks * kLane);
-    size_ = head + members + rings + outboxes + vectors + lanes + ranks * kPieces * kPiece;
+Segment::Segment(size_t ranks, size_t rank, int file) : Mailbox(rank, ranks), file_{file} {
+    // Of so many bytes, in pages.
+    const auto place = [&](size_t size) { return std::exchange(size_, size_ + (size + 4095) / 4096 * 4096); };
+    const size_t token = place(kTokenSize), members = place(ranks * sizeof(Member));
+    const size_t rings = place((kRings + ranks) * sizeof(Ring)), outboxes = place(ranks * kOutboxes * sizeof(Outbox));
+    const size_t vectors = place(ranks * kOutboxes * kMostValues * sizeof(double));
+    const size_t lanes = place(ranks * sizeof(Lane)), pieces = place(ranks * kPieces * kPiece);
     struct stat is;
     if (rank == 0 && fchmod(file, 0600) != 0) fail("fchmod");
     if (rank == 0 && ftruncate(file, static_cast<off_t>(size_)) != 0) fail("ftruncate");
@@ -98,13 +81,13 @@ Segment::Segment(size_t ranks, size_t rank, int file) : ranks_(ranks), rank_(ran
     void* memory = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
     if (memory == MAP_FAILED) fail("mmap");
     memory_ = static_cast<char*>(memory);
-    head_ = reinterpret_cast<Head*>(memory_);
-    members_ = reinterpret_cast<Member*>(memory_ + head);
-    rings_ = reinterpret_cast<Ring*>(memory_ + head + members);
-    outboxes_ = reinterpret_cast<Outbox*>(memory_ + head + members + rings);
-    values_ = reinterpret_cast<double*>(memory_ + head + members + rings + outboxes);
-    lanes_ = memory_ + head + members + rings + outboxes + vectors;
-    pieces_ = lanes_ + lanes;
+    token_ = memory_ + token;
+    members_ = reinterpret_cast<Member*>(memory_ + members);
+    rings_ = reinterpret_cast<Ring*>(memory_ + rings);
+    outboxes_ = reinterpret_cast<Outbox*>(memory_ + outboxes);
+    values_ = reinterpret_cast<double*>(memory_ + vectors);
+    lanes_ = reinterpret_cast<Lane*>(memory_ + lanes);
+    pieces_ = memory_ + pieces;
 }
 
 void Segment::present() {
@@ -126,7 +109,7 @@ std::unique_ptr<Segment> Segment::create(size_t ranks) {
     if (file < 0) fail("memfd_create");
     std::unique_ptr<Segment> made(new Segment(ranks, 0, file));
     std::FILE* random = std::fopen("/dev/urandom", "rb");
-    const bool read = random != nullptr && std::fread(made->head_->token, kTokenSize, 1, random) == 1;
+    const bool read = random != nullptr && std::fread(made->token_, kTokenSize, 1, random) == 1;
     if (random != nullptr) std::fclose(random);
     if (!read) throw std::runtime_error("cannot read /dev/urandom");
     made->present();
@@ -151,9 +134,7 @@ Segment::~Segment() {
 
 Segment::File::~File() { close(number); }
 
-std::string Segment::token() const { return std::string(head_->token, kTokenSize); }
-
-bool Segment::is_own() const { return getpid() == process_; }
+std::string Segment::token() const { return std::string(token_, kTokenSize); }
 
 Segment::Outbox& Segment::outbox(size_t rank, size_t index) const { return outboxes_[rank * kOutboxes + index]; }
 
@@ -161,7 +142,7 @@ double* Segment::values(size_t rank, size_t index) const { return values_ + (ran
 
 // ---- vectors -------------------------------------------------------------------------------------------------------
 
-void Segment::post(const Label& label, const double* values, size_t count, size_t length, const Ranks& readers) {
+void Segment::write(const Label& label, const void* values, size_t size, const Ranks& readers) {
     uint64_t bits = 0;
     for (const size_t reader : readers) bits |= uint64_t{1} << reader;
     std::atomic<uint32_t>& used = members_[rank_].outboxes;
@@ -176,9 +157,9 @@ void Segment::post(const Label& label, const double* values, size_t count, size_
     box.stamp.store(stamp + (stamp & 1), std::memory_order_relaxed);
     const int64_t fields[] = {label.key, label.node, label.call, label.phase, label.piece};
     for (size_t i = 0; i < 5; ++i) box.label[i].store(fields[i], std::memory_order_release);
-    box.count.store(static_cast<uint32_t>(count), std::memory_order_relaxed);
-    box.length.store(length, std::memory_order_relaxed);
-    std::copy(values, values + count, this->values(rank_, index));
+    box.size.store(size, std::memory_order_relaxed);
+    if (size <= kMostValues * sizeof(double))
+        std::copy_n(static_cast<const char*>(values), size, reinterpret_cast<char*>(this->values(rank_, index)));
     box.readers.store(bits, std::memory_order_relaxed);
     box.stamp.store(stamp + (stamp & 1) + 1);
     if (used <= index) used = static_cast<uint32_t>(index + 1);
@@ -195,7 +176,7 @@ Mailbox::Found Segment::find(size_t rank, const Label& label) const {
         int64_t at[5];
         for (size_t i = 0; i < 5; ++i) at[i] = box.label[i].load(std::memory_order_acquire);
         if (box.stamp != stamp || !(Label{at[0], at[1], at[2], at[3], at[4]} == label)) continue;
-        return {values(rank, index), box.count, box.length, index};
+        return {values(rank, index), box.size, index};
     }
     return {};
 }
@@ -204,28 +185,17 @@ void Segment::done(size_t rank, const Label&, const Found& found) {
     outbox(rank, found.place).readers.fetch_and(~(uint64_t{1} << rank_));
 }
 
-std::vector<Label> Segment::left_by(size_t rank, uint64_t readers) const {
+std::vector<Label> Segment::left_by(size_t rank) const {
     std::vector<Label> labels;
     const size_t used = members_[rank].outboxes;
     for (size_t index = 0; index < used; ++index) {
         const Outbox& box = outbox(rank, index);
         const uint32_t stamp = box.stamp.load();
-        if ((stamp & 1) == 0 || (box.readers & readers) == 0) continue;
+        if ((stamp & 1) == 0 || (box.readers & uint64_t{1} << rank_) == 0) continue;
         const Label label{box.label[0], box.label[1], box.label[2], box.label[3], box.label[4]};
         if (box.stamp.load() == stamp) labels.push_back(label);
     }
     return labels;
-}
-
-bool Segment::is_here(const Label& label) const {
-    const std::vector<Label> own = left_by(rank_, ~uint64_t{0});
-    return std::find(own.begin(), own.end(), label) != own.end();
-}
-
-// A post for nobody else is a mark that this rank has come.
-void Segment::forget(const Label& label) {
-    const Found mark = find(rank_, label);
-    if (mark.values != nullptr) done(rank_, label, mark);
 }
 
 // ---- rings ---------------------------------------------------------------------------------------------------------
@@ -237,11 +207,16 @@ uint32_t Segment::ring_of(const Label& label) const {
     return static_cast<uint32_t>(hash >> 32) % kRings;
 }
 
+uint32_t Segment::ring_of(size_t rank) { return static_cast<uint32_t>(kRings + rank); }
+
 uint32_t Segment::heard(uint32_t ring) { return rings_[ring].posts; }
 
 void Segment::sleep(uint32_t ring, uint32_t seen, double seconds) {
+    timespec timeout;
+    timeout.tv_sec = static_cast<time_t>(seconds);
+    timeout.tv_nsec = static_cast<long>((seconds - std::floor(seconds)) * 1e9);
     rings_[ring].sleepers.fetch_add(1);
-    wait_at(&rings_[ring].posts, seen, seconds);
+    futex(&rings_[ring].posts, FUTEX_WAIT, seen, &timeout);
     rings_[ring].sleepers.fetch_sub(1);
 }
 
@@ -251,27 +226,9 @@ void Segment::wake(uint32_t ring) {
     if (rings_[ring].sleepers != 0) futex(&rings_[ring].posts, FUTEX_WAKE, INT_MAX, nullptr);
 }
 
-// ---- lanes ---------------------------------------------------------------------------------------------------------
-
-Segment::Lane& Segment::lane(size_t rank) const {
-    static_assert(sizeof(Lane) <= kLane, "");
-    return *reinterpret_cast<Lane*>(lanes_ + rank * kLane);
-}
-
-char* Segment::piece(size_t rank, uint64_t number) const {
-    return pieces_ + (rank * kPieces + number % kPieces) * kPiece;
-}
-
-void Segment::ring(size_t rank) {
-    lane(rank).bell.fetch_add(1);
-    if (lane(rank).sleeping != 0) futex(&lane(rank).bell, FUTEX_WAKE, 1, nullptr);
-}
-
-void Segment::listen(uint32_t heard, double seconds) {
-    Lane& own = lane(rank_);
-    own.sleeping = 1;
-    wait_at(&own.bell, heard, seconds);
-    own.sleeping = 0;
+void Segment::ring(uint32_t ring) {
+    rings_[ring].posts.fetch_add(1);
+    wake(ring);
 }
 
 // ---- members -------------------------------------------------------------------------------------------------------
@@ -283,15 +240,15 @@ bool Segment::crowded() const {
         size_t cores = 0;
         for (size_t word = 0; word < kCores / 64; ++word) {
             uint64_t bits = 0;
-            for (size_t rank = 0; rank < ranks_; ++rank) {
+            for (size_t rank = 0; rank < ranks(); ++rank) {
                 if (state_of(rank) == State::kAbsent) return true;
                 bits |= members_[rank].cores[word];
             }
             cores += static_cast<size_t>(__builtin_popcountll(bits));
         }
-        cores_ = static_cast<int>(std::max<size_t>(1, std::min(cores, ranks_)));
+        cores_ = static_cast<int>(std::max<size_t>(1, std::min(cores, ranks())));
     }
-    return static_cast<size_t>(cores_) < ranks_;
+    return static_cast<size_t>(cores_) < ranks();
 }
 
 int64_t Segment::died(size_t rank) const {
@@ -311,11 +268,7 @@ void Segment::leave(State state, const std::string& reason) {
     std::copy(reason.begin(), reason.begin() + static_cast<int64_t>(size), member.reason);
     member.reason[size] = 0;
     member.state = static_cast<uint32_t>(state);
-    for (uint32_t ring = 0; ring < kRings; ++ring) {
-        rings_[ring].posts.fetch_add(1);
-        wake(ring);
-    }
-    for (size_t rank = 0; rank < ranks_; ++rank) ring(rank);
+    for (uint32_t number = 0; number < kRings + ranks(); ++number) ring(number);
 }
 
 }  // namespace syncbn

@@ -34,27 +34,23 @@ class Segment : public Mailbox {
     static std::unique_ptr<Segment> open(size_t ranks, size_t rank, int64_t process, int number,
                                          const std::string& token);
     ~Segment() override;
-    Segment(const Segment&) = delete;
-    Segment& operator=(const Segment&) = delete;
 
-    size_t ranks() const override { return ranks_; }
-    size_t rank() const override { return rank_; }
     int number() const { return file_.number; }
     std::string token() const;
-    bool is_own() const override;
 
     size_t most_values() const override { return kMostValues; }
-    void post(const Label& label, const double* values, size_t count, size_t length, const Ranks& readers) override;
     Found find(size_t rank, const Label& label) const override;
     void done(size_t rank, const Label& label, const Found& found) override;
-    std::vector<Label> left_by(size_t rank) const override { return left_by(rank, uint64_t{1} << rank_); }
-    bool is_here(const Label& label) const override;
-    void forget(const Label& label) override;
+    std::vector<Label> left_by(size_t rank) const override;
 
     uint32_t ring_of(const Label& label) const override;
+    // The ring of a rank's thread for long sums.
+    static uint32_t ring_of(size_t rank);
     uint32_t heard(uint32_t ring) override;
     void sleep(uint32_t ring, uint32_t seen, double seconds) override;
     void wake(uint32_t ring) override;
+    // The number of the ring changes, and all wake who sleep there.
+    void ring(uint32_t ring);
 
     State state_of(size_t rank) const override;
     std::string reason_of(size_t rank) const override;
@@ -62,30 +58,24 @@ class Segment : public Mailbox {
     int64_t died(size_t rank) const override;
     void leave(State state, const std::string& reason) override;
 
-    // The part of a rank in long sums: how far it is, and its pieces. Only the rank itself writes there, except for the
-    // bell. Counts never decrease.
+    // The part of a rank in long sums: how far it is, and its pieces. Only the rank itself writes there. Counts never
+    // decrease.
     static constexpr size_t kPiece = 1 << 19, kPieces = 4;  // bytes, and pieces of a rank
-    struct Lane {
-        std::atomic<uint64_t> rounds, in, added, total, out;
-        std::atomic<int64_t> channel;
-        std::atomic<uint64_t> digest;
-        std::atomic<uint32_t> bell, sleeping;
+    struct alignas(256) Lane {                              // no cache line of which another lane uses
+        std::atomic<uint64_t> in, added, total, out;
     };
-    Lane& lane(size_t rank) const;
-    char* piece(size_t rank, uint64_t number) const;
-    // Wakes the thread of a rank that sleeps in `listen`, where it has `heard` so many rings.
-    void ring(size_t rank);
-    void listen(uint32_t heard, double seconds);
+    Lane& lane(size_t rank) const { return lanes_[rank]; }
+    char* piece(size_t rank, uint64_t number) const { return pieces_ + (rank * kPieces + number % kPieces) * kPiece; }
+
+  protected:
+    void write(const Label& label, const void* values, size_t size, const Ranks& readers) override;
 
   private:
-    struct Head;
     struct Member;
     struct Ring;
     struct Outbox;
     Segment(size_t ranks, size_t rank, int file);
     void present();
-    // Labels of vectors that some of `readers`, bits, have not read yet.
-    std::vector<Label> left_by(size_t rank, uint64_t readers) const;
     Outbox& outbox(size_t rank, size_t index) const;
     double* values(size_t rank, size_t index) const;
 
@@ -95,18 +85,16 @@ class Segment : public Mailbox {
         ~File();
     };
 
-    const size_t ranks_, rank_;
     const File file_;
-    const int64_t process_;
     char* memory_ = nullptr;
     size_t size_ = 0;
     mutable std::atomic<int> cores_{0};  // at most the number of ranks; 0 while some rank is absent
-    Head* head_ = nullptr;
+    char* token_ = nullptr;
     Member* members_ = nullptr;
     Ring* rings_ = nullptr;
     Outbox* outboxes_ = nullptr;
     double* values_ = nullptr;
-    char* lanes_ = nullptr;
+    Lane* lanes_ = nullptr;
     char* pieces_ = nullptr;
 };
 

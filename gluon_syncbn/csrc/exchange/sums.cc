@@ -25,14 +25,7 @@ constexpr double kPoll = 5e-5;  // seconds between two looks at a sum of machine
 constexpr double kForEver = std::numeric_limits<double>::infinity();
 constexpr size_t kLine = 64;  // bytes of a cache line
 
-// Values of one type in memory of a machine: a sum is made in the type of parameters.
-template <typename F>
-void with_wide(Type type, const F& f) {
-    if (type == Type::kFloat64) return f(static_cast<double*>(nullptr));
-    f(static_cast<float*>(nullptr));
-}
-
-// Widens the values of an array, added up over the contexts.
+// Widens the values of an array to the type of parameters, added up over the contexts.
 void widen(Type type, const std::vector<void*>& contexts, size_t begin, size_t count, char* out) {
     cpu::with_type(type, [&](auto* kind) {
         using T = std::remove_pointer_t<decltype(kind)>;
@@ -59,34 +52,31 @@ void narrow(Type type, const char* in, const std::vector<void*>& contexts, size_
     });
 }
 
-// Gluon's names without its counters, which depend on what else a process has built.
-std::string without_digits(const std::string& name) {
+// "the gradient of 'conv0_weight' (864 values of float32)"
+std::string line_of(const Summand& summand) {
+    return summand.name + " (" + std::to_string(summand.size) + " values of " + name_of(summand.type) + ")";
+}
+
+// A line without Gluon's counters in the name, which depend on what else a process has built.
+std::string without_counters(const std::string& line) {
+    const size_t end = line.rfind(" (");
     std::string text;
-    for (const char c : name)
-        if (std::isdigit(static_cast<unsigned char>(c)) == 0) text += c;
+    for (size_t i = 0; i < line.size(); ++i)
+        if (i >= end || std::isdigit(static_cast<unsigned char>(line[i])) == 0) text += line[i];
     return text;
 }
 
-// A line for each array.
-std::string lines_of(const Round& round) {
-    std::string text;
-    for (const Summand& summand : round.summands)
-        text += without_digits(summand.name) + " " + name_of(summand.type) + " " + std::to_string(summand.size) + "\n";
-    return text;
-}
-
-// FNV-1a.
-uint64_t digest_of(const std::string& text) {
-    uint64_t hash = 0xcbf29ce484222325u;
-    for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3u;
-    return hash;
-}
-
-// An array of this process has its whole name; another process writes only a line.
-std::string in_words(const std::string& name, const std::string& line) {
-    const size_t size = line.rfind(' '), type = line.rfind(' ', size - 1);
-    return (name.empty() ? line.substr(0, type) : name) + " (" + line.substr(size + 1) + " values of " +
-           line.substr(type + 1, size - type - 1) + ")";
+// What a rank says of a round: its channel and a digest of its arrays (FNV-1a), and a line for each array, as far as there
+// is space.
+std::string text_of(const Round& round) {
+    uint64_t digest = 0xcbf29ce484222325u;
+    std::string lines;
+    for (const Summand& summand : round.summands) {
+        const std::string line = line_of(summand) + "\n";
+        for (const char c : without_counters(line)) digest = (digest ^ static_cast<unsigned char>(c)) * 0x100000001b3u;
+        lines += line;
+    }
+    return std::to_string(round.channel) + " " + std::to_string(digest) + "\n" + lines.substr(0, Segment::kPiece);
 }
 
 // "the gradient of 'conv0_weight' and 12 more, round 3", for the arrays from `begin` to `end`.
@@ -96,25 +86,26 @@ std::string name_of(const Round& round, size_t begin, size_t end) {
     return text + ", round " + std::to_string(round.number + 1);
 }
 
-// Tells the first difference between the lines of two ranks.
-Failure disagreement(const Round& round, const std::string& own_rank, const std::string& own_lines,
-                     const std::string& rank, const std::string& lines) {
-    std::istringstream ours(own_lines), theirs(lines);
+// Compares what this rank has for a round with what rank 0 has told. Throws Failure with the first difference.
+void compare(const Round& round, const std::string& own_rank, const std::string& told) {
+    std::istringstream ours(text_of(round)), theirs(told);
     std::string one, another;
-    size_t at = 0;
-    for (;; ++at) {
-        if (!std::getline(ours, one)) one.clear();
-        if (!std::getline(theirs, another)) another.clear();
-        if (one != another || one.empty()) break;
-    }
-    const auto told = [&](const std::string& name, const std::string& line) {
-        return line.empty() ? "none" : in_words(name, line);
+    const auto next = [](std::istringstream& lines, std::string& line) {
+        if (!std::getline(lines, line)) line = "none";
     };
-    return Failure("the processes disagree about their arrays in " + name_of(round, 0, round.summands.size()) +
-                   ": number " + std::to_string(at + 1) + " is " +
-                   told(one.empty() ? "" : round.summands[at].name, one) + " on rank " + own_rank + " and " +
-                   told("", another) + " on rank " + rank +
-                   ". Build and cast the same net in all processes, and freeze the same parameters (grad_req='null').");
+    next(ours, one);
+    next(theirs, another);
+    if (one == another) return;
+    size_t number = 0;
+    do {
+        next(ours, one);
+        next(theirs, another);
+        ++number;
+    } while (without_counters(one) == without_counters(another) && one != "none");
+    throw Failure("the processes disagree about their arrays in " + name_of(round, 0, round.summands.size()) +
+                  ": number " + std::to_string(number) + " is " + one + " on rank " + own_rank + " and " + another +
+                  " on rank 0. Build and cast the same net in all processes, and freeze the same parameters "
+                  "(grad_req='null').");
 }
 
 // Whether the backward has come to this round. Until then nothing waits for other processes. A layer may keep the
@@ -161,90 +152,64 @@ struct Sums::Piece {
     size_t part(size_t rank, size_t ranks) const { return bytes / kLine * rank / ranks * kLine; }
 };
 
-// What this rank waits for: a count of some ranks. Without one, it waits for its own arrays.
+// What this rank waits for: its own arrays, a count of the ranks, the leader of the machine or a count of it, other
+// machines, or NCCL.
 struct Sums::Need {
+    enum Of { kOwn, kRanks, kLeader, kMachines, kGpus } of = kOwn;
     std::atomic<uint64_t> Segment::Lane::* count = nullptr;
     uint64_t least = 0;
-    bool of_leader = false;    // alone
-    bool of_machines = false;  // other ones
-    bool of_gpus = false;      // NCCL
 
-    bool waits() const { return count != nullptr || of_machines || of_gpus; }
-    bool operator==(const Need& other) const {
-        return count == other.count && least == other.least && of_machines == other.of_machines &&
-               of_gpus == other.of_gpus;
-    }
-    std::vector<size_t> missing(const Segment& segment) const {
-        std::vector<size_t> ranks;
-        for (size_t rank = 0; count != nullptr && rank < (of_leader ? 1 : segment.ranks()); ++rank)
-            if (segment.lane(rank).*count < least) ranks.push_back(rank);
-        return ranks;
-    }
+    bool operator==(const Need& other) const { return of == other.of && count == other.count && least == other.least; }
 };
 
-class Sums::WaitForRanks final : public WaitInTier {
+class Sums::WaitForRanks final : public WaitForOthers {
   public:
     WaitForRanks(const Sums& sums, std::string what, Need need, double timeout)
-        : WaitInTier(sums.tier_, need.waits() ? timeout : kForEver),
+        : WaitForOthers(sums.segment_, need.of != Need::kOwn ? timeout : kForEver, true),
           sums_(sums),
-          segment_(sums.segment_),
           what_(std::move(what)),
           need_(need) {}
 
     const Need& need() const { return need_; }
-    // Throws if a rank has failed, or has ended too early.
-    void check_members() {
-        check_own();
-        for (size_t other = 0; other < segment_.ranks(); ++other) {
-            const Segment::State state = segment_.state_of(other);
-            if (state == Segment::State::kFailed || (state == Segment::State::kEnded && is_missing(other))) gone(other);
-        }
-    }
-    // Sleeps until the bell has not rung `heard` times, or for a while; `polls`: only for a moment.
+    // Sleeps until the ring of this rank is not what was `heard`, or for a while; `polls`: only for a moment.
     void sleep(uint32_t heard, bool polls) {
         check_members();
         look();
-        segment_.listen(heard, polls ? kPoll : kSleep);
+        mail_.sleep(sums_.ring_, heard, polls ? kPoll : kSleep);
     }
 
   protected:
     std::string name() const override { return what_; }
+    bool is_missing(size_t rank) const override {
+        if (need_.of == Need::kLeader && rank != 0) return false;
+        if (need_.count == nullptr) return need_.of == Need::kLeader;
+        return sums_.segment_.lane(rank).*need_.count < need_.least;
+    }
     void check_others() override {
-        for (size_t other = 0; other < segment_.ranks(); ++other)
-            if (segment_.died(other) != 0 && (need_.count == nullptr || is_missing(other))) gone(other);
+        WaitForOthers::check_others();
         if (sums_.machines_ != nullptr) sums_.machines_->check();
     }
     std::string missing() const override {
-        if (need_.of_gpus) return others(true) + " (over NCCL; NCCL_DEBUG=INFO shows what it does)";
-        if (need_.of_machines) return others(false);
-        std::string missing;
-        for (size_t other : need_.missing(segment_)) missing += (missing.empty() ? "" : ", ") + tier_.rank(other);
-        return missing + (need_.of_leader ? ", the leader of this machine," : "");
+        if (need_.of == Need::kMachines) return others(mail_.members.ranks);
+        if (need_.of == Need::kGpus)
+            return others({mail_.members.ranks[mail_.rank()]}) + " (over NCCL; NCCL_DEBUG=INFO shows what it does)";
+        return WaitForOthers::missing() + (need_.of == Need::kLeader ? ", the leader of this machine," : "");
     }
 
   private:
-    bool is_missing(size_t other) const {
-        const std::vector<size_t> missing = need_.missing(segment_);
-        return std::find(missing.begin(), missing.end(), other) != missing.end();
-    }
-    // The other ranks, the first few of them; those of this machine only if `all`.
-    std::string others(bool all) const {
+    // The ranks that are not here, the first few of them.
+    std::string others(const Ranks& here) const {
         constexpr size_t kFew = 8;
-        const Ranks& members = tier_.members.ranks;
-        const Ranks here = all ? Ranks{members[segment_.rank()]} : members;
         std::string ranks;
         size_t count = 0;
-        for (size_t rank = 0; rank < tier_.members.of && count <= kFew; ++rank) {
+        for (size_t rank = 0; rank < mail_.members.of; ++rank) {
             if (std::find(here.begin(), here.end(), rank) != here.end()) continue;
-            if (++count > kFew)
-                ranks += " or others";
-            else
-                ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);
+            if (++count > kFew) return ranks + " or others";
+            ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);
         }
         return ranks;
     }
     const Sums& sums_;
-    Segment& segment_;
     const std::string what_;
     const Need need_;
 };
@@ -263,47 +228,23 @@ class Sums::Pass {
           totalled_(first_) {}
 
     void run() {
-        meet();
         while (lane_.out < last_) {
-            const uint32_t heard = lane_.bell;
+            const uint32_t heard = segment_.heard(sums_.ring_);
             Need need;
             if (goes_on(&need))
                 sums_.wait_.reset();
             else
                 wait(need, heard);
         }
-        Need end;
-        end.of_gpus = true;
-        while (round_.gpus != nullptr && !round_.gpus->idle()) wait(end, lane_.bell);
+        while (round_.gpus != nullptr && !round_.gpus->idle()) wait({Need::kGpus}, segment_.heard(sums_.ring_));
     }
 
   private:
     using Count = std::atomic<uint64_t> Segment::Lane::*;
 
-    // Compares what the processes bring.
-    void meet() {
-        lane_.digest = digest_of(lines_of(round_));
-        advance(&Segment::Lane::rounds);
-        wait_for({&Segment::Lane::rounds, lane_.rounds});
-        for (size_t rank = 0; rank < segment_.ranks(); ++rank)
-            if (segment_.lane(rank).digest != lane_.digest) return disagree();
-    }
-
-    // Each rank shows what it brings, and finds the first difference.
-    [[noreturn]] void disagree() {
-        const std::string text = lines_of(round_).substr(0, Segment::kPiece - 1);
-        std::strcpy(segment_.piece(segment_.rank(), first_), text.c_str());
-        advance(&Segment::Lane::in);
-        wait_for({&Segment::Lane::in, first_ + 1});
-        size_t other = 0;
-        while (segment_.lane(other).digest == lane_.digest) ++other;
-        const Tier& tier = sums_.tier_;
-        throw disagreement(round_, tier.rank(segment_.rank()), text, tier.rank(other), segment_.piece(other, first_));
-    }
-
     // Does what can be done next. Returns false, with the reason, if there is nothing.
     bool goes_on(Need* need) {
-        const bool several = sums_.machines_ != nullptr || sums_.tier_.members.of > segment_.ranks();
+        const bool several = sums_.machines_ != nullptr || segment_.members.of > segment_.ranks();
         const Count complete = several ? &Segment::Lane::total : &Segment::Lane::added;
         const uint64_t out = lane_.out, added = lane_.added, in = lane_.in;
         const uint64_t completed = several ? segment_.lane(0).total.load() : everywhere(complete);
@@ -329,7 +270,10 @@ class Sums::Pass {
             return true;
         }
         if (added < everywhere(&Segment::Lane::in)) {
-            add_part(added);
+            if (piece_of(added).wide == Type::kFloat64)
+                add_part<double>(added);
+            else
+                add_part<float>(added);
             advance(&Segment::Lane::added);
             return true;
         }
@@ -339,15 +283,15 @@ class Sums::Pass {
             return true;
         }
         if (gpus_are_busy)
-            need->of_gpus = true;
+            *need = {Need::kGpus};
         else if (added < in)
-            *need = {&Segment::Lane::in, added + 1};
+            *need = {Need::kRanks, &Segment::Lane::in, added + 1};
         else if (out < added && sums_.machines_ != nullptr && totalled_ == added)
-            need->of_machines = true;
+            *need = {Need::kMachines};
         else if (out < added)
-            *need = {complete, out + 1, several && sums_.machines_ == nullptr};
+            *need = {several && sums_.machines_ == nullptr ? Need::kLeader : Need::kRanks, complete, out + 1};
         else if (in < last_ && !room)
-            *need = {&Segment::Lane::out, in + 1 - Segment::kPieces};
+            *need = {Need::kRanks, &Segment::Lane::out, in + 1 - Segment::kPieces};
         return false;
     }
 
@@ -367,25 +311,22 @@ class Sums::Pass {
         return true;
     }
 
+    template <typename Wide>
     void add_part(uint64_t number) {
         SYNCBN_POINT("before_add_part");
         const Piece& piece = piece_of(number);
-        const size_t ranks = segment_.ranks(), own = segment_.rank();
-        const size_t begin = piece.part(own, ranks), end = piece.part(own + 1, ranks);
-        with_wide(piece.wide, [&](auto* kind) {
-            using Wide = std::remove_pointer_t<decltype(kind)>;
-            constexpr size_t kStrip = 4096;  // bytes that stay in the nearest cache
-            alignas(kLine) Wide sum[kStrip / sizeof(Wide)];
-            for (size_t at = begin; at < end; at += kStrip) {
-                const size_t bytes = std::min(kStrip, end - at), count = bytes / sizeof(Wide);
-                std::memcpy(sum, segment_.piece(0, number) + at, bytes);
-                for (size_t rank = 1; rank < ranks; ++rank) {
-                    const auto* from = reinterpret_cast<const Wide*>(segment_.piece(rank, number) + at);
-                    for (size_t i = 0; i < count; ++i) sum[i] += from[i];
-                }
-                std::memcpy(segment_.piece(own, number) + at, sum, bytes);
+        const size_t ranks = segment_.ranks(), own = segment_.rank(), end = piece.part(own + 1, ranks);
+        constexpr size_t kStrip = 4096;  // bytes that stay in the nearest cache
+        alignas(kLine) Wide sum[kStrip / sizeof(Wide)];
+        for (size_t at = piece.part(own, ranks); at < end; at += kStrip) {
+            const size_t bytes = std::min(kStrip, end - at), count = bytes / sizeof(Wide);
+            std::memcpy(sum, segment_.piece(0, number) + at, bytes);
+            for (size_t rank = 1; rank < ranks; ++rank) {
+                const auto* from = reinterpret_cast<const Wide*>(segment_.piece(rank, number) + at);
+                for (size_t i = 0; i < count; ++i) sum[i] += from[i];
             }
-        });
+            std::memcpy(segment_.piece(own, number) + at, sum, bytes);
+        }
     }
 
     // Puts the parts of all ranks of this machine side by side.
@@ -433,25 +374,16 @@ class Sums::Pass {
     // The last rank to get there wakes the others. They wait for the leader alone, too.
     void advance(Count count) {
         const uint64_t now = ++(lane_.*count);
-        const bool leads = segment_.rank() == 0 && (count == &Segment::Lane::total || count == &Segment::Lane::rounds);
-        if (!leads && everywhere(count) < now) return;
-        for (size_t rank = 0; rank < segment_.ranks(); ++rank)
-            if (rank != segment_.rank()) segment_.ring(rank);
+        if (count != &Segment::Lane::total && everywhere(count) < now) return;
+        for (const size_t rank : segment_.everybody)
+            if (rank != segment_.rank()) segment_.ring(Segment::ring_of(rank));
     }
 
-    void wait_for(const Need& need) {
-        while (true) {
-            const uint32_t heard = lane_.bell;
-            if (need.missing(segment_).empty()) break;
-            wait(need, heard);
-        }
-        sums_.wait_.reset();
-    }
     void wait(const Need& need, uint32_t heard) {
         const uint64_t at = std::min(lane_.out.load(), last_ - 1);
         const std::vector<Piece::Span>& spans = piece_of(at).spans;
         const size_t begin = spans.empty() ? 0 : spans.back().summand, end = spans.empty() ? 0 : spans[0].summand + 1;
-        const bool polls = need.of_gpus || (sums_.machines_ != nullptr && lane_.total < totalled_);
+        const bool polls = need.of == Need::kGpus || (sums_.machines_ != nullptr && lane_.total < totalled_);
         sums_.wait(round_, begin, end, has_begun(round_) ? need : Need{}, heard, polls);
     }
 
@@ -464,7 +396,8 @@ class Sums::Pass {
     uint64_t totalled_;            // pieces that the leader has given to the other machines
 };
 
-Sums::Sums(Tier& machine) : tier_(machine), segment_(static_cast<Segment&>(*machine.mail)) {}
+Sums::Sums(Segment& machine, std::unique_ptr<Machines> machines)
+    : segment_(machine), machines_(std::move(machines)), ring_(Segment::ring_of(machine.rank())) {}
 
 Sums::~Sums() = default;
 
@@ -481,7 +414,7 @@ void Sums::begin(std::shared_ptr<Round> round) {
     look();
 }
 
-void Sums::look() { segment_.ring(segment_.rank()); }
+void Sums::look() { segment_.ring(ring_); }
 
 void Sums::serve() noexcept {
     while (true) {
@@ -493,35 +426,22 @@ void Sums::serve() noexcept {
     }
 }
 
-// Finds the round that is next in all processes. Null if nobody has said it yet, or it has not begun here. `oldest` has
-// begun, and waits for what `need` says.
-std::shared_ptr<Round> Sums::next(std::shared_ptr<Round>* oldest, Need* need) {
-    std::vector<std::shared_ptr<Round>> queue;
-    {
-        std::lock_guard<std::mutex> lock(mutex_);
-        queue.assign(queue_.begin(), queue_.end());
-    }
-    if (queue.empty()) return nullptr;
-    *oldest = queue[0];
-    int64_t channel = queue[0]->channel;
-    if (segment_.rank() != 0) {
-        const uint64_t rounds = segment_.lane(segment_.rank()).rounds;
-        if (segment_.lane(0).rounds == rounds) {
-            *need = {&Segment::Lane::rounds, rounds + 1, true};
-            return nullptr;
-        }
-        channel = segment_.lane(0).channel;
-    } else if (machines_ != nullptr && !machines_->is_first()) {
-        if (!told_ && has_begun(*queue[0])) {
-            told_ = machines_->announced();
-            need->of_machines = !told_;
-        }
-        if (!told_) return nullptr;
-        channel = told_->channel;
-    }
-    for (const auto& round : queue)
-        if (round->channel == channel) return round;
-    return nullptr;
+bool Sums::decides() const { return segment_.rank() == 0 && (machines_ == nullptr || machines_->is_first()); }
+
+// What rank 0 has told of the next round, if it has.
+std::optional<std::string> Sums::announced() {
+    if (segment_.rank() == 0) return machines_->announced(rounds_);
+    return segment_.take_bytes(0, Machines::label(Machines::kOrder, rounds_));
+}
+
+// In a leader: tells the others.
+void Sums::announce(const std::string& text) {
+    segment_.check_open();
+    if (machines_ != nullptr && decides()) machines_->announce(rounds_, text);
+    Ranks others = segment_.everybody;
+    others.erase(others.begin());
+    segment_.post(Machines::label(Machines::kOrder, rounds_), text.data(), text.size(), others);
+    for (const size_t rank : others) segment_.ring(Segment::ring_of(rank));
 }
 
 // Sleeps for a while, in the arrays of a round from `begin` to `end`. The same wait goes on while the need is the same.
@@ -531,42 +451,41 @@ void Sums::wait(Round& round, size_t begin, size_t end, const Need& need, uint32
     wait_->sleep(heard, polls);
 }
 
-// Runs the next round, or sleeps for a while.
+// Runs the round that is next in all processes, or sleeps for a while: nobody has said which that is, or it has not begun
+// here.
 void Sums::serve_next() {
-    Segment::Lane& own = segment_.lane(segment_.rank());
-    const uint32_t heard = own.bell;
-    Need need;
+    const uint32_t heard = segment_.heard(ring_);
     std::shared_ptr<Round> oldest;
-    const std::shared_ptr<Round> round = next(&oldest, &need);
-    if (round != nullptr) {
-        {
-            std::lock_guard<std::mutex> lock(mutex_);
-            current_ = round;
-            queue_.erase(std::find(queue_.begin(), queue_.end(), round));
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (!queue_.empty()) oldest = queue_[0];
+    }
+    if (oldest != nullptr && !told_) told_ = decides() ? text_of(*oldest) : announced();
+    if (told_) {
+        const int64_t channel = std::stoll(*told_);
+        std::lock_guard<std::mutex> lock(mutex_);
+        const auto next =
+            std::find_if(queue_.begin(), queue_.end(), [&](const auto& round) { return round->channel == channel; });
+        if (next != queue_.end()) {
+            current_ = *next;
+            queue_.erase(next);
         }
+    }
+    if (current_ != nullptr) {
         wait_.reset();
-        if (machines_ != nullptr) announce(*round);
-        if (segment_.rank() == 0) own.channel = round->channel;
-        Pass(*this, *round).run();
-        {
-            std::lock_guard<std::mutex> lock(mutex_);
-            current_.reset();
-        }
-        round->succeed();
-    } else if (need.waits() && has_begun(*oldest)) {
-        wait(*oldest, 0, oldest->summands.size(), need, heard, need.of_machines);
+        const std::string told = *std::exchange(told_, std::nullopt);
+        if (segment_.rank() == 0) announce(told);
+        if (!decides()) compare(*current_, segment_.number_of(segment_.rank()), told);
+        ++rounds_;
+        Pass(*this, *current_).run();
+        std::exchange(current_, nullptr)->succeed();
+    } else if (oldest != nullptr && !told_ && has_begun(*oldest)) {
+        const bool leads = segment_.rank() == 0;
+        wait(*oldest, 0, oldest->summands.size(), {leads ? Need::kMachines : Need::kLeader}, heard, leads);
     } else {
         wait_.reset();
-        segment_.listen(heard, kSleep);
+        segment_.sleep(ring_, heard, kSleep);
     }
-}
-
-// In a leader: tells the other leaders what is next, or compares it with what they were told.
-void Sums::announce(const Round& round) {
-    const std::string ours = lines_of(round);
-    if (machines_->is_first()) return machines_->announce({round.channel, ours});
-    const std::string theirs = std::exchange(told_, std::nullopt)->arrays;
-    if (ours != theirs) throw disagreement(round, tier_.rank(segment_.rank()), ours, "0", theirs);
 }
 
 // Everything that this process has begun fails, and what it begins later.
@@ -575,9 +494,9 @@ void Sums::give_up(const std::exception& reason) noexcept {
     segment_.leave(Segment::State::kFailed, reason.what());
     if (machines_ != nullptr) machines_->fail(reason.what());
     std::vector<std::shared_ptr<Round>> rounds;
+    if (current_ != nullptr) rounds.push_back(std::move(current_));
     {
         std::lock_guard<std::mutex> lock(mutex_);
-        if (current_ != nullptr) rounds.push_back(std::move(current_));
         rounds.insert(rounds.end(), queue_.begin(), queue_.end());
         queue_.clear();
     }

@@ -7,8 +7,9 @@
 //                                                                                  each piece, in the order of the ranks
 //                                                                               3. out: the parts come from all ranks
 //
-// The arrays of one step are a round, which completes or fails as a whole. Rank 0 decides which of several rounds is
-// next, so trainers in threads may come in any order. With one order for all ranks, no two rounds wait for each other.
+// The arrays of one step are a round, which completes or fails as a whole. Rank 0 tells which of several rounds is next,
+// and its arrays, so trainers in threads may come in any order. With one order for all ranks, no two rounds wait for each
+// other.
 // Each value is added in the order of the ranks, in any piece. So a sum has the same bits on all ranks and in all runs.
 //
 // Arrays on GPUs stay there: NCCL adds a piece instead of 3. A line without meaning takes the way of its values, so a
@@ -27,7 +28,6 @@
 #include "cuda/collective.h"
 #include "exchange/machines.h"
 #include "exchange/segment.h"
-#include "exchange/tier.h"
 #include "types.h"
 
 namespace syncbn {
@@ -62,12 +62,9 @@ class Round {
 
 class Sums {
   public:
-    // Has a thread that lasts as long as the process, and so must all of this.
-    // `machine`: whose mailbox is a Segment.
-    explicit Sums(Tier& machine);
+    // Has a thread that lasts as long as the process, and so must all of this. `machines`: in a leader of several.
+    Sums(Segment& machine, std::unique_ptr<Machines> machines);
     ~Sums();
-    // In a leader of several machines, before the first round.
-    void between(std::unique_ptr<Machines> machines) { machines_ = std::move(machines); }
     void begin(std::shared_ptr<Round> round);
     // An array of a round has become available, or never will.
     void look();
@@ -79,20 +76,23 @@ class Sums {
     class Pass;
     void serve() noexcept;
     void serve_next();
-    std::shared_ptr<Round> next(std::shared_ptr<Round>* oldest, Need* need);
     void wait(Round& round, size_t begin, size_t end, const Need& need, uint32_t heard, bool polls);
-    void announce(const Round& round);
+    // Whether this is rank 0 of the job.
+    bool decides() const;
+    std::optional<std::string> announced();
+    void announce(const std::string& text);
     void give_up(const std::exception& reason) noexcept;
 
-    Tier& tier_;
     Segment& segment_;
-    std::unique_ptr<Machines> machines_;
-    std::mutex mutex_;                          // guards the next three
+    const std::unique_ptr<Machines> machines_;
+    const uint32_t ring_;                       // of this rank
+    std::mutex mutex_;                          // guards the next two
     std::deque<std::shared_ptr<Round>> queue_;  // in the order of their beginnings here
-    std::shared_ptr<Round> current_;
     bool started_ = false;
-    std::unique_ptr<WaitForRanks> wait_;  // this and the rest are of the thread
-    std::optional<Announcement> told_;    // of the next round
+    std::shared_ptr<Round> current_;  // this and the rest are of the thread
+    std::unique_ptr<WaitForRanks> wait_;
+    int64_t rounds_ = 0;               // that have come before
+    std::optional<std::string> told_;  // of the next one
 };
 
 }  // namespace syncbn

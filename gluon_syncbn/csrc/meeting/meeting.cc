@@ -112,17 +112,16 @@ std::unique_ptr<Underway> begin_exchange(const Meeting& meeting, Phase& phase) {
     const Terms& terms = *meeting.terms;
     const Ticket ticket{terms.layer,        meeting.draw.node, meeting.draw.call, phase.number,
                         terms.name.c_str(), terms.timeout,     meeting.interrupts};
-    if (exchange.form() != Form::kHost) {
-        DeviceContribution own{{}, all_values(phase)};
-        for (const Part& part : phase.entries) own.parts.push_back(*part.device);
-        return later([=, &exchange] { return exchange.allgather(ticket, own); }, !exchange.calls_out());
-    }
-    if (terms.sharing == Sharing::kEach) {
+    const bool on_devices = exchange.form() == Form::kDevice;
+    if (on_devices || terms.sharing == Sharing::kEach) {
         const Vector& row = phase.made.emplace_back(all_values(phase));
-        return exchange.begin_allgather(ticket, {{row.data()}, row.size()});
+        Contribution own{{row.data()}, row.size()};
+        if (on_devices)
+            for (const Part& part : phase.entries) own.devices.push_back(*part.device);
+        return exchange.begin(Combine::kSideBySide, ticket, own);
     }
     const Combine combine = phase.number == 0 ? Combine::kMerge : Combine::kAdd;
-    return exchange.begin_allreduce(combine, ticket, row_of_each_context(meeting, phase, combine));
+    return exchange.begin(combine, ticket, row_of_each_context(meeting, phase, combine));
 }
 
 // The waits of this moment that may be in vain. One may cause others. If a device leaves out a layer, its partner waits

@@ -34,7 +34,6 @@
 #include <string>
 #include <vector>
 
-#include "exchange/choice.h"
 #include "exchange/exchange.h"
 #include "meeting/scope.h"
 #include "pooling/pooling.h"

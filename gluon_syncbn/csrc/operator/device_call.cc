@@ -304,7 +304,7 @@ void DeviceCall::contribute_gathered(Vector values) {
         values = downloaded(own);
         if (place_.phase == 0) check_finite(values);
     } else {
-        const auto replicas = static_cast<int64_t>(exchange().replicas());
+        const auto replicas = static_cast<int64_t>(place_.meeting->replicas());
         if (replicas > 1) work_->gathered->all = memory(replicas * own.size());
         work_->gathered->part = {device().id, work().lease.stream(), own.data(), work_->gathered->all.data(),
                                  own.size()};

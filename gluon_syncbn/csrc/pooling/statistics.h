@@ -36,9 +36,9 @@ inline int64_t first_not_finite(const Vector& values) {
     return found == values.end() ? -1 : found - values.begin();
 }
 
-// The moments of all values, or the sum of the vectors.
-enum class Combine { kMerge, kAdd };
-// Combines `part` into `total`, which begins as zeros.
+// The moments of all values, the sum of the vectors, or the vectors themselves.
+enum class Combine { kMerge, kAdd, kSideBySide };
+// Merges or adds `part` into `total`, which begins as zeros.
 inline void put(Combine combine, double* total, const double* part, size_t length) {
     if (combine == Combine::kMerge) return merge_moments(total, part, static_cast<int64_t>(length / 2));
     for (size_t i = 0; i < length; ++i) total[i] += part[i];
