@@ -115,17 +115,17 @@ def sizes(over: str, store: Any, work: Dict[str, Any]) -> Dict[str, Any]:
         values, total = np.ones(size // 8), np.empty(size // 8)
         calls = iter(range(10**9))
         # As in a step, nothing is made for a call; there, no Python is on the way either.
-        ticket = _native.Ticket(layer, size, 0, 0, b"a benchmark", 120.0)
+        id = _native.CallId(layer, size, 0, 0, b"a benchmark", 120.0)
 
         def call(
             handle: int,
-            ticket: Any = ticket,
+            id: Any = id,
             calls: Any = calls,
             size: int = size,
             data: Any = (values.ctypes.data, total.ctypes.data),
         ) -> None:
-            ticket.call = next(calls)
-            _native.allreduce(handle, False, ticket, size // 8, *data)
+            id.call = next(calls)
+            _native.allreduce(handle, False, id, size // 8, *data)
 
         steps: Dict[str, Callable[[], None]] = {
             "bare": _measuring.bare_sum(over, values),

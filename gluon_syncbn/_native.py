@@ -105,10 +105,10 @@ def _members(header: str, name: str) -> List[Tuple[str, Any]]:
     return found
 
 
-class Ticket(ctypes.Structure):
+class CallId(ctypes.Structure):
     """Identifies a contribution; phase 0 is the forward of a call, 1, 2 ... its backwards."""
 
-    _fields_ = _members("exchange/exchange.h", "Ticket")
+    _fields_ = _members("exchange/exchange.h", "CallId")
 
 
 class Mpi(ctypes.Structure):
@@ -144,7 +144,7 @@ def _unusable(error: Exception) -> ImportError:
 _GIVEN = {
     "const char*": SimpleNamespace(from_param=_bytes),
     "NDArrayHandle": SimpleNamespace(from_param=lambda array: array.handle),
-    "const syncbn::Ticket*": ctypes.POINTER(Ticket),
+    "const syncbn::CallId*": ctypes.POINTER(CallId),
     "const syncbn::Mpi*": ctypes.POINTER(Mpi),
     "const Span<const char*>&": _TEXTS,
     "const Span<const int>&": _List(ctypes.c_int),
@@ -197,7 +197,8 @@ def register() -> None:
     names = re.findall(r"\*\s*(MX\w+)[);]", (_SOURCES / "mxnet_api.h").read_text(encoding="utf-8"))
     functions = [ctypes.cast(getattr(_mxnet, name), ctypes.c_void_p).value for name in names]
     cache = os.path.join(read("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"), "gluon_syncbn")
-    _core.syncbn_register(_mxnet._handle, functions, PROCESS, os.fsencode(_SOURCES), os.fsencode(cache))
+    _core.syncbn_find_in(_mxnet._handle, os.fsencode(_SOURCES), os.fsencode(cache))
+    _core.syncbn_register(functions, PROCESS)
     global _why_custom
     _why_custom = _ways_of_calls(read("GLUON_SYNCBN_OPERATOR"))
 
@@ -371,16 +372,16 @@ def array_at(address: int, count: int, size: int = 8) -> np.ndarray:
     return np.ctypeslib.as_array((kind * count).from_address(address)) if count else np.empty(0)
 
 
-def set_layers(layer_of: Callable[[Any, Ticket], Any]) -> None:
-    """Sets, once, the function that gives an exchange the layer of a ticket before a call."""
+def set_layers(layer_of: Callable[[Any, CallId], Any]) -> None:
+    """Sets, once, the function that gives an exchange the layer of a call before a call."""
 
-    def add(number: int, ticket: int, count: int, length: int, rows: int, out: int) -> None:
+    def add(number: int, id: int, count: int, length: int, rows: int, out: int) -> None:
         exchange, values = _exchanges[number], array_at(rows, count * length).reshape(count, length)
-        array_at(out, length)[:] = exchange.add(layer_of(exchange, Ticket.from_address(ticket)), values)
+        array_at(out, length)[:] = exchange.add(layer_of(exchange, CallId.from_address(id)), values)
 
-    def agreed(number: int, ticket: int, here: int, out: int) -> None:
+    def agreed(number: int, id: int, here: int, out: int) -> None:
         exchange = _exchanges[number]
-        _core.syncbn_agreed(out, *exchange.agreed(layer_of(exchange, Ticket.from_address(ticket)), here))
+        _core.syncbn_agreed(out, *exchange.agreed(layer_of(exchange, CallId.from_address(id)), here))
 
     global _functions_of_exchanges
     assert _functions_of_exchanges is None

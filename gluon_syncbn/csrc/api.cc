@@ -118,19 +118,23 @@ void* handle(const Make& make) noexcept {
 // The error of this thread's last call that returned null or -1.
 SYNCBN_API const char* syncbn_problem() { return problem; }
 
-// Registers the operator with MXNet's library, a handle of dlopen. `functions` are the members of syncbn::MXNet, in that
-// order. `process` begins the name of each layer in graphs, and its number follows. `csrc` is the folder of the sources,
-// `cache` that of compiled kernels of GPUs.
-SYNCBN_API int syncbn_register(void* library, const Span<void*>& functions, const char* process, const char* csrc,
-                               const char* cache) {
+// Registers the operator. `functions` are the members of syncbn::MXNet, in that order. `process` begins the name of each
+// layer in graphs, and its number follows. After `syncbn_find_in`.
+SYNCBN_API int syncbn_register(const Span<void*>& functions, const char* process) {
     return done([&] {
         registry().process = process;
         syncbn::MXNet mx;
         if (functions.count * sizeof(void*) != sizeof mx) throw syncbn::Failure("MXNet's functions are others");
         std::memcpy(&mx, functions.values, sizeof mx);
+        check(syncbn::register_operator(mx));
+    });
+}
+
+// Where the core finds MXNet's library, a handle of dlopen, the sources, and compiled kernels of GPUs.
+SYNCBN_API int syncbn_find_in(void* library, const char* csrc, const char* cache) {
+    return done([&] {
         syncbn::mxnet_library = library;
         syncbn::cuda::setup = {csrc, cache};
-        check(syncbn::register_operator(mx));
     });
 }
 
@@ -187,7 +191,7 @@ SYNCBN_API int syncbn_layer_place(int64_t id, const Span<const char*>& contexts,
 SYNCBN_API int syncbn_layer_called(int64_t id, int64_t node, const char* context) {
     return done([&] {
         const auto layer = found(id);
-        layer->rendezvous.join(layer->terms(), context, node, true);
+        layer->rendezvous.join(layer->config(), context, node, true);
     });
 }
 
@@ -346,12 +350,12 @@ SYNCBN_API void syncbn_merge_moments(double* total, const double* part, int64_t 
 }
 
 // Returns an exchange's result for the one row of this process.
-SYNCBN_API int syncbn_allreduce(void* exchange, bool merges, const syncbn::Ticket* ticket, int64_t length,
+SYNCBN_API int syncbn_allreduce(void* exchange, bool merges, const syncbn::CallId* id, int64_t length,
                                 const double* row, double* out) {
     return done([&] {
         const auto combine = merges ? syncbn::Combine::kMerge : syncbn::Combine::kAdd;
         syncbn::Exchange& host = *static_cast<ExchangeHandle*>(exchange)->host;
-        const syncbn::Total total = host.begin(combine, *ticket, {{row}, static_cast<size_t>(length)})->total();
+        const syncbn::Total total = host.begin(combine, *id, {{row}, static_cast<size_t>(length)})->total();
         std::copy(total.values.begin(), total.values.end(), out);
     });
 }

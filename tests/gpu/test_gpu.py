@@ -343,7 +343,7 @@ def test_a_build_without_nccl(tmp_path):
         import ctypes, gluon_syncbn, mxnet as mx, numpy as np
         from mxnet import autograd
         handle = ctypes.CDLL({str(library)!r})._handle
-        gluon_syncbn._native.cuda(handle, str(gluon_syncbn._native.PATH.parent / "csrc"), {str(tmp_path)!r})
+        gluon_syncbn._native.find_in(handle, str(gluon_syncbn._native.PATH.parent / "csrc"), {str(tmp_path)!r})
         contexts = [mx.gpu(0), mx.gpu(1)]
         for _ in range(2):
             layer = gluon_syncbn.SyncBatchNorm(in_channels=4)
@@ -414,7 +414,7 @@ def test_kernels_that_are_not_there():
     program = """
         import gluon_syncbn, mxnet as mx, numpy as np
         from mxnet import autograd
-        gluon_syncbn._native.cuda(mx.base._LIB._handle, "/no", "")
+        gluon_syncbn._native.find_in(mx.base._LIB._handle, "/no", "")
         contexts = [mx.gpu(0), mx.gpu(1)]
         layer = gluon_syncbn.SyncBatchNorm(in_channels=4, timeout=5)
         layer.initialize(ctx=contexts)

@@ -49,7 +49,7 @@ int refused(syncbn::Problem* problem) {
     return 1;
 }
 
-int add(int64_t, const syncbn::Ticket*, int64_t rows, int64_t length, const double* values, double* total,
+int add(int64_t, const syncbn::CallId*, int64_t rows, int64_t length, const double* values, double* total,
         syncbn::Problem* problem) {
     const Within program(false);
     wait_for_others();
@@ -59,8 +59,8 @@ int add(int64_t, const syncbn::Ticket*, int64_t rows, int64_t length, const doub
     return 0;
 }
 
-int agreed(int64_t, const syncbn::Ticket* ticket, int64_t, syncbn::Agreed* out, syncbn::Problem*) {
-    out->key = ticket->layer;
+int agreed(int64_t, const syncbn::CallId* id, int64_t, syncbn::Agreed* out, syncbn::Problem*) {
+    out->key = id->layer;
     return 0;
 }
 

@@ -105,8 +105,8 @@ void load_core() {
     functions.MXEnginePushSyncND = engine_push;
     const int64_t count = sizeof functions / sizeof(void*);
     auto** const all = reinterpret_cast<void**>(&functions);
-    expect(syncbn_register(nullptr, {count - 1, all}, kProcess, "", "") != 0, "a list that is too short is refused");
-    expect(syncbn_register(nullptr, {count, all}, kProcess, "", "") == 0, "the operator is registered");
+    expect(syncbn_register({count - 1, all}, kProcess) != 0, "a list that is too short is refused");
+    expect(syncbn_register({count, all}, kProcess) == 0, "the operator is registered");
 }
 
 CustomOpPropCreator operator_creator() { return creator; }

@@ -5,8 +5,8 @@ import numpy as np
 from gluon_syncbn import _native
 
 
-def allreduce(exchange, ticket, row, merges=False):
+def allreduce(exchange, id, row, merges=False):
     """Their sum, or the moments of all values."""
     out = np.empty_like(row)
-    _native.allreduce(exchange, merges, ticket, row.size, row.ctypes.data, out.ctypes.data)
+    _native.allreduce(exchange, merges, id, row.size, row.ctypes.data, out.ctypes.data)
     return out

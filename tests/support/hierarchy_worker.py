@@ -91,8 +91,8 @@ def work(rank, folder, machines, fault, faulty, timeout):
 
     def exchange(step, i):
         limit = timeout if step >= FAULT_AT else 60.0  # the first one waits for the others to start
-        ticket = _native.Ticket(layers[i], -1, step, 0, f"layer{i}".encode(), limit)
-        got = allreduce(store.handle, ticket, vector(rank, step, LENGTHS[i]))
+        id = _native.CallId(layers[i], -1, step, 0, f"layer{i}".encode(), limit)
+        got = allreduce(store.handle, id, vector(rank, step, LENGTHS[i]))
         np.testing.assert_array_equal(got, total(machines, step, LENGTHS[i]))
 
     before, began = 0, time.monotonic()

@@ -75,8 +75,8 @@ def test_moments_of_all_processes(size):
         session.register(info(number, 1), store)
 
     def work(rank, store):
-        ticket = _native.Ticket(ids[rank], -1, 0, 0, b"bn", 60.0)
-        return allreduce(store.handle, ticket, moments(shards[rank]), True)
+        id = _native.CallId(ids[rank], -1, 0, 0, b"bn", 60.0)
+        return allreduce(store.handle, id, moments(shards[rank]), True)
 
     totals = everywhere(all_stores, work)
     want = moments(np.concatenate(shards))

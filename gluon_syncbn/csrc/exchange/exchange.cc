@@ -11,8 +11,8 @@ namespace {
 
 class Memory : public Exchange {
   public:
-    std::unique_ptr<Underway> begin(Combine combine, const Ticket& ticket, const Contribution& own) override {
-        return std::make_unique<Underway>(Total{combined(combine, own), 0, ticket.layer});
+    std::unique_ptr<Underway> begin(Combine combine, const CallId& id, const Contribution& own) override {
+        return std::make_unique<Underway>(Total{combined(combine, own), 0, id.layer});
     }
 };
 
@@ -20,9 +20,9 @@ class Memory : public Exchange {
 class OverNccl : public Exchange {
   public:
     Form form() const override { return Form::kDevice; }
-    std::unique_ptr<Underway> begin(Combine combine, const Ticket& ticket, const Contribution& own) override {
-        if (own.devices.size() > 1) cuda::post_allgather(own.devices, ticket.name, ticket.timeout, ticket.interrupts);
-        return std::make_unique<Underway>(Total{combined(combine, own), 0, ticket.layer});
+    std::unique_ptr<Underway> begin(Combine combine, const CallId& id, const Contribution& own) override {
+        if (own.devices.size() > 1) cuda::post_allgather(own.devices, id.name, id.timeout, id.interrupts);
+        return std::make_unique<Underway>(Total{combined(combine, own), 0, id.layer});
     }
 };
 

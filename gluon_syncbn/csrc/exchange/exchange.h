@@ -19,7 +19,7 @@ namespace syncbn {
 
 // Identifies a contribution: `node`, `call` and `phase` are the same in every process. Also has the layer's name, and
 // its timeout in seconds.
-struct Ticket {
+struct CallId {
     int64_t layer, node, call, phase;
     const char* name;
     double timeout;
@@ -94,7 +94,7 @@ class Exchange {
     // Or brings each replica all vectors, side by side in the order of the ranks. With `kDevice`, this may only begin, in
     // the replicas' streams, and the total has the samples of all slots. Does not wait, for a thread that may be needed
     // elsewhere. The rows and the name must stay valid. Throws std::runtime_error, or Failure, with the reason.
-    virtual std::unique_ptr<Underway> begin(Combine combine, const Ticket& ticket, const Contribution& own) = 0;
+    virtual std::unique_ptr<Underway> begin(Combine combine, const CallId& id, const Contribution& own) = 0;
 };
 
 // Between threads of one process, whose memory holds all vectors already.

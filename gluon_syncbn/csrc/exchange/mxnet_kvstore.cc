@@ -9,22 +9,21 @@ class MxnetKvstore : public Exchange {
     explicit MxnetKvstore(int64_t number) : number_(number) {}
 
     // It takes as long as the interpreter and MXNet's engine like.
-    std::unique_ptr<Underway> begin(Combine combine, const Ticket& ticket, const Contribution& own) override {
+    std::unique_ptr<Underway> begin(Combine combine, const CallId& id, const Contribution& own) override {
         return std::make_unique<Underway>([=] {
-            if (own.rows.size() == 1 || own.length == 0)
-                return Total{combined(Combine::kSideBySide, own), 0, ticket.layer};
+            if (own.rows.size() == 1 || own.length == 0) return Total{combined(Combine::kSideBySide, own), 0, id.layer};
             Vector rows;
             for (const double* row : own.rows) rows.insert(rows.end(), row, row + own.length);
-            return Total{combine == Combine::kAdd ? add_in_python(number_, ticket, rows, own.length)
-                                                  : merged(ticket, std::move(rows), own.length),
-                         0, ticket.layer};
+            return Total{combine == Combine::kAdd ? add_in_python(number_, id, rows, own.length)
+                                                  : merged(id, std::move(rows), own.length),
+                         0, id.layer};
         });
     }
 
   private:
     // A store can only add. Sums of squares about 0 lose the digits that an offset of the data takes. So the squares are
     // taken about a mean that is near all rows.
-    Vector merged(const Ticket& ticket, Vector rows, size_t length) const {
+    Vector merged(const CallId& id, Vector rows, size_t length) const {
         const size_t channels = length / 2;
         size_t most = 0;  // where the row with the most values begins
         for (size_t at = 0; at < rows.size(); at += length)
@@ -40,7 +39,7 @@ class MxnetKvstore : public Exchange {
                 m2 += count * apart * apart;
             }
         }
-        Vector total = add_in_python(number_, ticket, rows, length);
+        Vector total = add_in_python(number_, id, rows, length);
         const double count = total[0];
         for (size_t c = 0; c < channels && count != 0; ++c) {
             double &mean = total[1 + c], &m2 = total[1 + channels + c];

@@ -190,11 +190,10 @@ Vector reduced(Combine combine, const std::vector<Mailbox::Found>& parts) {
 // An exchange in steps. Each combines what comes in the order of the ranks, so that all have the same bits.
 class Processes::Steps : public Underway {
   public:
-    Steps(Job& job, std::vector<Step> steps, Combine combine, const Ticket& ticket, Agreed agreed,
-          const Contribution& own)
+    Steps(Job& job, std::vector<Step> steps, Combine combine, const CallId& id, Agreed agreed, const Contribution& own)
         : job_(job),
           combine_(combine),
-          ticket_(ticket),
+          id_(id),
           agreed_(std::move(agreed)),
           length_(own.length),
           values_(own.rows[0]),
@@ -227,7 +226,7 @@ class Processes::Steps : public Underway {
     }
 
   private:
-    Label label(int64_t piece) const { return {agreed_.key, ticket_.node, ticket_.call, ticket_.phase, piece}; }
+    Label label(int64_t piece) const { return {agreed_.key, id_.node, id_.call, id_.phase, piece}; }
     void has(Vector total) {
         total_.values = std::move(total);
         values_ = total_.values.data();
@@ -238,7 +237,7 @@ class Processes::Steps : public Underway {
         Mailbox& mail = *step.mail;
         mail.check_open();
         SYNCBN_POINT("before_post");
-        wait_.emplace(job_, mail, ticket_.name, own, step.from, ticket_.timeout + step.longer);
+        wait_.emplace(job_, mail, id_.name, own, step.from, id_.timeout + step.longer);
         mail.post(own, values_, length_ * sizeof(double), step.readers);
         // If all read from all, the last to come wakes the others.
         if (step.readers != step.from) mail.wake(mail.ring_of(own));
@@ -263,7 +262,7 @@ class Processes::Steps : public Underway {
 
     Job& job_;
     const Combine combine_;
-    const Ticket ticket_;
+    const CallId id_;
     const Agreed agreed_;
     const size_t length_;
     const double* values_;  // what this rank has: its row, or a total
@@ -285,17 +284,17 @@ Processes::Processes(std::shared_ptr<Job> job, std::unique_ptr<Segment> segment,
 
 Processes::~Processes() = default;
 
-const Agreed* Processes::known(const Ticket& ticket) const {
+const Agreed* Processes::known(const CallId& id) const {
     std::lock_guard<std::mutex> lock(learning_);
-    const auto found = agreed_.find(ticket.layer);
+    const auto found = agreed_.find(id.layer);
     return found == agreed_.end() ? nullptr : &found->second;
 }
 
-void Processes::learn(const Ticket& ticket) {
-    const Agreed agreed = agreed_in_python(job_->number, ticket, 0);
-    job_->name(agreed.key, ticket.name);
+void Processes::learn(const CallId& id) {
+    const Agreed agreed = agreed_in_python(job_->number, id, 0);
+    job_->name(agreed.key, id.name);
     std::lock_guard<std::mutex> lock(learning_);
-    agreed_.emplace(ticket.layer, agreed);
+    agreed_.emplace(id.layer, agreed);
 }
 
 // The steps of a reduction: in the machine, between the leaders, and back.
@@ -341,25 +340,25 @@ std::vector<Processes::Step> Processes::between(const Ranks& ranks) const {
 
 // The first call of a layer asks later for the agreement, because that may take a while, and so does a call with another
 // number of replicas.
-std::unique_ptr<Underway> Processes::begin(Combine combine, const Ticket& ticket, const Contribution& own) {
-    const Agreed* agreed = known(ticket);
+std::unique_ptr<Underway> Processes::begin(Combine combine, const CallId& id, const Contribution& own) {
+    const Agreed* agreed = known(id);
     if (agreed == nullptr)
         return std::make_unique<Underway>([=] {
-            learn(ticket);
-            return begin(combine, ticket, own)->total();
+            learn(id);
+            return begin(combine, id, own)->total();
         });
     if (combine != Combine::kSideBySide)
-        return std::make_unique<Steps>(*job_, levels(own.length), combine, ticket, *agreed, own);
-    const auto in = [this, combine, ticket, own](Mailbox& mail, const Agreed& agreed) {
+        return std::make_unique<Steps>(*job_, levels(own.length), combine, id, *agreed, own);
+    const auto in = [this, combine, id, own](Mailbox& mail, const Agreed& agreed) {
         const Ranks others = without(agreed.ranks.empty() ? mail.everybody : agreed.ranks, mail.rank());
         const std::vector<Step> steps{{&mail, 0, others, others}};
-        return std::make_unique<Steps>(*job_, steps, combine, ticket, agreed, own);
+        return std::make_unique<Steps>(*job_, steps, combine, id, agreed, own);
     };
     if (!agreed->ranks.empty()) {
-        const auto replicas = static_cast<int64_t>(own.length) / (2 * agreed->channels + (ticket.phase == 0));
+        const auto replicas = static_cast<int64_t>(own.length) / (2 * agreed->channels + (id.phase == 0));
         if (replicas != agreed->replicas)
             return std::make_unique<Underway>(
-                [=] { return in(*job_->all, agreed_in_python(job_->number, ticket, replicas))->total(); });
+                [=] { return in(*job_->all, agreed_in_python(job_->number, id, replicas))->total(); });
     }
     return in(machine_ != nullptr && leaders_.size() == 1 ? *machine_ : *job_->all, *agreed);
 }

@@ -75,7 +75,7 @@ class Processes : public Exchange {
     ~Processes() override;
 
     bool spans_processes() const override { return true; }
-    std::unique_ptr<Underway> begin(Combine combine, const Ticket& ticket, const Contribution& own) override;
+    std::unique_ptr<Underway> begin(Combine combine, const CallId& id, const Contribution& own) override;
 
     // Sends bytes to all ranks, the same or `own` for each. Returns theirs, this one's included, in the order of the
     // ranks: the sizes, then all bytes. `key` identifies the messages.
@@ -98,8 +98,8 @@ class Processes : public Exchange {
     };
     class Steps;
     // Returns the agreement of the processes; null if it is not known here yet.
-    const Agreed* known(const Ticket& ticket) const;
-    void learn(const Ticket& ticket);
+    const Agreed* known(const CallId& id) const;
+    void learn(const CallId& id);
     std::vector<Step> levels(size_t length) const;
     std::vector<Step> between(const Ranks& ranks) const;
 

@@ -101,16 +101,16 @@ void deliver(Mailbox& mailbox, const char* message, size_t size) {
 
 void set_python_functions(const PythonFunctions& given) { functions = given; }
 
-Vector add_in_python(int64_t exchange, const Ticket& ticket, const Vector& rows, size_t length) {
+Vector add_in_python(int64_t exchange, const CallId& id, const Vector& rows, size_t length) {
     Vector total(length);
-    call("could not add the statistics", exchange, functions.add, &ticket, static_cast<int64_t>(rows.size() / length),
+    call("could not add the statistics", exchange, functions.add, &id, static_cast<int64_t>(rows.size() / length),
          static_cast<int64_t>(length), rows.data(), total.data());
     return total;
 }
 
-Agreed agreed_in_python(int64_t exchange, const Ticket& ticket, int64_t replicas) {
+Agreed agreed_in_python(int64_t exchange, const CallId& id, int64_t replicas) {
     Agreed agreed;
-    call("could not agree on the net", exchange, functions.agreed, &ticket, replicas, &agreed);
+    call("could not agree on the net", exchange, functions.agreed, &id, replicas, &agreed);
     return agreed;
 }
 

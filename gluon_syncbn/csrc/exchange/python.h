@@ -19,17 +19,17 @@ struct Problem {
 // reason in `problem`. Several threads call at once.
 struct PythonFunctions {
     // The sum over the contexts of this process, from [rows][length].
-    int (*add)(int64_t exchange, const Ticket*, int64_t rows, int64_t length, const double*, double* total, Problem*);
+    int (*add)(int64_t exchange, const CallId*, int64_t rows, int64_t length, const double*, double* total, Problem*);
     // The agreement about a layer, for a step with so many replicas in this process; 0: with all.
-    int (*agreed)(int64_t exchange, const Ticket*, int64_t replicas, Agreed*, Problem*);
+    int (*agreed)(int64_t exchange, const CallId*, int64_t replicas, Agreed*, Problem*);
 };
 
 // Called once, before the first use. The functions must stay as long as the process.
 void set_python_functions(const PythonFunctions& functions);
 
 // Adds rows of this length, one after the other.
-Vector add_in_python(int64_t exchange, const Ticket& ticket, const Vector& rows, size_t length);
-Agreed agreed_in_python(int64_t exchange, const Ticket& ticket, int64_t replicas);
+Vector add_in_python(int64_t exchange, const CallId& id, const Vector& rows, size_t length);
+Agreed agreed_in_python(int64_t exchange, const CallId& id, int64_t replicas);
 
 // The mailbox of a carrier in Python. A message is the number of its readers and their ranks, as int64, then a Head and
 // what follows it. The following are for the carrier.

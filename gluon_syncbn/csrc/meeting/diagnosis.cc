@@ -52,15 +52,15 @@ std::string describe(const Meeting& meeting, const Phase& phase) {
 }
 
 std::string how_to_call(const Meeting& meeting) {
-    if (meeting.terms->per_context == 1) return kCallAll;
-    return std::string(kCallAll) + " The layer expects " + std::to_string(meeting.terms->per_context) +
+    if (meeting.config->per_context == 1) return kCallAll;
+    return std::string(kCallAll) + " The layer expects " + std::to_string(meeting.config->per_context) +
            " replicas on each context, by num_devices or because the net was initialised with a context several times.";
 }
 
 Cause likely_cause(const Meeting& meeting, const Phase& phase) {
     const bool all_cpu = std::all_of(meeting.contexts().begin(), meeting.contexts().end(),
                                      [](const auto& context) { return context.compare(0, 3, "cpu") == 0; });
-    const bool shared = meeting.terms->per_context > 1, forward = phase.number == 0;
+    const bool shared = meeting.config->per_context > 1, forward = phase.number == 0;
     const char* const bundles = std::getenv("MXNET_EXEC_BULK_EXEC_TRAIN");
     if (forward && !meeting.full()) return {"Nobody has called the layer there. " + how_to_call(meeting), 0};
     std::string text;
@@ -88,28 +88,28 @@ Cause likely_cause(const Meeting& meeting, const Phase& phase) {
     return {text, (forward ? all_cpu : shared) ? kSurely : kPerhaps};
 }
 
-std::string why_not_here(const Terms& terms, const std::string& context) {
+std::string why_not_here(const LayerConfig& config, const std::string& context) {
     std::ostringstream why;
-    if (terms.per_context == 0 && !terms.contexts.empty())
-        why << "num_devices is " << terms.replicas << ", but the layer's parameters live on " << terms.contexts.size()
-            << " contexts (" << join_names(terms.contexts)
+    if (config.per_context == 0 && !config.contexts.empty())
+        why << "num_devices is " << config.replicas << ", but the layer's parameters live on " << config.contexts.size()
+            << " contexts (" << join_names(config.contexts)
             << "); expected a multiple of that, or no num_devices at all.";
-    else if (terms.contexts.empty())
+    else if (config.contexts.empty())
         why << "the contexts of the layer's parameters are not known; initialise the net before the first step. An "
                "executor of simple_bind or bind does not know those that train with it: write ndev=N into the symbol, "
                "where N executors train together, and bind each of them on its own context before the first step. Or "
                "use a Module. In a hybrid_forward, call a gluon_syncbn.SyncBatchNorm";
-    else if (std::find(terms.contexts.begin(), terms.contexts.end(), context) == terms.contexts.end())
-        why << "the layer was called here, but its parameters live on " << join_names(terms.contexts)
+    else if (std::find(config.contexts.begin(), config.contexts.end(), context) == config.contexts.end())
+        why << "the layer was called here, but its parameters live on " << join_names(config.contexts)
             << "; initialise or reset_ctx the net with every context that takes part";
     else
-        why << "the layer was called here, but gluon_syncbn.devices(...) lets only " << join_names(terms.devices)
+        why << "the layer was called here, but gluon_syncbn.devices(...) lets only " << join_names(config.devices)
             << " take part; name every context that gets data, or leave the block";
     return why.str();
 }
 
 void record_meeting(const std::string& call, const Meeting& meeting, const Phase& phase) {
-    const std::string& layer = meeting.terms->name;
+    const std::string& layer = meeting.config->name;
     std::vector<size_t> order(phase.entries.size());
     for (size_t i = 0; i < order.size(); ++i) order[i] = i;
     std::sort(order.begin(), order.end(),

@@ -21,7 +21,7 @@ std::string describe(const Meeting& meeting, const Phase& phase);
 std::string how_to_call(const Meeting& meeting);
 Cause likely_cause(const Meeting& meeting, const Phase& phase);
 // Why a call on this context is not a replica of the layer.
-std::string why_not_here(const Terms& terms, const std::string& context);
+std::string why_not_here(const LayerConfig& config, const std::string& context);
 
 // Records how long the replicas of a phase waited, if all have arrived.
 void record_meeting(const std::string& call, const Meeting& meeting, const Phase& phase);

@@ -72,7 +72,7 @@ void check_equal(Meeting& meeting, const Phase& phase, size_t position, const Pa
         why << meeting.replica(position) << " came with " << own.channels << " channels of " << name_of(own.type)
             << ", " << meeting.replica(other) << " with " << entry.channels << " channels of " << name_of(entry.type)
             << ". All replicas must run the same net on data of the same type.";
-        fail_and_throw(meeting, {meeting.terms->name, "", "", why.str()});
+        fail_and_throw(meeting, {meeting.config->name, "", "", why.str()});
     }
 }
 
@@ -87,7 +87,7 @@ Vector all_values(Phase& phase) {
 // Returns one row for each context, in their order and not in that of arrival. So the order of arrival does not change
 // the bits of the result. The calls of one context's replicas have no order, so their vectors decide it.
 Contribution row_of_each_context(const Meeting& meeting, Phase& phase, Combine combine) {
-    const size_t length = phase.entries[0].values.size(), per_context = meeting.terms->per_context;
+    const size_t length = phase.entries[0].values.size(), per_context = meeting.config->per_context;
     Contribution rows{{}, length};
     rows.rows.reserve(meeting.contexts().size());
     for (auto entry = phase.entries.begin(); entry != phase.entries.end();) {
@@ -109,19 +109,19 @@ Contribution row_of_each_context(const Meeting& meeting, Phase& phase, Combine c
 // (3)
 std::unique_ptr<Underway> begin_exchange(const Meeting& meeting, Phase& phase) {
     Exchange& exchange = *meeting.exchange;
-    const Terms& terms = *meeting.terms;
-    const Ticket ticket{terms.layer,        meeting.draw.node, meeting.draw.call, phase.number,
-                        terms.name.c_str(), terms.timeout,     meeting.interrupts};
+    const LayerConfig& config = *meeting.config;
+    const CallId id{config.layer,        meeting.draw.node, meeting.draw.call, phase.number,
+                    config.name.c_str(), config.timeout,    meeting.interrupts};
     const bool on_devices = exchange.form() == Form::kDevice;
-    if (on_devices || terms.sharing == Sharing::kEach) {
+    if (on_devices || config.sharing == Sharing::kEach) {
         const Vector& row = phase.made.emplace_back(all_values(phase));
         Contribution own{{row.data()}, row.size()};
         if (on_devices)
             for (const Part& part : phase.entries) own.devices.push_back(*part.device);
-        return exchange.begin(Combine::kSideBySide, ticket, own);
+        return exchange.begin(Combine::kSideBySide, id, own);
     }
     const Combine combine = phase.number == 0 ? Combine::kMerge : Combine::kAdd;
-    return exchange.begin(combine, ticket, row_of_each_context(meeting, phase, combine));
+    return exchange.begin(combine, id, row_of_each_context(meeting, phase, combine));
 }
 
 // The waits of this moment that may be in vain. One may cause others. If a device leaves out a layer, its partner waits
@@ -139,7 +139,7 @@ Waits& waits = *new Waits;  // outlives the threads that wait at exit
 class WaitForReplicas : public Wait {
   public:
     WaitForReplicas(Meeting& meeting, Phase& phase)
-        : Wait(meeting.terms->timeout), meeting_(meeting), phase_(phase), call_(name_of_call(meeting, phase)) {}
+        : Wait(meeting.config->timeout), meeting_(meeting), phase_(phase), call_(name_of_call(meeting, phase)) {}
     ~WaitForReplicas() override { note(0, nullptr); }
 
   protected:
@@ -147,7 +147,7 @@ class WaitForReplicas : public Wait {
         const auto failure = failure_of(meeting_);
         if (failure == nullptr) return;
         if (!failure->layer.empty()) throw Failure(*failure);
-        throw Failure(terms_.name, "", call_, describe(meeting_, phase_) + ". " + failure->reason);
+        throw Failure(config_.name, "", call_, describe(meeting_, phase_) + ". " + failure->reason);
     }
     [[noreturn]] void give_up(const std::string& text) override {  // (6)
         std::optional<Failure> cause;
@@ -155,11 +155,11 @@ class WaitForReplicas : public Wait {
             std::lock_guard<std::mutex> lock(waits.mutex);
             if (!waits.reasons.empty()) cause.emplace(waits.reasons.begin()->second);
         }
-        if (cause && (cause->layer != terms_.name || cause->call != call_)) fail_and_throw(meeting_, *cause);
-        fail_and_throw(meeting_, {terms_.name, "", call_, text});
+        if (cause && (cause->layer != config_.name || cause->call != call_)) fail_and_throw(meeting_, *cause);
+        fail_and_throw(meeting_, {config_.name, "", call_, text});
     }
     void warn(const std::string& text) override {
-        if (!std::exchange(phase_.warned, true)) log(Level::kWarning, Failure(terms_.name, "", call_, text).what());
+        if (!std::exchange(phase_.warned, true)) log(Level::kWarning, Failure(config_.name, "", call_, text).what());
     }
     bool in_vain() override { return !meeting_.full() || Wait::in_vain(); }
     void check_others() override;
@@ -185,7 +185,7 @@ class WaitForReplicas : public Wait {
     }
 
     Meeting& meeting_;
-    const Terms& terms_ = *meeting_.terms;
+    const LayerConfig& config_ = *meeting_.config;
     Phase& phase_;
     const std::string call_;
     std::pair<int, int64_t> key_{0, waits.count++};
@@ -197,13 +197,13 @@ class WaitForReplicas : public Wait {
 
 void WaitForReplicas::check_others() {
     if (all_here()) {
-        if (!complete_) extend(terms_.timeout + kGrace);
+        if (!complete_) extend(config_.timeout + kGrace);
         complete_ = true;
         return note(0, nullptr);
     }
     const Cause cause = likely_cause(meeting_, phase_);
     const std::string here = state() + ". " + cause.text;
-    const Failure reason(terms_.name, "", call_, here);
+    const Failure reason(config_.name, "", call_, here);
     note(phase_.number > 0 ? 2 : meeting_.full() ? 1 : 0, &reason);
     const Callers others = callers(began_);
     if (seen_ != here + others.wait) {  // a replica that was called just now is on the way
@@ -221,7 +221,7 @@ void WaitForReplicas::check_others() {
     }
 }
 
-void refuse(const Terms& terms, const std::string& context, Scope& caller, Scope& other) {
+void refuse(const LayerConfig& config, const std::string& context, Scope& caller, Scope& other) {
     if (step().failure() != nullptr) return;  // the call fails anyway, for the first reason
     std::string text;
     if (caller.thread == other.thread)
@@ -232,7 +232,7 @@ void refuse(const Terms& terms, const std::string& context, Scope& caller, Scope
         text = "thread '" + caller.thread + "' calls the layer while it is in a step of thread '" + other.thread +
                "', and the replicas of the two would meet. Hold one lock around each whole step " +
                "(record, backward, update), or let each thread call one replica.";
-    const Failure failure(terms.name, context, "", text);
+    const Failure failure(config.name, context, "", text);
     caller.end(failure);
     other.end(failure);
     step().fail(failure);
@@ -258,16 +258,16 @@ Scope* Meeting::scope_on(const std::string& context) const {
     return nullptr;
 }
 
-void Rendezvous::check_step(const Terms& terms, const Key& key) {
+void Rendezvous::check_step(const LayerConfig& config, const Key& key) {
     const std::string& context = key.second;
     const std::shared_ptr<Scope>& scope = current_scope();
     scope->throw_if_ended();
     // Without others that it could meet, and where several calls on a context meet, nothing tells steps apart.
-    if (terms.per_context > 1 || (terms.taking_part.size() == 1 && !terms.exchange.host->spans_processes())) return;
+    if (config.per_context > 1 || (config.taking_part.size() == 1 && !config.exchange.host->spans_processes())) return;
     // The last caller's thread may not have passed its call to MXNet's engine, which orders calls anew for each
     // context.
     std::shared_ptr<Scope>& last = last_[key];
-    if (last && last != scope && last->open) refuse(terms, context, *scope, *last);
+    if (last && last != scope && last->open) refuse(config, context, *scope, *last);
     if (scope->open) {
         const Meeting* own = nullptr;  // the first in which this replica is free
         for (const auto& meeting : open_) {
@@ -279,7 +279,7 @@ void Rendezvous::check_step(const Terms& terms, const Key& key) {
                 // This step has called another replica where another step has called this one. Or here, another step
                 // has called a replica that this step has called later.
                 Scope* const other = own == nullptr ? before : own->scope_on(meeting->replica(i));
-                if (other != nullptr && other != scope.get()) refuse(terms, context, *scope, *other);
+                if (other != nullptr && other != scope.get()) refuse(config, context, *scope, *other);
             }
         }
         scope->step = step().number;
@@ -287,10 +287,10 @@ void Rendezvous::check_step(const Terms& terms, const Key& key) {
     last = scope;
 }
 
-Place Rendezvous::join_locked(const TermsPtr& terms, const Key& key, const void* caller) {  // (1)
-    const auto& contexts = terms->taking_part;
-    if (std::find(contexts.begin(), contexts.end(), key.second) == contexts.end() || terms->per_context == 0)
-        step().fail(Failure(terms->name, key.second, "", why_not_here(*terms, key.second)));
+Place Rendezvous::join_locked(const LayerConfigPtr& config, const Key& key, const void* caller) {  // (1)
+    const auto& contexts = config->taking_part;
+    if (std::find(contexts.begin(), contexts.end(), key.second) == contexts.end() || config->per_context == 0)
+        step().fail(Failure(config->name, key.second, "", why_not_here(*config, key.second)));
     if (step().failure() != nullptr) return {};
     const auto over = [](const auto& meeting) { return meeting->settled() && meeting->phases[0].done; };
     open_.erase(std::remove_if(open_.begin(), open_.end(), over), open_.end());
@@ -308,20 +308,20 @@ Place Rendezvous::join_locked(const TermsPtr& terms, const Key& key, const void*
     };
     auto found = std::find_if(open_.begin(), open_.end(), has_room);
     if (found == open_.end()) {
-        auto exchange = chosen(terms->exchange, terms->taking_part, terms->per_context);
-        const Draw draw{terms->seed, terms->layer, key.first, calls_[key.first]++};
-        found = open_.insert(found, std::make_shared<Meeting>(terms, draw, std::move(exchange)));
+        auto exchange = chosen(config->exchange, config->taking_part, config->per_context);
+        const Draw draw{config->seed, config->layer, key.first, calls_[key.first]++};
+        found = open_.insert(found, std::make_shared<Meeting>(config, draw, std::move(exchange)));
         has_room(*found);
     }
     (*found)->positions[free] = {caller, current_scope()};
     return {*found, free};
 }
 
-Place Rendezvous::join(const TermsPtr& terms, const std::string& context, int64_t node, bool announces) {
+Place Rendezvous::join(const LayerConfigPtr& config, const std::string& context, int64_t node, bool announces) {
     const Lock lock(mutex_);
     const Key key{node, context};
-    check_step(*terms, key);
-    const Place place = join_locked(terms, key, issuer());
+    check_step(*config, key);
+    const Place place = join_locked(config, key, issuer());
     if (announces && place.meeting) {
         place.meeting->announced = true;
         announced_[key].push_back(place);
@@ -329,10 +329,10 @@ Place Rendezvous::join(const TermsPtr& terms, const std::string& context, int64_
     return place;
 }
 
-Place Rendezvous::take(const TermsPtr& terms, const std::string& context, int64_t node) {
+Place Rendezvous::take(const LayerConfigPtr& config, const std::string& context, int64_t node) {
     const Lock lock(mutex_);
     std::deque<Place>& places = announced_[{node, context}];
-    if (places.empty()) places.push_back(join_locked(terms, {node, context}, nullptr));
+    if (places.empty()) places.push_back(join_locked(config, {node, context}, nullptr));
     Place place = std::move(places.front());
     places.pop_front();
     step().throw_if_failed();
@@ -377,7 +377,7 @@ void Rendezvous::attempt(Meeting& meeting, const Work& work) const {
         return work();
     } catch (const std::exception& error) {
         Lock lock(mutex_);
-        fail_and_throw(meeting, {meeting.terms->name, "", "", error.what()});
+        fail_and_throw(meeting, {meeting.config->name, "", "", error.what()});
     }
 }
 
@@ -424,7 +424,7 @@ void Rendezvous::forget() {
     for (const auto& meeting : open_) {
         for (const auto& position : meeting->positions) {
             const std::shared_ptr<Scope>& scope = position.scope;
-            if (meeting->terms->per_context > 1 || meeting->settled() || !scope || !scope->open ||
+            if (meeting->config->per_context > 1 || meeting->settled() || !scope || !scope->open ||
                 scope == current_scope())
                 continue;
             scope->end(Failure("the step of thread '" + scope->thread +

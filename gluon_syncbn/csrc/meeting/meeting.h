@@ -55,7 +55,7 @@ struct Settings {
 };
 
 // What holds for a layer, which never changes.
-struct Terms : Settings {
+struct LayerConfig : Settings {
     int64_t layer = 0;
     std::string name;
     Sharing sharing = Sharing::kNothing;
@@ -63,7 +63,7 @@ struct Terms : Settings {
     std::vector<std::string> taking_part;  // of these, in the same order
     size_t replicas = 0, per_context = 1;  // on each context; 0 if the number is not a multiple of the contexts
 };
-using TermsPtr = std::shared_ptr<const Terms>;
+using LayerConfigPtr = std::shared_ptr<const LayerConfig>;
 
 // The contribution of one replica.
 struct Part {
@@ -96,13 +96,13 @@ struct Meeting {
         const void* caller = nullptr;  // a thread, which may not take two positions; null: the main thread, which may
         std::shared_ptr<Scope> scope;  // of the call that has taken this position; null: it is free
     };
-    const TermsPtr terms;  // at its beginning
-    const Draw draw;       // draw.node: only calls of the same node of a graph meet
+    const LayerConfigPtr config;  // at its beginning
+    const Draw draw;              // draw.node: only calls of the same node of a graph meet
     const std::shared_ptr<Exchange> exchange;
     std::vector<Position> positions;  // [contexts][per_context]; of a context, the first free one is taken
-    Meeting(TermsPtr terms, const Draw& draw, std::shared_ptr<Exchange> exchange)
-        : terms(std::move(terms)), draw(draw), exchange(std::move(exchange)) {
-        positions.resize(contexts().size() * this->terms->per_context);
+    Meeting(LayerConfigPtr config, const Draw& draw, std::shared_ptr<Exchange> exchange)
+        : config(std::move(config)), draw(draw), exchange(std::move(exchange)) {
+        positions.resize(contexts().size() * this->config->per_context);
     }
 
     const int64_t step = syncbn::step().number;
@@ -112,7 +112,7 @@ struct Meeting {
     std::map<int, Phase> phases;
     std::condition_variable changed;
 
-    const std::vector<std::string>& contexts() const { return terms->taking_part; }
+    const std::vector<std::string>& contexts() const { return config->taking_part; }
     size_t replicas() const { return positions.size(); }
     // Whether every replica has been called.
     bool full() const;
@@ -120,7 +120,8 @@ struct Meeting {
     bool settled() const;
     // The scope of the first call on a context; null if it has none.
     Scope* scope_on(const std::string& context) const;
-    const std::string& replica(size_t position) const { return contexts()[position / terms->per_context]; }  // "cpu(1)"
+    // "cpu(1)"
+    const std::string& replica(size_t position) const { return contexts()[position / config->per_context]; }
 };
 
 // A replica's place in a meeting. Its forward and its backward meet the same partners.
@@ -130,7 +131,7 @@ struct Place {
     int phase = 0;  // that it has reached
 
     // Whether this replica passes on its context's statistics; one does. Who meets nobody has no meeting.
-    bool first_lane() const { return !meeting || position % meeting->terms->per_context == 0; }
+    bool is_first_of_context() const { return !meeting || position % meeting->config->per_context == 0; }
 };
 
 // Holds the meetings of one layer whose forwards are not done.
@@ -140,10 +141,10 @@ class Rendezvous {
     // one for `context` and without this thread. In a failed step takes none; on a context that is none of the layer's,
     // the step fails. Throws Failure if the layer is in the middle of a step of another thread. `announces`: MXNet has made
     // the operator before, and executes it now.
-    Place join(const TermsPtr& terms, const std::string& context, int64_t node, bool announces = false);
+    Place join(const LayerConfigPtr& config, const std::string& context, int64_t node, bool announces = false);
     // Returns the first place that was announced for this node. Without an announcement, joins: an executor of a net's
     // own graph is one of MXNet's.
-    Place take(const TermsPtr& terms, const std::string& context, int64_t node);
+    Place take(const LayerConfigPtr& config, const std::string& context, int64_t node);
     // Called once for the forward of a call, and once for each of its backwards. Waits at most so long for all replicas
     // and processes; returns whether they have come. A missing one is no failure. The last one calls the exchange.
     bool contribute(const Place& place, Part part, double seconds);
@@ -162,8 +163,8 @@ class Rendezvous {
 
     // Refuses a call on a layer that is in the middle of a step of another thread. The caller holds the lock, here and
     // in the next function.
-    void check_step(const Terms& terms, const Key& key);
-    Place join_locked(const TermsPtr& terms, const Key& key, const void* caller);
+    void check_step(const LayerConfig& config, const Key& key);
+    Place join_locked(const LayerConfigPtr& config, const Key& key, const void* caller);
     // Called by the last replica: makes the total, without a limit.
     void finish(Meeting& meeting, Phase& phase) const;
     // Runs work whose exceptions become the failure of the step.

@@ -12,9 +12,9 @@ Registry& registry() {
     return *instance;
 }
 
-TermsPtr Layer::terms() const {
+LayerConfigPtr Layer::config() const {
     Lock lock(registry().mutex_);
-    return terms_;
+    return config_;
 }
 
 std::shared_ptr<Layer> Registry::create(const std::string& name, const Pooling& pooling) {
@@ -35,7 +35,7 @@ void Registry::drop(int64_t id) {
     Lock lock(mutex_);
     const auto it = layers_.find(id);
     if (it == layers_.end()) return;
-    sharing_ -= it->second->terms_->per_context > 1;
+    sharing_ -= it->second->config_->per_context > 1;
     layers_.erase(it);
 }
 
@@ -74,23 +74,23 @@ void Registry::forked() {
 
 void Registry::renew(Layer& layer) {
     const Layer::Own& own = layer.own_;
-    auto terms = std::make_shared<Terms>();
-    static_cast<Settings&>(*terms) = defaults_;
-    if (own.timeout > 0) terms->timeout = own.timeout;
-    if (own.exchange.host != nullptr) terms->exchange = own.exchange;
-    terms->layer = layer.id;
-    terms->name = layer.name;
-    terms->sharing = sharing_of(layer.pooling);
-    terms->contexts = own.contexts;
-    terms->replicas = own.replicas;
+    auto config = std::make_shared<LayerConfig>();
+    static_cast<Settings&>(*config) = defaults_;
+    if (own.timeout > 0) config->timeout = own.timeout;
+    if (own.exchange.host != nullptr) config->exchange = own.exchange;
+    config->layer = layer.id;
+    config->name = layer.name;
+    config->sharing = sharing_of(layer.pooling);
+    config->contexts = own.contexts;
+    config->replicas = own.replicas;
     const size_t contexts = own.contexts.size();
-    terms->per_context = contexts == 0 || own.replicas % contexts != 0 ? 0 : own.replicas / contexts;
-    const auto& devices = terms->devices;
+    config->per_context = contexts == 0 || own.replicas % contexts != 0 ? 0 : own.replicas / contexts;
+    const auto& devices = config->devices;
     for (const std::string& context : own.contexts)
         if (devices.empty() || std::find(devices.begin(), devices.end(), context) != devices.end())
-            terms->taking_part.push_back(context);
-    sharing_ += (terms->per_context > 1) - (layer.terms_ != nullptr && layer.terms_->per_context > 1);
-    layer.terms_ = std::move(terms);
+            config->taking_part.push_back(context);
+    sharing_ += (config->per_context > 1) - (layer.config_ != nullptr && layer.config_->per_context > 1);
+    layer.config_ = std::move(config);
 }
 
 }  // namespace syncbn

@@ -28,7 +28,7 @@ class Layer {
     Layer(int64_t id, std::string name, Pooling pooling) : id(id), name(std::move(name)), pooling(pooling) {}
 
     // The current settings.
-    TermsPtr terms() const;
+    LayerConfigPtr config() const;
 
     // Those of its own.
     struct Own {
@@ -42,7 +42,7 @@ class Layer {
     friend class Registry;
     // The registry's lock guards both.
     Own own_;
-    TermsPtr terms_;
+    LayerConfigPtr config_;
 };
 
 class Registry {
@@ -80,7 +80,7 @@ class Registry {
     void forked();
 
   private:
-    void renew(Layer& layer);  // its terms; the caller holds the lock
+    void renew(Layer& layer);  // its config; the caller holds the lock
 
     friend class Layer;
     mutable std::mutex mutex_;  // guards everything below, and the settings of the layers

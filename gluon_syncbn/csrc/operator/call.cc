@@ -43,14 +43,14 @@ void speak_of_nonfinite_again() {
 }
 
 void Call::issue() {
-    terms_ = node_.layer->terms();
+    config_ = node_.layer->config();
     recall_ = recall();
     if (recall_.again)
         place_.phase = recall_.memo->repeat();
     else if (within_graph || !shares())
         return;
     else
-        place_ = node_.layer->rendezvous.join(terms_, context_, node_.number);
+        place_ = node_.layer->rendezvous.join(config_, context_, node_.number);
     issued_ = true;
 }
 
@@ -91,7 +91,7 @@ void Call::attempt(bool backward, const Arrays& arrays, const int* reqs, const W
 
 bool Call::begin_forward(const Arrays& arrays, const int* reqs, bool training) {
     if (!issued_) {
-        terms_ = node_.layer->terms();
+        config_ = node_.layer->config();
         place_ = {};
     }
     issued_ = complete_ = lost_ = false;
@@ -247,9 +247,9 @@ void Call::refuse_to_recover(const Hidden& hidden) const {
 
 void Call::join_meeting() {
     SYNCBN_POINT("before_join");
-    if (!place_.meeting) place_ = node_.layer->rendezvous.take(terms_, context_, node_.number);
-    terms_ = place_.meeting->terms;
-    if (node_.per_context != terms_->per_context)
+    if (!place_.meeting) place_ = node_.layer->rendezvous.take(config_, context_, node_.number);
+    config_ = place_.meeting->config;
+    if (node_.per_context != config_->per_context)
         throw Failure(
             "the number of replicas per context has changed since the net was traced; call net.hybridize() again.");
     if (place_.meeting->replicas() > 1 && is_naive_engine())
@@ -258,7 +258,7 @@ void Call::join_meeting() {
 }
 
 std::shared_ptr<const void> Call::repeat() {
-    Wait wait(terms_->timeout, terms_->name,
+    Wait wait(config_->timeout, config_->name,
               "the forward that this call repeats (gluon_syncbn.checkpoint) has not been computed",
               "An operator before it does not finish, or the replicas of the forward were not all called.");
     const auto outcome = recall_.memo->outcome(wait);
@@ -276,7 +276,7 @@ void Call::remember(std::shared_ptr<const void> device) const {
 }
 
 void Call::check_finite(int64_t at, double value) const {
-    const Nonfinite what = terms_->nonfinite;
+    const Nonfinite what = config_->nonfinite;
     if (what == Nonfinite::kPropagate) return;
     const bool bad = at >= 0;
     if (what == Nonfinite::kSkip) {
@@ -315,7 +315,7 @@ void Call::contribute(Vector values, std::shared_ptr<const cuda::OnDevice> devic
     }
     SYNCBN_POINT("before_contribution");
     const double wait =
-        terms_->per_context > 1 ? 0 : kEngineThreadWaits;  // the context's next replica needs this very thread
+        config_->per_context > 1 ? 0 : kEngineThreadWaits;  // the context's next replica needs this very thread
     ready_ = node_.layer->rendezvous.contribute(place_,
                                                 {tensor_.type, channels(), std::move(values), std::move(device)}, wait);
     SYNCBN_POINT("after_contribution");

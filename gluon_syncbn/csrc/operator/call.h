@@ -143,7 +143,7 @@ class Call {
     // index `at`; -1 if all are finite.
     void check_finite(int64_t at, double value) const;
     void check_finite(const Vector& moments) const;
-    bool watches() const { return terms_->nonfinite != Nonfinite::kPropagate; }
+    bool watches() const { return config_->nonfinite != Nonfinite::kPropagate; }
     bool shares() const { return sharing_of(node_.layer->pooling) != Sharing::kNothing; }
     // The exchange of the meeting.
     Exchange& exchange() const { return *place_.meeting->exchange; }
@@ -163,7 +163,7 @@ class Call {
     const Node node_;
     const std::string context_;
     Tensor tensor_;
-    TermsPtr terms_;  // of the layer, as they were when this call was issued
+    LayerConfigPtr config_;  // of the layer, as they were when this call was issued
     Place place_;
     Pools pools_;          // of the last forward
     bool frozen_ = false;  // normalised with the running statistics: no gradient through them

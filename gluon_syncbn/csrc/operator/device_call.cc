@@ -199,7 +199,7 @@ bool DeviceCall::idle_within(double limit) const {
 // Polls instead of waiting in the driver: that wait would not end if a collective hangs.
 void DeviceCall::wait() {
     if (idle_within(kWatchAfter)) return;
-    Wait wait(terms_->timeout, terms_->name, "the GPU has not finished",
+    Wait wait(config_->timeout, config_->name, "the GPU has not finished",
               "Either a GPU of this layer is lost (nvidia-smi), or another user of NCCL in this process waits for the "
               "same GPUs. NCCL_DEBUG=INFO shows what NCCL does. configure(kvstore='host') avoids NCCL.");
     for (; !work_->lease.idle(); std::this_thread::sleep_for(kLongPause)) wait.look();
@@ -368,7 +368,7 @@ void DeviceCall::normalise(const Arrays& arrays, const int* reqs) {
         with.own = work_->gathered->own.data();
     }
     // One replica of a context is enough; a repeated call has nothing new.
-    with.hand_on = batch != nullptr && !recall_.again && place_.first_lane();
+    with.hand_on = batch != nullptr && !recall_.again && place_.is_first_of_context();
     with.unbiased = node_.unbiased;
     with.watch = !watches() ? cuda::kPropagate : work_->reports ? cuda::kLeaveOutAndReport : cuda::kLeaveOut;
     with.momentum = node_.momentum;

@@ -100,7 +100,7 @@ class HostCall : public Call {
   private:
     cpu::Work work(const Slot& slot, const std::vector<float>& mask = {}) const {
         static const int all = std::min(omp_get_num_procs(), omp_get_max_threads());
-        const size_t replicas = frozen_ ? 1 : place_.meeting ? place_.meeting->replicas() : terms_->replicas;
+        const size_t replicas = frozen_ ? 1 : place_.meeting ? place_.meeting->replicas() : config_->replicas;
         const int threads = std::max(1, all / std::max(1, static_cast<int>(replicas)));  // the others use the rest
         return {tensor_.type, slot.shape, threads, mask.empty() ? nullptr : mask.data() + slot.first / channels()};
     }
@@ -241,7 +241,7 @@ void HostCall::normalise(const Arrays& arrays, const int* reqs) {
     if (node_.role == Role::kWhole) {
         update_running(batch, arrays);
     } else if (node_.role == Role::kMeet && reqs[1] != kNull) {
-        if (!recall_.again && !place_.first_lane()) batch[0] = 0;  // one replica of a context is enough
+        if (!recall_.again && !place_.is_first_of_context()) batch[0] = 0;  // one replica of a context is enough
         write(batch, Type::kFloat64, arrays[node_.batch_output()], false);
     }
 }
