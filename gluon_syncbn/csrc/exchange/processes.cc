@@ -43,12 +43,13 @@ Ranks without(Ranks ranks, size_t rank) {
 // Waits for the vectors of some ranks under one label.
 class WaitForVectors final : public WaitForOthers {
   public:
-    WaitForVectors(const Job& job, Mailbox& mail, const char* name, const Label& label, Ranks from, double timeout)
+    WaitForVectors(const Job& job, Mailbox& mail, const char* name, const Label& label, const Ranks& from,
+                   double timeout)
         : WaitForOthers(mail, timeout, &mail == job.all.get()),
           job_(job),
           name_(name),
           label_(label),
-          from_(std::move(from)),
+          from_(from),
           found_(from_.size()),
           ring_(mail_.ring_of(label)),
           began_(seconds()) {}
@@ -146,7 +147,7 @@ class WaitForVectors final : public WaitForOthers {
     const Job& job_;
     const char* const name_;
     const Label label_;
-    const Ranks from_;
+    const Ranks& from_;
     std::vector<Mailbox::Found> found_;  // of each of these ranks
     const uint32_t ring_;
     const double began_;
@@ -245,7 +246,9 @@ class Processes::Steps : public Underway {
     }
     void end() {
         const Step& step = steps_[at_];
-        std::vector<Mailbox::Found> parts = wait_->found();
+        std::vector<Mailbox::Found> parts;
+        parts.reserve(step.from.size() + 1);
+        parts = wait_->found();
         const auto place = std::lower_bound(step.from.begin(), step.from.end(), step.mail->rank()) - step.from.begin();
         if (step.contributes) parts.insert(parts.begin() + place, Mailbox::Found{values_, length_ * sizeof(double)});
         const bool fits = std::all_of(parts.begin(), parts.end(),
@@ -271,11 +274,15 @@ class Processes::Steps : public Underway {
     std::optional<WaitForVectors> wait_;
 };
 
-Processes::Processes(std::shared_ptr<Job> job) : job_(std::move(job)) {}
+Processes::Processes(std::shared_ptr<Job> job) : job_(std::move(job)), in_job_(between(job_->all->everybody)) {}
 
 Processes::Processes(std::shared_ptr<Job> job, std::unique_ptr<Segment> segment, Ranks leaders, const Mpi* mpi,
                      size_t carried_from)
-    : job_(std::move(job)), machine_(std::move(segment)), leaders_(std::move(leaders)) {
+    : job_(std::move(job)),
+      machine_(std::move(segment)),
+      leaders_(std::move(leaders)),
+      in_job_(between(job_->all->everybody)),
+      in_levels_(levels()) {
     std::unique_ptr<Machines> machines;
     if (leaders_.size() > 1 && machine_->rank() == 0)
         machines = std::make_unique<Machines>(*job_->all, leaders_, mpi, carried_from);
@@ -298,8 +305,7 @@ void Processes::learn(const CallId& id) {
 }
 
 // The steps of a reduction: in the machine, between the leaders, and back.
-std::vector<Processes::Step> Processes::levels(size_t length) const {
-    if (machine_ == nullptr || length > machine_->most_values()) return between(job_->all->everybody);
+std::vector<Processes::Step> Processes::levels() const {
     const Ranks others = without(machine_->everybody, machine_->rank());
     if (leaders_.size() == 1) return {{machine_.get(), 0, others, others}};
     if (machine_->rank() != 0)
@@ -347,8 +353,10 @@ std::unique_ptr<Underway> Processes::begin(Combine combine, const CallId& id, co
             learn(id);
             return begin(combine, id, own)->total();
         });
-    if (combine != Combine::kSideBySide)
-        return std::make_unique<Steps>(*job_, levels(own.length), combine, id, *agreed, own);
+    if (combine != Combine::kSideBySide) {
+        const bool fits = machine_ != nullptr && own.length <= machine_->most_values();
+        return std::make_unique<Steps>(*job_, fits ? in_levels_ : in_job_, combine, id, *agreed, own);
+    }
     const auto in = [this, combine, id, own](Mailbox& mail, const Agreed& agreed) {
         const Ranks others = without(agreed.ranks.empty() ? mail.everybody : agreed.ranks, mail.rank());
         const std::vector<Step> steps{{&mail, 0, others, others}};

@@ -100,12 +100,13 @@ class Processes : public Exchange {
     // Returns the agreement of the processes; null if it is not known here yet.
     const Agreed* known(const CallId& id) const;
     void learn(const CallId& id);
-    std::vector<Step> levels(size_t length) const;
+    std::vector<Step> levels() const;
     std::vector<Step> between(const Ranks& ranks) const;
 
     const std::shared_ptr<Job> job_;
     const std::unique_ptr<Segment> machine_;  // null if memory is not shared
     const Ranks leaders_;
+    const std::vector<Step> in_job_, in_levels_;  // of reductions
     std::unique_ptr<Sums> sums_;
     mutable std::mutex learning_;       // guards the next one
     std::map<int64_t, Agreed> agreed_;  // by layer
