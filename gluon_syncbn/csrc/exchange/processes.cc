@@ -25,8 +25,9 @@ constexpr double kForEver = std::numeric_limits<double>::infinity();
 // Up to this number of ranks, each sends its vector to all. More ranks send as many messages as the logarithm of the
 // number.
 constexpr size_t kFew = 4;
-// A process that waits for waiting processes waits this much longer, so that the one next to the cause reports it.
-constexpr double kLeaderLonger = 0.5, kMemberLonger = 1;
+// A process that waits for waiting processes waits so many seconds longer, so that the one next to the cause reports it,
+// also on busy cores.
+constexpr double kLeaderLonger = 2, kMemberLonger = 3;
 
 // "the forward of call 2 of SyncBatchNorm 'bn0'". An exchange without a meeting, of a phase below 0, has only a name.
 std::string name_of_call(const Label& label, const std::string& name) {
