@@ -48,7 +48,7 @@ def _bytes(text: Any) -> bytes:
     return text.encode(errors="backslashreplace") if isinstance(text, str) else text
 
 
-class _Span(ctypes.Structure):  # in csrc/span.h
+class _Span(ctypes.Structure):  # in csrc/types.h
     _fields_ = [("count", ctypes.c_int64), ("values", ctypes.c_void_p)]
     array: Any
 

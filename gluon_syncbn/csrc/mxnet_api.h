@@ -65,7 +65,7 @@ struct MXNet {
 };
 extern MXNet mx;
 
-// MXNet's library, a handle of dlopen; null before the operator is registered.
+// MXNet's library, a handle of dlopen; null before `syncbn_find_in`.
 inline void* mxnet_library = nullptr;
 // A function, which converts to the type of its pointer; it may be null.
 struct Function {

@@ -12,7 +12,7 @@
 
 namespace syncbn {
 
-// The statistic of a pool. The vectors are empty if a device keeps them.
+// The statistic of a pool, on the host.
 struct Statistic {
     double count;
     Vector mean, variance, invstd;  // [channels]

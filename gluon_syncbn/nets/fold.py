@@ -98,6 +98,7 @@ def fold(net: HybridBlock) -> SymbolBlock:
 
 
 def _parameters(net: HybridBlock, names: List[str]) -> Dict[str, Parameter]:
+    """Returns these parameters of the net by their names. Raises ValueError if some have no values."""
     known = {p.name: p for block in blocks.iterate(net) for p in (*block.params.values(), *block._reg_params.values())}
     known.update(net.collect_params().items())
     without = [name for name in names if name not in known or known[name]._data is None]

@@ -111,7 +111,7 @@ GROUPS = [
 
 @pytest.mark.parametrize("replicas, named, messages", GROUPS, ids=str)
 def test_groups_that_stay_at_home(layer_id, replicas, named, messages):
-    """Only processes that share a group exchange something, and all get what they would get from all."""
+    """The agreement names the processes that share a group with this one, and their rows are all that it needs."""
     rng = np.random.RandomState(1)
     length = 1 + 2 * CHANNELS
     values = [rng.randn(n, length) for n in replicas]
@@ -121,7 +121,7 @@ def test_groups_that_stay_at_home(layer_id, replicas, named, messages):
         layer = info(layer_id, replicas[rank], **{"groups" if isinstance(named, list) else "group_size": named})
         store.learn([layer])
         of = store.agreed(layer)
-        return np.concatenate([values[rank] for rank in of.ranks])[of.members], of
+        return np.concatenate([values[other] for other in of.ranks])[of.members], of
 
     results = everywhere(all_stores, work)
     all_values = np.concatenate(values)

@@ -5,7 +5,6 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
 #include "cpu/kernels.h"
 #include "cpu/lanes.h"

@@ -11,7 +11,6 @@
 #include <utility>
 
 #include "cpu/numbers.h"
-#include "exchange/exchange.h"
 #include "failure.h"
 #include "point.h"
 #include "waiting/step.h"
