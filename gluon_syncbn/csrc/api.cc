@@ -369,9 +369,9 @@ SYNCBN_API int syncbn_sum(void* exchange, int64_t channel, int64_t number, doubl
         for (int64_t i = 0; i < names.count; ++i)
             summands.push_back({names.values[i], static_cast<syncbn::Type>(types[i]), static_cast<size_t>(sizes[i])});
         of_processes(exchange).job()->all->check_open();
-        syncbn::native::sum_gradients(
-            of_processes(exchange).sums(), channel, number, timeout, std::move(summands), static_cast<size_t>(contexts),
-            arrays, gpus == nullptr ? nullptr : static_cast<syncbn::cuda::AllReduce*>(gpus)->shared_from_this());
+        syncbn::native::sum_gradients(of_processes(exchange).sums(), channel, number, timeout, std::move(summands),
+                                      static_cast<size_t>(contexts), arrays,
+                                      static_cast<syncbn::cuda::AllReduce*>(gpus));
     });
 }
 

@@ -5,7 +5,7 @@
 #include <mutex>
 #include <thread>
 
-#include "cuda/driver.h"
+#include "cuda/plan.h"
 #include "failure.h"
 #include "point.h"
 #include "waiting/wait.h"
@@ -52,7 +52,7 @@ std::mutex mutex;  // guards the next two; every collective of a meeting is post
 // The communicators of the devices of a meeting, in their order.
 using Connected = std::map<std::vector<int>, std::vector<Communicator>>;
 Connected& connected = *new Connected;
-std::vector<std::shared_ptr<AllReduce>>& sums = *new std::vector<std::shared_ptr<AllReduce>>;
+std::vector<AllReduce*>& sums = *new std::vector<AllReduce*>;
 
 // NCCL blocks its caller, without a limit, while it makes communicators and prepares their first collective. So another
 // thread calls it.
@@ -149,8 +149,8 @@ AllReduce::AllReduce(std::vector<int> devices, std::string id, int first, int ra
 
 AllReduce* AllReduce::create(std::vector<int> devices, std::string id, int first, int ranks, size_t bucket) {
     std::lock_guard<std::mutex> lock(mutex);
-    sums.emplace_back(new AllReduce(std::move(devices), std::move(id), first, ranks, bucket));
-    return sums.back().get();
+    sums.push_back(new AllReduce(std::move(devices), std::move(id), first, ranks, bucket));
+    return sums.back();
 }
 
 bool AllReduce::ready() {
@@ -162,9 +162,9 @@ bool AllReduce::ready() {
 }
 
 void AllReduce::begin(Type wide, size_t bytes, std::vector<Part> parts) {
-    posting_ = elsewhere([self = shared_from_this(), wide, bytes, parts = std::move(parts)] {
-        if (!self->connected_) self->connect();
-        if (!self->aborted_) self->post(wide, bytes, parts);
+    posting_ = elsewhere([this, wide, bytes, parts = std::move(parts)] {
+        if (!connected_) connect();
+        if (!aborted_) post(wide, bytes, parts);
     });
 }
 
@@ -190,11 +190,11 @@ void AllReduce::post(Type wide, size_t bytes, const std::vector<Part>& parts) {
             const Current current(member.device);
             for (const Part& part : parts) {
                 char* const values = static_cast<char*>(part.values[i]) + part.begin * size_of(part.type);
-                char* const wide = member.bucket() + part.offset;
+                char* const place = member.bucket() + part.offset;
                 const auto n = static_cast<Index>(part.count);
-                const CopyArguments with{n, into_bucket ? values : wide, into_bucket ? wide : values, 0};
+                const CopyArguments with{n, into_bucket ? values : place, into_bucket ? place : values, 0};
                 launch(member.device, member.lease.stream(), {into_bucket ? "widen" : "narrow", name_of(part.type)},
-                       {(n + kBlock - 1) / kBlock}, &with);
+                       {ceil_div(n, kBlock)}, &with);
             }
         }
     };
@@ -229,7 +229,7 @@ void AllReduce::abort() noexcept {
 }
 
 void AllReduce::close() {
-    if (!connected_ || aborted_ || !idle()) return;
+    if (aborted_ || !idle() || aborted_.exchange(true) || !connected_) return;  // a later sum fails
     for (const auto& member : members_) nccl().destroy(member->communicator);
 }
 
@@ -238,8 +238,7 @@ void close_collectives() {
     for (const auto& one : connected)
         for (Communicator communicator : one.second) nccl().destroy(communicator);
     connected.clear();
-    for (const auto& one : sums) one->close();
-    sums.clear();
+    for (AllReduce* one : sums) one->close();
 }
 
 }  // namespace cuda

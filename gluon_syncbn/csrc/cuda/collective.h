@@ -55,7 +55,7 @@ std::string new_id();
 //   - Statistics of these processes go over the host. Those of a layer that stays in one process go over NCCL, on another
 //     communicator and in streams of their own. They need only their own process, and what runs there besides ends: a
 //     layer's kernels, and a sum, which all processes have begun. NCCL's kernels take few multiprocessors, so both run.
-class AllReduce : public std::enable_shared_from_this<AllReduce> {
+class AllReduce {
   public:
     // The values from `begin` of an array, on each device, and their place in a bucket: `offset`, in bytes.
     struct Part {

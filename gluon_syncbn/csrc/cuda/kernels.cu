@@ -531,7 +531,7 @@ __device__ inline void apply(const Map& map, Index offset, Index stride, int n) 
             const Wide<T> value = map.value(values, position + i);
             out.values[i] = Number<T>::narrow(map.adds() ? Number<T>::widen(out.values[i]) + value : value);
         }
-        if (j < n) store(map.to, offset + j * stride, out);
+        if (j < n) store(map.to, at, out);
     }
 }
 

@@ -9,14 +9,11 @@
 namespace syncbn {
 namespace cuda {
 
-constexpr Index kBlocks = 2048;         // enough blocks to fill the largest GPU
-constexpr Index kPerThread = 32;        // the fewest values for a thread of a block
-constexpr Index kWidest = 32;           // the widest tile of channels
-constexpr Index kMostInGridYZ = 65535;  // CUDA's limit
+constexpr Index kBlocks = 2048;   // enough blocks to fill the largest GPU
+constexpr Index kPerThread = 32;  // the fewest values for a thread of a block
+constexpr Index kWidest = 32;     // the widest tile of channels
 
 inline Index ceil_div(Index a, Index b) { return (a + b - 1) / b; }
-
-inline Index between(Index low, Index value, Index high) { return std::max(low, std::min(value, high)); }
 
 struct Plan : Tiling {
     Index tiles, chunks;
@@ -26,7 +23,7 @@ struct Plan : Tiling {
         while (inner == 1 && width < kWidest && width < channels) width *= 2;
         tiles = ceil_div(channels, width);
         const Index per_slot = ceil_div(samples, slots) * per_sample * inner * width;
-        chunks = between(1, std::min(kBlocks / (tiles * slots), per_slot / (kBlock * kPerThread)), kMostInGridYZ);
+        chunks = std::max<Index>(1, std::min(kBlocks / (tiles * slots), per_slot / (kBlock * kPerThread)));
         while (segment > 512 && segments() < 8 * kBlocks) segment /= 2;
     }
 
@@ -34,7 +31,7 @@ struct Plan : Tiling {
     Grid reduce() const { return {tiles, slots, chunks}; }
     Grid each() const {
         if (inner == 1) return reduce();
-        return {between(1, ceil_div(segments(), kBlock / 32), Index{1} << 20)};
+        return {std::max<Index>(1, std::min(ceil_div(segments(), kBlock / 32), Index{1} << 20))};
     }
 
   private:

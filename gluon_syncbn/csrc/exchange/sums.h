@@ -42,9 +42,8 @@ struct Summand {
 // What this process brings at a time.
 class Round {
   public:
-    Round(int64_t channel, int64_t number, double timeout, std::vector<Summand> summands,
-          std::shared_ptr<cuda::AllReduce> gpus)
-        : channel(channel), number(number), timeout(timeout), summands(std::move(summands)), gpus(std::move(gpus)) {}
+    Round(int64_t channel, int64_t number, double timeout, std::vector<Summand> summands, cuda::AllReduce* gpus)
+        : channel(channel), number(number), timeout(timeout), summands(std::move(summands)), gpus(gpus) {}
     virtual ~Round() = default;
     // Returns where the values of an array are, in each context; null as long as they are not available. Throws Failure
     // if they never will be.
@@ -57,7 +56,7 @@ class Round {
     const int64_t number;   // within the channel, for messages
     const double timeout;   // seconds
     const std::vector<Summand> summands;
-    const std::shared_ptr<cuda::AllReduce> gpus;  // null if the arrays are on CPUs
+    cuda::AllReduce* const gpus;  // null if the arrays are on CPUs
 };
 
 class Sums {

@@ -26,10 +26,8 @@ void* plain_values(void* handle) {
 class Gradients : public Round, public std::enable_shared_from_this<Gradients> {
   public:
     Gradients(Sums& sums, int64_t channel, int64_t number, double timeout, std::vector<Summand> summands,
-              std::shared_ptr<cuda::AllReduce> gpus)
-        : Round(channel, number, timeout, std::move(summands), std::move(gpus)),
-          sums_(sums),
-          items_(this->summands.size()) {}
+              cuda::AllReduce* gpus)
+        : Round(channel, number, timeout, std::move(summands), gpus), sums_(sums), items_(this->summands.size()) {}
     ~Gradients() override {
         for (const Item& item : items_)
             for (void* handle : item.handles) mx.MXNDArrayFree(handle);
@@ -137,9 +135,9 @@ class Gradients : public Round, public std::enable_shared_from_this<Gradients> {
 }  // namespace
 
 void sum_gradients(Sums& sums, int64_t channel, int64_t number, double timeout, std::vector<Summand> summands,
-                   size_t contexts, void** arrays, std::shared_ptr<cuda::AllReduce> gpus) {
+                   size_t contexts, void** arrays, cuda::AllReduce* gpus) {
     const size_t count = summands.size();
-    auto round = std::make_shared<Gradients>(sums, channel, number, timeout, std::move(summands), std::move(gpus));
+    auto round = std::make_shared<Gradients>(sums, channel, number, timeout, std::move(summands), gpus);
     try {
         for (size_t i = 0; i < count; ++i) round->push(i, contexts, arrays + i * contexts);
         sums.begin(round);
