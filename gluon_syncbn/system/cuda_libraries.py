@@ -95,9 +95,14 @@ def loaded() -> List[Tuple[str, str, str]]:
     """Returns the CUDA libraries and the driver that are in this process: soname, version and path."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape")
     files = re.findall(r" (/.*\.so.*)$", maps, re.MULTILINE)
-    paths = {os.path.basename(path).partition(".so")[0]: path for path in files}
-    found = [(soname, paths.get(soname.partition(".so")[0])) for soname in (DRIVER, *PACKAGES)]
+    paths = {_major(os.path.basename(path)): path for path in files}
+    found = [(soname, paths.get(_major(soname))) for soname in (DRIVER, *PACKAGES)]
     return [(soname, _version(soname, path), path) for soname, path in found if path is not None]
+
+
+def _major(file: str) -> str:
+    """Returns "libcudart.so.11" for libcudart.so.11.0 and its files. The driver's files differ: "libcuda.so"."""
+    return ".".join(file.split(".")[: 2 if file.startswith("libcuda.") else 3])
 
 
 def _mxnet_library() -> Optional[Path]:
