@@ -53,10 +53,9 @@ class Session:
         """Returns the store over this transport. The first call makes it."""
         store = self._stores.get(str(name))
         if store is None:
-            store = ProcessStore(name, named.transport(name))
+            store = self._stores[name] = ProcessStore(name, named.transport(name))
             self._between_processes.add(store)
             store.meet_in_memory()
-            self._stores[name] = store
         return store
 
     def exchange_of(self, kvstore: Any) -> Optional[Exchange]:
