@@ -164,8 +164,8 @@ def uninstall(everything: bool = False) -> None:
 
 def _synchronising(construct: Callable[..., None], block: SymbolBlock, *args: Any, **kwargs: Any) -> None:
     construct(block, *args, **kwargs)
-    nodes = [node for node in blocks.recorded(block) if node.operator == OPERATOR]
-    if _installed and nodes:
+    nodes = [node for node in blocks.recorded(block) if node.operator == OPERATOR] if _installed else []
+    if nodes:
         names = [re.escape(name) for node in nodes for name in (node.name, node.inputs[1])]
         convert_layers(block, select=f"({'|'.join(names)})$")
 

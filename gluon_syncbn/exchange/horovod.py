@@ -6,21 +6,20 @@ Horovod has no time limit, and does not say which rank is missing: the core does
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import os
 import socket
-import sys
 import threading
 import time
 from concurrent import futures
-from typing import Any, Callable, NoReturn, Optional
+from typing import Any, Callable, Optional
 
 import mxnet as mx
 import numpy as np
 
 from .. import _native
 from ..system.environment import read
+from .base import leave
 from .bridge import BYTES, BridgedTransport, readers_of
 
 _ANSWER = 1.0  # seconds in which it is known which rank has ended, and why
@@ -56,12 +55,12 @@ class HorovodTransport(BridgedTransport):
             return everyone.asnumpy()[:BYTES]
 
         towards = read("HOROVOD_GLOO_RENDEZVOUS_ADDR") or socket.gethostname()  # the launcher, where gloo meets
-        atexit.register(_leave)  # in case that Horovod still waits then
+        atexit.register(leave)  # in case that Horovod still waits then
         connected = _result_of(functools.partial(super().__init__, hvd.rank(), hvd.size(), towards, spread))
         if not futures.wait([connected], _native.timeout_of()).done:
             raise mx.MXNetError("kvstore 'horovod': not every process has created one. Create it in all, at the start.")
         connected.result()
-        atexit.unregister(_leave)
+        atexit.unregister(leave)
         # Horovod's own handler would shut it down during a step; `close` runs after the step.
         atexit.unregister(hvd.shutdown)
         atexit.register(self._at_exit)
@@ -72,7 +71,7 @@ class HorovodTransport(BridgedTransport):
             _result_of(self._hvd.shutdown)  # which waits for the other processes, and they may be frozen
             if self._ending:
                 time.sleep(_LEAVE)
-                _leave()
+                leave()
         if not message or readers_of(message) != [self.size]:
             return message
         _result_of(functools.partial(self._add, message))
@@ -106,7 +105,7 @@ class HorovodTransport(BridgedTransport):
             self._hvd.shutdown()  # ends operations of the others, who have been told that this rank ends
         super().close()
         if self.has_failed():
-            _leave()
+            leave()
 
     def _at_exit(self) -> None:
         # This runs before other handlers wait for operations in Horovod.
@@ -128,11 +127,3 @@ def _result_of(call: Callable[[], Any]) -> futures.Future[Any]:
 
     threading.Thread(target=work, name="gluon_syncbn-horovod", daemon=True).start()
     return result
-
-
-def _leave() -> NoReturn:
-    """Ends the process: after a failure, the normal exit would wait for operations that never complete."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # closed, or its reader has gone
-            stream.flush()
-    os._exit(1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from typing import Sequence
 
@@ -11,7 +9,7 @@ import mxnet as mx
 
 from .. import _native
 from ..system.distribution import WHERE, command
-from .base import Transport
+from .base import Transport, leave
 
 
 class MPITransport(Transport):
@@ -55,6 +53,4 @@ class MPITransport(Transport):
         if self.size > 1 and self.has_failed():
             # MPI_Finalize waits for processes that may be stuck or gone. MPI_Abort runs destructors in MXNet that end
             # in a signal. If the process leaves without either, mpiexec ends all processes and returns 1.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
+            leave()

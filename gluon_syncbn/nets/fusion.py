@@ -10,7 +10,6 @@ from typing import Any, Callable, Dict, List, Optional, Set
 
 import mxnet as mx
 from mxnet.gluon import HybridBlock
-from mxnet.gluon.block import _flatten
 
 from ..activation import RELU, RELU6, SLOPES, Activation, described, invertible
 from ..mxnet_side import patches
@@ -113,7 +112,7 @@ def _activation_of(node: Json) -> Optional[Activation]:
 
 def _of_fused_graphs(get: Callable, block: HybridBlock, *args: Any) -> Any:
     inputs, symbol = get(block, *args)
-    arrays = [array for array in _flatten(args, "input")[0] if array is not None]
+    arrays = kinds.arrays_of(args)
     new = fused(symbol, dict(zip([one.name for one in inputs], arrays)))
     if new is not None:
         block._cached_graph = inputs, new

@@ -14,9 +14,8 @@ from ..mxnet_side import blocks
 from ..system import arguments, kinds
 from ..training.replicas import stores_of
 from ..training.session import session
-from .convert import forget_graphs
+from .convert import NetT, forget_graphs
 
-NetT = TypeVar("NetT", bound=Block)
 ModuleT = TypeVar("ModuleT")
 
 _AFFINE = {"weight": "gamma", "bias": "beta"}  # of layers that normalise

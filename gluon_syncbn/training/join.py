@@ -8,11 +8,10 @@ from typing import Any, ContextManager, Iterator, List, Tuple
 import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
-from mxnet.gluon.block import _flatten
 
 from .. import _native
 from ..exchange.store import ProcessStore
-from ..system import arguments
+from ..system import arguments, kinds
 from .session import session
 
 
@@ -127,7 +126,7 @@ def _repeat_without_samples(net: gluon.Block, calls: List[Tuple[Any, ...]]) -> N
     _native.out_of_batches(True)
     try:
         with autograd.record():
-            outputs = [array for call in calls for array in _flatten(net(*call), "output")[0]]
+            outputs = [array for call in calls for array in kinds.arrays_of(net(*call))]
         autograd.backward(outputs, [mx.nd.zeros_like(array) for array in outputs])
         mx.nd.waitall()
     finally:

@@ -8,7 +8,6 @@
 #include <new>
 #include <optional>
 #include <sstream>
-#include <stdexcept>
 #include <utility>
 
 #include "log.h"
@@ -99,8 +98,7 @@ Contribution row_of_each_context(const Meeting& meeting, Phase& phase, Combine c
         }
         std::sort(of_context.begin(), of_context.end(),
                   [&](const double* a, const double* b) { return std::memcmp(a, b, length * sizeof(double)) < 0; });
-        phase.made.emplace_back(length, 0.0);
-        for (const double* part : of_context) put(combine, phase.made.back().data(), part, length);
+        phase.made.push_back(combined(combine, {of_context, length}));
         rows.rows.push_back(phase.made.back().data());  // a vector keeps its place when it is moved
     }
     return rows;
@@ -171,7 +169,8 @@ class WaitForReplicas : public Wait {
                " has not answered";
     }
     std::string advice() override {
-        return all_here() ? "If it is only slow, raise the timeout." : likely_cause(meeting_, phase_).text;
+        return all_here() ? "That includes the wait for the replicas. If it is only slow, raise the timeout."
+                          : likely_cause(meeting_, phase_).text;
     }
 
   private:
@@ -377,7 +376,7 @@ void Rendezvous::attempt(Meeting& meeting, const Work& work) const {
         return work();
     } catch (const std::exception& error) {
         Lock lock(mutex_);
-        fail_and_throw(meeting, {meeting.config->name, "", "", error.what()});
+        fail_and_throw(meeting, {meeting.config->name, "", "", reason_of(error)});
     }
 }
 

@@ -89,11 +89,7 @@ class HostCall : public Call {
         });
     }
     void fill(Array to, Type type, int64_t n, double value) override {
-        with_type(type, [&](auto* t) {
-            using T = std::remove_pointer_t<decltype(t)>;
-            T* const values = data<T>(to);
-            for (int64_t i = 0; i < n; ++i) Value<T>::store(values + i, static_cast<Compute<T>>(value));
-        });
+        replace(to, type, n, [value](int64_t, double) { return value; });
     }
     void fill_with_zeros(Array to, int64_t bytes) override { std::memset(data(to), 0, static_cast<size_t>(bytes)); }
 
