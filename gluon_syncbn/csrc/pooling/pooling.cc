@@ -1,7 +1,9 @@
 #include "pooling/pooling.h"
 
 #include <algorithm>
+#include <map>
 #include <numeric>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -85,37 +87,6 @@ Assignment assignment(const Pooling& pooling, const std::vector<double>& counts,
     return out;
 }
 
-// Appends the slots of each pool to `members`, and returns the range of each pool.
-std::vector<Range> by_pool(const std::vector<int>& pools, std::vector<int>* members) {
-    std::vector<Range> out(pools.size(), Range{0, 0});  // there are no more pools than slots
-    for (const int pool : pools)
-        if (pool != kNone) ++out[pool].end;
-    int end = static_cast<int>(members->size());
-    for (Range& list : out) {
-        const int begin = end;
-        end += list.end;
-        list = {begin, begin};
-    }
-    members->resize(end);
-    for (size_t slot = 0; slot < pools.size(); ++slot)
-        if (pools[slot] != kNone) (*members)[out[pools[slot]].end++] = static_cast<int>(slot);
-    return out;
-}
-
-// Drops the members of lists that consist of neighbours.
-void simplify(Pools* pools) {
-    const std::vector<int>& members = pools->members;
-    const auto lists = {&pools->used, &pools->fed, &pools->users, &pools->tracked};
-    for (const std::vector<Range>* some : lists)
-        for (const Range& list : *some)
-            for (int place = list.begin + 1; place < list.end; ++place)
-                if (members[place] != members[place - 1] + 1) return;
-    for (std::vector<Range>* some : lists)
-        for (Range& list : *some)
-            if (list.begin < list.end) list = {members[list.begin], members[list.end - 1] + 1};
-    pools->members.clear();
-}
-
 }  // namespace
 
 Sharing sharing_of(const Pooling& pooling) {
@@ -128,21 +99,33 @@ Pools pools_of(const Pooling& pooling, const std::vector<double>& counts, const 
                const std::vector<int>& groups) {
     const Assignment of = assignment(pooling, counts, draw, groups);
     Pools out;
-    const std::vector<Range> feeders = by_pool(of.feeds, &out.members), users = by_pool(of.uses, &out.members);
-    const auto list = [](const std::vector<Range>& lists, int pool) {
-        return pool == kNone ? Range{0, 0} : lists[pool];
+    std::vector<int>& members = out.members;
+    bool all_neighbours = true;  // in each list
+    std::map<std::pair<const std::vector<int>*, int>, Range> lists;
+    // The slots that feed a pool, or that use it.
+    const auto list = [&](const std::vector<int>& pools, int pool) {
+        const auto [found, is_new] = lists.emplace(std::make_pair(&pools, pool), Range{0, 0});
+        if (!is_new || pool == kNone) return found->second;
+        const int begin = static_cast<int>(members.size());
+        for (size_t slot = 0; slot < pools.size(); ++slot)
+            if (pools[slot] == pool) members.push_back(static_cast<int>(slot));
+        const int end = static_cast<int>(members.size());
+        all_neighbours = all_neighbours && (begin == end || members[end - 1] - members[begin] == end - 1 - begin);
+        return found->second = {begin, end};
     };
-    std::vector<int> tracked;
+    std::set<int> tracked;
     for (int slot = own.begin; slot < own.end; ++slot) {
-        out.used.push_back(list(feeders, of.uses[slot]));
-        out.fed.push_back(list(feeders, of.feeds[slot]));
-        out.users.push_back(list(users, of.feeds[slot]));
+        out.used.push_back(list(of.feeds, of.uses[slot]));
+        out.fed.push_back(list(of.feeds, of.feeds[slot]));
+        out.users.push_back(list(of.uses, of.feeds[slot]));
         const int pool = of.tracks[slot];
-        if (pool == kNone || std::find(tracked.begin(), tracked.end(), pool) != tracked.end()) continue;
-        tracked.push_back(pool);
-        out.tracked.push_back(feeders[pool]);
+        if (pool != kNone && tracked.insert(pool).second) out.tracked.push_back(list(of.feeds, pool));
     }
-    simplify(&out);
+    if (!all_neighbours) return out;
+    for (std::vector<Range>* some : {&out.used, &out.fed, &out.users, &out.tracked})
+        for (Range& one : *some)
+            if (one.begin < one.end) one = {members[one.begin], members[one.end - 1] + 1};
+    members.clear();
     return out;
 }
 
