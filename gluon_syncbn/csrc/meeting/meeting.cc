@@ -28,13 +28,12 @@ constexpr double kStuckIdle = 3;  // seconds without computing after which a que
 constexpr double kRead = 3;       // seconds of a read, without computing, after which it waits for a missing replica
 constexpr double kReadAll = 0.2;  // seconds of a wait for all, which is sure to wait for it
 
-// Identifies the issuer of a call. Calls on the main thread take the positions in turn (null); any other thread is one
+// Identifies the issuer of a call. Calls on the main thread take the positions in turn (0); any other thread is one
 // replica. A number and not an address: a new thread may get the address of one that has ended.
-const void* issuer() {
-    if (on_main_thread()) return nullptr;
-    static std::atomic<uintptr_t> threads{0};
-    static thread_local const uintptr_t number = ++threads;
-    return reinterpret_cast<const void*>(number);
+int64_t issuer() {
+    static std::atomic<int64_t> threads{0};
+    static thread_local const int64_t number = ++threads;
+    return on_main_thread() ? 0 : number;
 }
 
 // Fails the step of a meeting. If that step has been forgotten, only the meeting fails, and not the current step.
@@ -222,16 +221,14 @@ void WaitForReplicas::check_others() {
 
 void refuse(const LayerConfig& config, const std::string& context, Scope& caller, Scope& other) {
     if (step().failure() != nullptr) return;  // the call fails anyway, for the first reason
-    std::string text;
-    if (caller.thread == other.thread)
-        text = "thread '" + caller.thread +
-               "' calls the layer in a new step, while an earlier step of that thread has not " +
-               "called all replicas. After a step that broke off, call gluon_syncbn.reset().";
-    else
-        text = "thread '" + caller.thread + "' calls the layer while it is in a step of thread '" + other.thread +
-               "', and the replicas of the two would meet. Hold one lock around each whole step " +
-               "(record, backward, update), or let each thread call one replica.";
-    const Failure failure(config.name, context, "", text);
+    const std::string why =
+        caller.thread == other.thread
+            ? "in a new step, while an earlier step of that thread has not called all replicas. After a step that "
+              "broke off, call gluon_syncbn.reset()."
+            : "while it is in a step of thread '" + other.thread +
+                  "', and the replicas of the two would meet. Hold one lock around each whole step (record, backward, "
+                  "update), or let each thread call one replica.";
+    const Failure failure(config.name, context, "", "thread '" + caller.thread + "' calls the layer " + why);
     caller.end(failure);
     other.end(failure);
     step().fail(failure);
@@ -239,23 +236,6 @@ void refuse(const LayerConfig& config, const std::string& context, Scope& caller
 }
 
 }  // namespace
-
-bool Meeting::full() const {
-    return std::all_of(positions.begin(), positions.end(), [](const Position& p) { return p.scope != nullptr; });
-}
-
-bool Meeting::settled() const {
-    const auto of_first = [&](const Position& p) { return p.scope == positions[0].scope; };
-    return full() &&
-           (std::all_of(positions.begin(), positions.end(), of_first) ||
-            std::none_of(positions.begin(), positions.end(), [](const Position& p) { return !!p.scope->open; }));
-}
-
-Scope* Meeting::scope_on(const std::string& context) const {
-    for (size_t i = 0; i < replicas(); ++i)
-        if (replica(i) == context) return positions[i].scope.get();
-    return nullptr;
-}
 
 void Rendezvous::check_step(const LayerConfig& config, const Key& key) {
     const std::string& context = key.second;
@@ -286,7 +266,7 @@ void Rendezvous::check_step(const LayerConfig& config, const Key& key) {
     last = scope;
 }
 
-Place Rendezvous::join_locked(const LayerConfigPtr& config, const Key& key, const void* caller) {  // (1)
+Place Rendezvous::join_locked(const LayerConfigPtr& config, const Key& key, int64_t caller) {  // (1)
     const auto& contexts = config->taking_part;
     if (std::find(contexts.begin(), contexts.end(), key.second) == contexts.end() || config->per_context == 0)
         step().fail(Failure(config->name, key.second, "", why_not_here(*config, key.second)));
@@ -301,7 +281,7 @@ Place Rendezvous::join_locked(const LayerConfigPtr& config, const Key& key, cons
             if (meeting->replica(free) != key.second) continue;
             const Meeting::Position& position = meeting->positions[free];
             if (position.scope == nullptr) return true;
-            if (caller != nullptr && position.caller == caller) return false;
+            if (caller != 0 && position.caller == caller) return false;
         }
         return false;
     };
@@ -331,7 +311,7 @@ Place Rendezvous::join(const LayerConfigPtr& config, const std::string& context,
 Place Rendezvous::take(const LayerConfigPtr& config, const std::string& context, int64_t node) {
     const Lock lock(mutex_);
     std::deque<Place>& places = announced_[{node, context}];
-    if (places.empty()) places.push_back(join_locked(config, {node, context}, nullptr));
+    if (places.empty()) places.push_back(join_locked(config, {node, context}, 0));
     Place place = std::move(places.front());
     places.pop_front();
     step().throw_if_failed();
@@ -360,32 +340,23 @@ bool Rendezvous::contribute(const Place& place, Part part, double seconds) {
     }
     phase.last = place.position;
     lock.unlock();  // no other thread touches a complete phase
-    bool comes = false;
-    attempt(meeting, [&] {
-        SYNCBN_POINT("before_reduce");
-        phase.underway = begin_exchange(meeting, phase);
-        comes = phase.underway->comes_within(seconds);
-    });
-    if (comes) finish(meeting, phase);
-    return comes;
+    return exchange(meeting, phase, seconds);
 }
 
-template <typename Work>
-void Rendezvous::attempt(Meeting& meeting, const Work& work) const {
+bool Rendezvous::exchange(Meeting& meeting, Phase& phase, double seconds) const {
+    Total total;
     try {
-        return work();
+        if (phase.underway == nullptr) {
+            SYNCBN_POINT("before_reduce");
+            phase.underway = begin_exchange(meeting, phase);
+            if (!phase.underway->comes_within(seconds)) return false;
+        }
+        total = phase.underway->total();
+        SYNCBN_POINT("after_reduce");
     } catch (const std::exception& error) {
         Lock lock(mutex_);
         fail_and_throw(meeting, {meeting.config->name, "", "", reason_of(error)});
     }
-}
-
-void Rendezvous::finish(Meeting& meeting, Phase& phase) const {
-    Total total;
-    attempt(meeting, [&] {
-        total = phase.underway->total();
-        SYNCBN_POINT("after_reduce");
-    });
     Lock lock(mutex_);
     throw_if_failed(meeting);
     if (debugging()) record_meeting(name_of_call(meeting, phase), meeting, phase);
@@ -395,6 +366,7 @@ void Rendezvous::finish(Meeting& meeting, Phase& phase) const {
     phase.made.clear();
     phase.underway.reset();
     meeting.changed.notify_all();
+    return true;
 }
 
 Total Rendezvous::total(const Place& place) const {
@@ -403,7 +375,7 @@ Total Rendezvous::total(const Place& place) const {
     Phase& phase = meeting.phases[place.phase];
     if (!phase.done && phase.arrived == meeting.replicas() && phase.last == place.position) {
         lock.unlock();
-        finish(meeting, phase);
+        exchange(meeting, phase, 0);
         lock.lock();
     }
     if (!phase.done) {
@@ -435,11 +407,6 @@ void Rendezvous::forget() {
     open_.clear();
     announced_.clear();
     last_.clear();
-}
-
-void Rendezvous::restart_calls() {
-    Lock lock(mutex_);
-    calls_.clear();
 }
 
 void Rendezvous::forked() {

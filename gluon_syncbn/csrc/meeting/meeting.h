@@ -25,6 +25,7 @@
 // and report them to it.
 #pragma once
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -93,7 +94,7 @@ struct Phase {
 
 struct Meeting {
     struct Position {
-        const void* caller = nullptr;  // a thread, which may not take two positions; null: the main thread, which may
+        int64_t caller = 0;            // a thread, which may not take two positions; 0: the main thread, which may
         std::shared_ptr<Scope> scope;  // of the call that has taken this position; null: it is free
     };
     const LayerConfigPtr config;  // at its beginning
@@ -115,11 +116,22 @@ struct Meeting {
     const std::vector<std::string>& contexts() const { return config->taking_part; }
     size_t replicas() const { return positions.size(); }
     // Whether every replica has been called.
-    bool full() const;
+    bool full() const {
+        return std::all_of(positions.begin(), positions.end(), [](const Position& p) { return p.scope != nullptr; });
+    }
     // Whether no later call can be of another step than these.
-    bool settled() const;
+    bool settled() const {
+        const auto of_first = [&](const Position& p) { return p.scope == positions[0].scope; };
+        return full() &&
+               (std::all_of(positions.begin(), positions.end(), of_first) ||
+                std::none_of(positions.begin(), positions.end(), [](const Position& p) { return !!p.scope->open; }));
+    }
     // The scope of the first call on a context; null if it has none.
-    Scope* scope_on(const std::string& context) const;
+    Scope* scope_on(const std::string& context) const {
+        for (size_t i = 0; i < replicas(); ++i)
+            if (replica(i) == context) return positions[i].scope.get();
+        return nullptr;
+    }
     // "cpu(1)"
     const std::string& replica(size_t position) const { return contexts()[position / config->per_context]; }
 };
@@ -153,9 +165,12 @@ class Rendezvous {
     Total total(const Place& place) const;
     // A replica has failed: fails the step or, if that has been forgotten, only the meeting.
     void fail(Meeting& meeting, const Failure& failure) const;
-    void forget();         // all meetings
-    void restart_calls();  // of the permutations
-    void forked();         // in the child
+    void forget();          // all meetings
+    void restart_calls() {  // of the permutations
+        Lock lock(mutex_);
+        calls_.clear();
+    }
+    void forked();  // in the child
 
   private:
     using Lock = std::unique_lock<std::mutex>;
@@ -164,12 +179,10 @@ class Rendezvous {
     // Refuses a call on a layer that is in the middle of a step of another thread. The caller holds the lock, here and
     // in the next function.
     void check_step(const LayerConfig& config, const Key& key);
-    Place join_locked(const LayerConfigPtr& config, const Key& key, const void* caller);
-    // Called by the last replica: makes the total, without a limit.
-    void finish(Meeting& meeting, Phase& phase) const;
-    // Runs work whose exceptions become the failure of the step.
-    template <typename Work>
-    void attempt(Meeting& meeting, const Work& work) const;
+    Place join_locked(const LayerConfigPtr& config, const Key& key, int64_t caller);
+    // Called by the last replica. Begins the exchange, and returns whether all come within so many seconds. Then, or if
+    // it is called again, makes the total, without a limit.
+    bool exchange(Meeting& meeting, Phase& phase, double seconds) const;
 
     mutable std::mutex mutex_;
     std::deque<std::shared_ptr<Meeting>> open_;  // until they are settled, too

@@ -4,12 +4,15 @@
 // is taken under it. The settings of a layer are handed out as a snapshot that never changes.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "meeting/meeting.h"
@@ -47,42 +50,104 @@ class Layer {
 
 class Registry {
   public:
-    std::shared_ptr<Layer> create(const std::string& name, const Pooling& pooling);
-    std::shared_ptr<Layer> find(int64_t id) const;  // null if it is gone
-    void drop(int64_t id);                          // operators in flight keep it alive
-    std::vector<std::shared_ptr<Layer>> all() const;
+    std::shared_ptr<Layer> create(const std::string& name, const Pooling& pooling) {
+        Lock lock(mutex_);
+        auto layer = std::make_shared<Layer>(next_id_++, name, pooling);
+        renew(*layer);
+        return layers_[layer->id] = layer;
+    }
+    // Returns null if it is gone.
+    std::shared_ptr<Layer> find(int64_t id) const {
+        Lock lock(mutex_);
+        const auto it = layers_.find(id);
+        return it == layers_.end() ? nullptr : it->second;
+    }
+    // Operators in flight keep it alive.
+    void drop(int64_t id) {
+        Lock lock(mutex_);
+        const auto it = layers_.find(id);
+        if (it == layers_.end()) return;
+        sharing_ -= it->second->config_->per_context > 1;
+        layers_.erase(it);
+    }
+    std::vector<std::shared_ptr<Layer>> all() const {
+        Lock lock(mutex_);
+        std::vector<std::shared_ptr<Layer>> out;
+        for (const auto& entry : layers_) out.push_back(entry.second);
+        return out;
+    }
     // Whether some layer has several replicas on a context.
     bool contexts_are_shared() const { return sharing_ > 0; }
 
     // A layer's name in a graph is this and its number. It is unique among processes, so that a saved graph is recognised.
     std::string process;
-    std::shared_ptr<Layer> of_token(const std::string& token) const;  // null: of another process, or gone
+    // Returns the layer of that name; null if it is of another process, or gone.
+    std::shared_ptr<Layer> of_token(const std::string& token) const {
+        const bool mine = !process.empty() && token.compare(0, process.size(), process) == 0;
+        return mine ? find(std::stoll(token.substr(process.size()))) : nullptr;
+    }
 
     // Sets the contexts that hold the parameters, and the number of their replicas. Forgets unfinished meetings if
-    // these have changed.
-    void place(Layer& layer, std::vector<std::string> contexts, size_t replicas);
-    Settings defaults() const;
+    // these have changed: `reset_ctx` to the same contexts does not wait, and a step may be running.
+    void place(Layer& layer, std::vector<std::string> contexts, size_t replicas) {
+        bool same = false;
+        change(layer, [&](Layer::Own& own) {
+            same = own.contexts == contexts && own.replicas == replicas;
+            own.contexts = std::move(contexts);
+            own.replicas = replicas;
+        });
+        if (!same) layer.rendezvous.forget();
+    }
+    Settings defaults() const {
+        Lock lock(mutex_);
+        return defaults_;
+    }
     // Changes the defaults, or the settings of a layer, by a function of them.
     template <typename Work>
     void change(const Work& work) {
-        std::lock_guard<std::mutex> lock(mutex_);
+        Lock lock(mutex_);
         work(defaults_);
         for (const auto& entry : layers_) renew(*entry.second);
     }
     template <typename Work>
     void change(Layer& layer, const Work& work) {
-        std::lock_guard<std::mutex> lock(mutex_);
+        Lock lock(mutex_);
         work(layer.own_);
         renew(layer);
     }
 
     // Called in the child of a fork, whose one thread has nothing in flight.
-    void forked();
+    void forked() {
+        new (&mutex_) std::mutex;  // a thread that the child does not have may have held it
+        for (const auto& layer : all()) layer->rendezvous.forked();
+    }
 
   private:
-    void renew(Layer& layer);  // its config; the caller holds the lock
-
     friend class Layer;
+    using Lock = std::lock_guard<std::mutex>;
+
+    // Makes the layer's config; the caller holds the lock.
+    void renew(Layer& layer) {
+        const Layer::Own& own = layer.own_;
+        auto config = std::make_shared<LayerConfig>();
+        static_cast<Settings&>(*config) = defaults_;
+        if (own.timeout > 0) config->timeout = own.timeout;
+        if (own.exchange.host != nullptr) config->exchange = own.exchange;
+        config->layer = layer.id;
+        config->name = layer.name;
+        config->sharing = sharing_of(layer.pooling);
+        config->contexts = own.contexts;
+        config->replicas = own.replicas;
+        const size_t contexts = own.contexts.size();
+        config->per_context = contexts == 0 || own.replicas % contexts != 0 ? 0 : own.replicas / contexts;
+        const auto& devices = config->devices;
+        for (const std::string& context : own.contexts)
+            if (devices.empty() || std::find(devices.begin(), devices.end(), context) != devices.end())
+                config->taking_part.push_back(context);
+        sharing_ += (config->per_context > 1) - (layer.config_ != nullptr && layer.config_->per_context > 1);
+        layer.config_ = std::move(config);
+    }
+
     mutable std::mutex mutex_;  // guards everything below, and the settings of the layers
     std::map<int64_t, std::shared_ptr<Layer>> layers_;
     int64_t next_id_ = 1;
@@ -90,6 +155,14 @@ class Registry {
     Settings defaults_;
 };
 
-Registry& registry();
+inline Registry& registry() {
+    static Registry* instance = new Registry;  // outlives the threads that wait at exit
+    return *instance;
+}
+
+inline LayerConfigPtr Layer::config() const {
+    Registry::Lock lock(registry().mutex_);
+    return config_;
+}
 
 }  // namespace syncbn
