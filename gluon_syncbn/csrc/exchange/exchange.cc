@@ -19,7 +19,7 @@ class Memory : public Exchange {
 // Between GPUs of one process, one for each replica: each contribution goes to all of them, without the host.
 class OverNccl : public Exchange {
   public:
-    Form form() const override { return Form::kDevice; }
+    bool on_devices() const override { return true; }
     std::unique_ptr<Underway> begin(Combine combine, const CallId& id, const Contribution& own) override {
         if (own.devices.size() > 1) cuda::post_allgather(own.devices, id.name, id.timeout, id.interrupts);
         return std::make_unique<Underway>(Total{combined(combine, own), 0, id.layer});

@@ -44,12 +44,6 @@ struct Total {
     std::vector<int> groups = {};
 };
 
-// The form of the replicas' contributions.
-enum class Form {
-    kHost,    // packed vectors in memory of the host
-    kDevice,  // packed vectors on a GPU, which a stream computes
-};
-
 // The processes' agreement about a layer.
 struct Agreed {
     int64_t key = 0;  // the same in every process
@@ -88,10 +82,11 @@ class Exchange {
 
     // Whether vectors of other processes take part.
     virtual bool spans_processes() const { return false; }
-    virtual Form form() const { return Form::kHost; }
+    // Whether replicas contribute packed vectors on GPUs, which streams compute; otherwise, in memory of the host.
+    virtual bool on_devices() const { return false; }
 
     // Combines all rows, in the order of the ranks and of the contexts: the same inputs give the same bits everywhere.
-    // Or brings each replica all vectors, side by side in the order of the ranks. With `kDevice`, this may only begin, in
+    // Or brings each replica all vectors, side by side in the order of the ranks. On GPUs, this may only begin, in
     // the replicas' streams, and the total has the samples of all slots. Does not wait, for a thread that may be needed
     // elsewhere. The rows and the name must stay valid. Throws std::runtime_error, or Failure, with the reason.
     virtual std::unique_ptr<Underway> begin(Combine combine, const CallId& id, const Contribution& own) = 0;

@@ -109,11 +109,10 @@ std::unique_ptr<Underway> begin_exchange(const Meeting& meeting, Phase& phase) {
     const LayerConfig& config = *meeting.config;
     const CallId id{config.layer,        meeting.draw.node, meeting.draw.call, phase.number,
                     config.name.c_str(), config.timeout,    meeting.interrupts};
-    const bool on_devices = exchange.form() == Form::kDevice;
-    if (on_devices || config.sharing == Sharing::kEach) {
+    if (exchange.on_devices() || config.sharing == Sharing::kEach) {
         const Vector& row = phase.made.emplace_back(all_values(phase));
         Contribution own{{row.data()}, row.size()};
-        if (on_devices)
+        if (exchange.on_devices())
             for (const Part& part : phase.entries) own.devices.push_back(*part.device);
         return exchange.begin(Combine::kSideBySide, id, own);
     }
@@ -162,7 +161,7 @@ class WaitForReplicas : public Wait {
     void check_others() override;
     std::string state() override {
         if (!all_here()) return describe(meeting_, phase_);
-        const char* const within = meeting_.exchange->form() == Form::kDevice ? "NCCL" : "The KVStore";
+        const char* const within = meeting_.exchange->on_devices() ? "NCCL" : "The KVStore";
         return describe(meeting_, phase_) + ". " +
                (meeting_.exchange->spans_processes() ? "The exchange with the other processes" : within) +
                " has not answered";

@@ -91,8 +91,7 @@ class Execution {
     bool begin() noexcept {
         begun_ = true;
         try {
-            return backward_ ? call().begin_backward(arrays_, requests_.data())
-                             : call().begin_forward(arrays_, requests_.data(), training_);
+            return call().begin(backward_, std::move(arrays_), requests_.data(), training_);
         } catch (const std::exception&) {  // the call has told the others
             failure_ = std::current_exception();
             return true;
@@ -103,8 +102,7 @@ class Execution {
     void run() noexcept {
         if (!begun_) begin();
         if (!failure_) try {
-                backward_ ? call().end_backward(arrays_, requests_.data())
-                          : call().end_forward(arrays_, requests_.data());
+                call().end();
             } catch (const std::exception&) {
                 failure_ = std::current_exception();
             }

@@ -53,127 +53,125 @@ void Call::issue() {
     issued_ = true;
 }
 
-// MXNet allocates a GPU's memory under a lock. It also frees under that lock, and CUDA then waits for all work of the
-// GPU (src/storage/gpu_device_storage.h). While a collective hangs, an allocation would wait without a limit.
-void Call::allocate(const Arrays& arrays, int first, int count, const int* reqs) {
-    for (int i = 0; i < count; ++i)
-        if (reqs[i] != kNull) data(arrays[first + i]);
-}
-
-// Outputs and gradients get NaN, because they might hold plausible values. The batch's statistics count as missing: MXNet
-// may still run the operator that takes them, and the running statistics outlive a failed step.
 template <typename Work>
-void Call::attempt(bool backward, const Arrays& arrays, const int* reqs, const Work& work) {
+void Call::attempt(const Work& work) {
     try {
         if (step().closed)
             throw Failure(
                 "the process has run its exit handlers. Join the threads that train before the main thread ends.");
-        return work();
+        work();
     } catch (const std::exception& error) {
         const std::exception_ptr failure = end_step(error);  // in any case, the others need not wait for this replica
-        leave_out(false);
-        const int first = backward ? node_.gradients() : node_.output();
-        for (int i = 0; i < (backward ? node_.inputs() : node_.outputs()); ++i) {
-            const bool data = node_.is_data(backward ? i : first + i), parameter = backward && !data && i <= kBeta;
-            if (reqs[i] != kNull) try {
-                    if (data) fill(arrays[first + i], tensor_.type, tensor_.shape.size(), kNaN);
-                    if (parameter) fill(arrays[first + i], tensor_.parameter_type(), channels(), kNaN);
-                    if (!backward && node_.is_batch(first + i))
-                        fill(arrays[first + i], Type::kFloat64, moments_length(channels()), 0);
-                } catch (const std::exception&) {  // of a device that cannot even do this; its own reason is reported
-                }
-        }
+        fill_written(true);
         clear_up();
         std::rethrow_exception(failure);
     }
 }
 
-bool Call::begin_forward(const Arrays& arrays, const int* reqs, bool training) {
-    if (!issued_) {
-        config_ = node_.layer->config();
-        place_ = {};
-    }
-    issued_ = complete_ = lost_ = false;
-    frozen_ = !training || node_.frozen;
-    tensor_.lay_out(arrays.block);
-    leave_out(training && step().out_of_batches);
-    ready_ = passes_on() || frozen_;
-    attempt(false, arrays, reqs, [&] {
-        clear_up();  // after an execution that found no thread to go on in
-        if (!ready_) {
-            allocate(arrays, node_.output(), node_.outputs(), reqs);
-            if (!recall_.again) {  // otherwise it may have to wait for the call that it repeats
-                if (shares()) join_meeting();
-                tensor_.cut(node_.layer->pooling.slots());
-                begin_normalise(arrays);
+// After a failure, all get NaN, because they might hold plausible values. But the batch's statistics count as missing:
+// MXNet may still run the operator that takes them, and the running statistics outlive a failed step.
+void Call::fill_written(bool failed) {
+    const bool left_out = tensor_.shape.outer != outer_;
+    const double value = failed ? kNaN : 0;
+    for (int i = 0; i < writes(); ++i) {
+        if (reqs_[i] == kNull || (reqs_[i] == kAdd && !failed)) continue;
+        const int at = backward_ ? i : node_.output() + i;  // in the forward's list
+        try {
+            if (node_.is_data(at)) {
+                if (failed || left_out)
+                    fill(written(i), tensor_.type, outer_ * channels() * tensor_.shape.inner, value);
+            } else if (node_.is_mask(at)) {
+                fill_with_zeros(written(i), node_.mask.size * node_.mask.bytes);
+            } else if (node_.is_batch(at)) {
+                if (failed || backward_) fill(written(i), Type::kFloat64, moments_length(channels()), 0);
+            } else if (failed || passes_on()) {
+                fill(written(i), tensor_.parameter_type(), channels(), value);
             }
+        } catch (const std::exception&) {
+            if (!failed) throw;  // a device that cannot even do this: its own reason is reported
         }
-        if (!ready_) leave_thread();
-    });
-    return ready_;
+    }
 }
 
-void Call::end_forward(const Arrays& arrays, const int* reqs) {
-    attempt(false, arrays, reqs, [&] {
-        if (passes_on()) {
-            pass(arrays[kX], arrays[node_.output()], reqs[0]);
-            if (node_.hands_addend_on()) pass(arrays[kAddend], arrays[node_.addend_output()], reqs[2]);
-        } else {
-            if (frozen_) tensor_.cut(1);
-            normalise(arrays, reqs);
+bool Call::begin(bool backward, Arrays arrays, const int* reqs, bool training) {
+    backward_ = backward;
+    arrays_ = std::move(arrays);
+    reqs_ = reqs;
+    tensor_.lay_out(arrays_.block);
+    if (backward) {
+        ++place_.phase;
+    } else {
+        if (!issued_) {
+            config_ = node_.layer->config();
+            place_ = {};
         }
-        // As MXNet's BatchNorm does: an optimizer may have changed a gamma that does not count. Operators that write the
-        // running statistics of a context come one after the other.
-        if (node_.fix_gamma && !frozen_ && node_.role != Role::kMeet)
-            fill(arrays[kGamma], tensor_.parameter_type(), channels(), 1);
-        if (node_.role == Role::kTrack && !frozen_) {
-            // MXNet skips dependents of a failure only until the failure has been read. If it has skipped the first
-            // operator, there are old values in that memory.
-            if (step().take(data(arrays[node_.batch()])))
-                track(arrays);
-            else if (step().failure() == nullptr)
-                throw Failure(
-                    "no running statistics, because an operator before this layer has failed. Read its output.");
-        }
-        write_zeros(false, arrays, reqs);
-        SYNCBN_POINT("before_forward_ends");
-        finish();
-        complete_ = true;
-        if (node_.role == Role::kMeet && !frozen_ && reqs[1] != kNull) step().leave(data(arrays[node_.batch_output()]));
-    });
-}
-
-bool Call::begin_backward(const Arrays& arrays, const int* reqs) {
-    tensor_.lay_out(arrays.block);
+        issued_ = complete_ = false;
+        frozen_ = !training || node_.frozen;
+        const bool left_out = training && step().out_of_batches;  // the call works on no sample, and its results are 0
+        tensor_.shape.outer = left_out ? 0 : outer_;
+        tensor_.samples = left_out ? 0 : samples_;
+    }
     ready_ = passes_on() || frozen_;
-    ++place_.phase;
-    lost_ = !complete_ && !place_.meeting && node_.role != Role::kTrack;
-    attempt(true, arrays, reqs, [&] {
+    attempt([&] {
         // MXNet skips dependents of a failure only until the failure has been read.
-        if (!complete_) {
+        if (backward && !complete_) {
             const auto why = step().failure();
             throw Failure("no gradient, because the forward of this call failed. " +
                           std::string(why ? why->what() : ""));
         }
-        clear_up();
-        if (!passes_on()) {
-            allocate(arrays, node_.gradients(), node_.inputs(), reqs);
-            begin_differentiate(arrays, reqs);
+        clear_up();  // after an execution that found no thread to go on in
+        // Before this replica contributes. MXNet allocates a GPU's memory under a lock. It also frees under that lock,
+        // and CUDA then waits for all work of the GPU (src/storage/gpu_device_storage.h). While a collective hangs, an
+        // allocation would wait without a limit.
+        for (int i = 0; i < writes(); ++i)
+            if (reqs_[i] != kNull) data(written(i));
+        if (backward) {
+            if (passes_on()) return;
+            // Into dx, unless that has values, perhaps those of dy.
+            x_ = !node_.inplace ? input(kX) : reqs_[kX] == kWrite ? written(kX) : scratch();
+            const bool writes_dz = node_.adds && (reqs_[kAddend] == kWrite || reqs_[kAddend] == kInplace);
+            dz_ = writes_dz ? written(kAddend) : node_.adds && node_.activation.any() ? scratch() : arrays_[0];
+            begin_differentiate();
+        } else if (!ready_ && !recall_.again) {  // otherwise it may have to wait for the call that it repeats
+            if (shares()) join_meeting();
+            tensor_.cut(node_.layer->pooling.slots());
+            begin_normalise();
         }
-        if (!ready_) leave_thread();
     });
     return ready_;
 }
 
-void Call::end_backward(const Arrays& arrays, const int* reqs) {
-    attempt(true, arrays, reqs, [&] {
-        if (passes_on())
-            pass_backward(arrays, reqs);
-        else
-            differentiate(arrays, reqs);
-        write_zeros(true, arrays, reqs);
-        SYNCBN_POINT("before_backward_ends");
+void Call::end() {
+    const bool trains = !backward_ && !frozen_;
+    attempt([&] {
+        if (passes_on()) {
+            pass_on();
+        } else if (backward_) {
+            differentiate();
+            if (node_.adds && reqs_[kAddend] == kAdd)
+                copy(dz_, tensor_.type, tensor_.shape.size(), written(kAddend), true);
+        } else {
+            if (frozen_) tensor_.cut(1);
+            normalise();
+        }
+        // As MXNet's BatchNorm does: an optimizer may have changed a gamma that does not count. Operators that write the
+        // running statistics of a context come one after the other.
+        if (trains && node_.fix_gamma && node_.role != Role::kMeet)
+            fill(input(kGamma), tensor_.parameter_type(), channels(), 1);
+        if (trains && node_.role == Role::kTrack) {
+            // Nor does it skip this one then. If it has skipped the first operator, there are old values in that memory.
+            if (step().take(data(input(node_.batch()))))
+                track();
+            else if (step().failure() == nullptr)
+                throw Failure(
+                    "no running statistics, because an operator before this layer has failed. Read its output.");
+        }
+        fill_written(false);
+        SYNCBN_POINT("before_execution_ends");
         finish();
+        complete_ = true;
+        if (trains && node_.role == Role::kMeet && reqs_[Node::kBatchOutput] != kNull)
+            step().leave(data(written(Node::kBatchOutput)));
     });
 }
 
@@ -185,8 +183,8 @@ std::exception_ptr Call::end_step(const std::exception& error) const noexcept {
                                     : Failure(node_.layer->name, context_, "", reason_of(error));
         if (place_.meeting)
             node_.layer->rendezvous.fail(*place_.meeting, failure);
-        else if (!lost_)
-            step().fail(failure);
+        else if (!backward_ || complete_ || node_.role == Role::kTrack)
+            step().fail(failure);  // otherwise the forward failed before it met the others: none waits for the backward
         return std::make_exception_ptr(failure);
     } catch (const std::bad_alloc& none) {
         step().fail(none);
@@ -194,40 +192,16 @@ std::exception_ptr Call::end_step(const std::exception& error) const noexcept {
     }
 }
 
-void Call::leave_out(bool is_out) {
-    tensor_.shape.outer = is_out ? 0 : outer_;
-    tensor_.samples = is_out ? 0 : samples_;
-}
-
-void Call::write_zeros(bool backward, const Arrays& arrays, const int* reqs) {
-    const bool left_out = tensor_.shape.outer != outer_;
-    const int first = backward ? node_.gradients() : node_.output();
-    for (int i = 0; i < (backward ? node_.inputs() : node_.outputs()); ++i) {
-        const Array to = arrays[first + i];
-        if (reqs[i] != kWrite && reqs[i] != kInplace) continue;
-        if (left_out && node_.is_data(backward ? i : first + i))
-            fill(to, tensor_.type, outer_ * channels() * tensor_.shape.inner, 0);
-        if (!backward) continue;
-        if (node_.is_batch(i)) fill(to, Type::kFloat64, moments_length(channels()), 0);
-        if (node_.is_mask(i)) fill_with_zeros(to, node_.mask.size * node_.mask.bytes);
-        if (passes_on() && (i == kGamma || i == kBeta)) fill(to, tensor_.parameter_type(), channels(), 0);
-    }
-}
-
-void Call::pass(Array from, Array to, int req) {
-    if (req != kNull) copy(from, tensor_.type, tensor_.shape.size(), to, req == kAdd);
-}
-
-// The other operator of the call has the gradients with respect to gamma and beta, and here they are 0. It has the
-// addend's, too. The second operator does not write the addend's gradient, because the first one does not read it.
-void Call::pass_backward(const Arrays& arrays, const int* reqs) {
-    pass(arrays[0], arrays[node_.gradients() + kX], reqs[kX]);
-    if (node_.hands_addend_on())
-        pass(arrays[Node::kGradientOfAddendOutput], arrays[node_.gradients() + kAddend], reqs[kAddend]);
-}
-
-Affine Call::affine(const Arrays& arrays, int inputs) const {
-    return {arrays[inputs + kGamma], arrays[inputs + kBeta], node_.fix_gamma, node_.activation};
+// Copies y from x, and dx from dy. The other operator of the call has the gradients with respect to gamma and beta, and
+// here they are 0. It has the addend's, too. The second operator does not write the addend's gradient, because the first
+// one does not read it.
+void Call::pass_on() {
+    const auto pass = [&](int from, int i) {
+        if (reqs_[i] != kNull) copy(arrays_[from], tensor_.type, tensor_.shape.size(), written(i), reqs_[i] == kAdd);
+    };
+    pass(0, 0);
+    if (!node_.hands_addend_on()) return;
+    backward_ ? pass(Node::kAddendOutput, kAddend) : pass(kAddend, Node::kAddendOutput);
 }
 
 void Call::refuse_to_recover(const Hidden& hidden) const {
@@ -261,9 +235,7 @@ std::shared_ptr<const void> Call::repeat() {
               "the forward that this call repeats (gluon_syncbn.checkpoint) has not been computed",
               "An operator before it does not finish, or the replicas of the forward were not all called.");
     const auto outcome = recall_.memo->outcome(wait);
-    const int phase = place_.phase;
-    place_ = outcome->place;
-    place_.phase = phase;
+    place_ = {outcome->place.meeting, outcome->place.position, place_.phase};
     pools_ = outcome->pools;
     tensor_.slots = outcome->slots;
     tensor_.lay_out(tensor_.shape.block);
@@ -276,7 +248,6 @@ void Call::remember(std::shared_ptr<const void> device) const {
 
 void Call::check_finite(int64_t at, double value) const {
     const Nonfinite what = config_->nonfinite;
-    if (what == Nonfinite::kPropagate) return;
     const bool bad = at >= 0;
     if (what == Nonfinite::kSkip) {
         const std::string own = context_ + std::to_string(node_.layer->id);
@@ -300,13 +271,11 @@ void Call::check_finite(int64_t at, double value) const {
     log(Level::kWarning, Failure(node_.layer->name, context_, "", text.str()).what());
 }
 
-void Call::check_finite(const Vector& moments) const {
-    if (!watches()) return;
-    const int64_t at = first_not_finite(moments);
-    check_finite(at, at < 0 ? 0 : moments[static_cast<size_t>(at)]);
-}
-
 void Call::contribute(Vector values, std::shared_ptr<const cuda::OnDevice> device) {
+    if (!backward_ && device == nullptr && watches()) {
+        const int64_t at = first_not_finite(values);
+        check_finite(at, at < 0 ? 0 : values[static_cast<size_t>(at)]);
+    }
     ready_ = !shares();
     if (ready_) {
         own_ = std::move(values);
@@ -326,30 +295,24 @@ Total Call::total() {
     return node_.layer->rendezvous.total(place_);
 }
 
-Total Call::counts_of(const Total& total, int64_t length) {
-    const auto step = static_cast<size_t>(length);
-    Total counts{{}, total.first / step, total.key, total.groups};
-    for (size_t at = 0; at < total.values.size(); at += step) counts.values.push_back(total.values[at]);
-    return counts;
-}
-
-void Call::assign(const Total& of_slots) {
+void Call::assign(const Total& of_slots, int64_t length) {
     const Pooling& pooling = node_.layer->pooling;
-    const Vector& counts = of_slots.values;
+    const auto step = static_cast<size_t>(length);
+    Vector counts;
+    for (size_t at = 0; at < of_slots.values.size(); at += step) counts.push_back(of_slots.values[at]);
     if (sharing_of(pooling) == Sharing::kTotal && std::accumulate(counts.begin(), counts.end(), 0.0) == 0)
         throw Failure("the batches of all replicas are empty or masked, so there is no mean.");
     Draw draw;
     if (place_.meeting) draw = place_.meeting->draw;
     draw.layer = of_slots.key;
-    const int begin = static_cast<int>(of_slots.first);
+    const int begin = static_cast<int>(of_slots.first / step);
     pools_ = pools_of(pooling, counts, draw, {begin, begin + static_cast<int>(tensor_.slots.size())}, of_slots.groups);
-    const auto values = [&](Range pool) {
+    const bool has_one_value = std::any_of(pools_.used.begin(), pools_.used.end(), [&](Range pool) {
         double sum = 0;
         for (int place = pool.begin; place < pool.end; ++place) sum += counts[pools_.slot(place)];
-        return sum;
-    };
-    if (std::any_of(pools_.used.begin(), pools_.used.end(), [&](Range pool) { return values(pool) == 1; }) &&
-        !node_.layer->spoke_of_one_value.exchange(true))
+        return sum == 1;
+    });
+    if (has_one_value && !node_.layer->spoke_of_one_value.exchange(true))
         log(Level::kWarning,
             Failure(node_.layer->name, context_, "",
                     "a statistic has one value for each channel. It normalises to 0, so the output is beta, and the "

@@ -49,23 +49,22 @@ struct Node {
     int batch() const { return kBeta + 1 + adds + masks; }  // an input of the second operator of a call, without a mask
     int outputs() const { return 1 + (role == Role::kMeet) + hands_addend_on(); }
     int output() const { return inputs(); }
-    int batch_output() const { return output() + 1; }  // an output of the first operator
-    int addend_output() const { return output() + 2; }
+    static constexpr int kBatchOutput = 1, kAddendOutput = 2;  // of the first operator, behind y
     int running_mean() const { return inputs() + outputs(); }
     int output_in_backward() const { return outputs() + inputs(); }
     int gradients() const { return output_in_backward() + outputs(); }
     // In prediction, the second operator of a call normalises and adds. The addend passes through the first one, so
     // that only one operator writes its gradient.
     bool hands_addend_on() const { return role == Role::kMeet && adds && number >= 0; }
-    static constexpr int kGradientOfAddendOutput = 2;  // in the list of the backward
     // Whether an array of the forward's or backward's list has the shape of the data. If not, it is a vector.
     bool is_data(int at) const {
-        return at == kX || at == output() || (adds && at == kAddend) || (hands_addend_on() && at == addend_output());
+        return at == kX || at == output() || (adds && at == kAddend) ||
+               (hands_addend_on() && at == output() + kAddendOutput);
     }
     bool is_mask(int at) const { return masks && at == mask_input(); }
     // Whether it has the statistics of the batch, between the two operators of a call.
     bool is_batch(int at) const {
-        return (role == Role::kTrack && at == batch()) || (role == Role::kMeet && at == batch_output());
+        return (role == Role::kTrack && at == batch()) || (role == Role::kMeet && at == output() + kBatchOutput);
     }
     bool is_data_of_backward(int at) const {
         return is_data(at < outputs() ? output() + at : at - (at < gradients() ? outputs() : gradients()));
@@ -93,13 +92,11 @@ class Call {
 
     // Called on the issuing thread, for a training call.
     void issue();
-    // The two halves of a forward and of a backward. The first waits for others a moment at most, and returns whether
-    // the second will not wait. `reqs` are MXNet's requests, one for each output. On failure the outputs are NaN, so
-    // that none looks plausible.
-    bool begin_forward(const Arrays& arrays, const int* reqs, bool training);
-    void end_forward(const Arrays& arrays, const int* reqs);
-    bool begin_backward(const Arrays& arrays, const int* reqs);
-    void end_backward(const Arrays& arrays, const int* reqs);
+    // The two halves of an execution, of the forward or of a backward. The first waits for others a moment at most, and
+    // returns whether the second will not wait. `reqs` are MXNet's requests, one for each array that is written; they
+    // stay valid. On failure these arrays are NaN, so that none looks plausible.
+    bool begin(bool backward, Arrays arrays, const int* reqs, bool training);
+    void end();
 
     // Ends the step with the text of an exception, and adds the layer and the context if they are missing. Returns the
     // failure or, without memory for it, an error that says so.
@@ -109,60 +106,65 @@ class Call {
     const Tensor& tensor() const { return tensor_; }
 
   protected:
-    // The work before the replicas wait for each other, up to `contribute`. A call that repeats another one has none.
-    virtual void begin_normalise(const Arrays& arrays) = 0;
-    virtual void begin_differentiate(const Arrays& arrays, const int* reqs) = 0;
+    // The work before the replicas wait for each other, up to `contribute`. A call that repeats another one has none. In
+    // the backward, computes x from y if `inplace`, and dz, which is dy unless y says more.
+    virtual void begin_normalise() = 0;
+    virtual void begin_differentiate() = 0;
     // Computes y, with the running statistics if `frozen_`. From the statistics of the batch it also updates the running
     // ones, or fills the second operator's input.
-    virtual void normalise(const Arrays& arrays, const int* reqs) = 0;
+    virtual void normalise() = 0;
     // Computes dx, dgamma, dbeta and dz, the gradient before the activation, which is also the addend's. For slot i,
     // the statistics of pool u normalise it, and it feeds pool f. S1 = sum dz and S2 = sum dz*xhat go over the slots
     // that f normalises:
     //   dx = gamma * invstd_u * dz  -  gamma * invstd_f / n_f * (S1 + (x - mean_f) * invstd_f * S2)
     // The parameters' gradients are this replica's part; the trainer adds the parts, as for any parameter.
-    virtual void differentiate(const Arrays& arrays, const int* reqs) = 0;
+    virtual void differentiate() = 0;
     // Updates the running statistics with the first operator's output.
-    virtual void track(const Arrays& arrays) = 0;
+    virtual void track() = 0;
     // Copies n values from one array into another, or adds them if `add`; writes one value into all of an array.
     virtual void copy(Array from, Type type, int64_t n, Array to, bool add) = 0;
     virtual void fill(Array to, Type type, int64_t n, double value) = 0;
     virtual void fill_with_zeros(Array to, int64_t bytes) = 0;
+    // Returns memory for the data, until the execution ends.
+    virtual Array scratch() = 0;
     // Waits for all work of the call on a device; throws Failure. After a failure it removes the rest of the work, and
     // does not throw.
-    virtual void finish() {}
-    virtual void clear_up() {}
-    // Called before another thread continues.
-    virtual void leave_thread() {}
+    virtual void finish() = 0;
+    virtual void clear_up() = 0;
 
-    void join_meeting();
+    // The arrays of this execution: an input of the call; what is written, an output or the gradient of an input.
+    Array input(int i) const { return arrays_[i + (backward_ ? node_.outputs() : 0)]; }
+    Array written(int i) const { return arrays_[i + (backward_ ? node_.gradients() : node_.output())]; }
+    Array output_in_backward() const { return arrays_[node_.output_in_backward()]; }
+
     // Takes statistics and position of the call that this one repeats. Returns the statistics on a device.
     std::shared_ptr<const void> repeat();
     // Keeps the outcome for calls that repeat this one.
     void remember(std::shared_ptr<const void> device) const;
-    // Applies `configure`'s setting for this replica's packed moments that are not finite. The first one is `value`, at
-    // index `at`; -1 if all are finite.
+    // Applies `configure`'s setting, if it watches, for this replica's packed moments that are not finite. The first one
+    // is `value`, at index `at`; -1 if all are finite.
     void check_finite(int64_t at, double value) const;
-    void check_finite(const Vector& moments) const;
     bool watches() const { return config_->nonfinite != Nonfinite::kPropagate; }
     bool shares() const { return sharing_of(node_.layer->pooling) != Sharing::kNothing; }
-    // The exchange of the meeting.
-    Exchange& exchange() const { return *place_.meeting->exchange; }
-    // Contributes this replica's vectors: `values` as in `Part`. Waits a moment for the others, in this process and
-    // elsewhere.
+    // Contributes this replica's vectors, as in `Part`. Waits a moment for the others, in this process and elsewhere.
     void contribute(Vector values, std::shared_ptr<const cuda::OnDevice> device = nullptr);
     // Returns the vectors of all slots, or their combination.
     Total total();
-    // Returns the first value of each slot's vector in place of the vector: in moments, its samples.
-    static Total counts_of(const Total& total, int64_t length);
-    // Makes the pools of all slots, from the samples of each.
-    void assign(const Total& counts);
+    // Makes the pools of all slots. The vector of each has this length, and begins with its samples.
+    void assign(const Total& of_slots, int64_t length);
     int64_t channels() const { return tensor_.shape.channels; }
-    Affine affine(const Arrays& arrays, int inputs) const;
+    Affine affine() const { return {input(kGamma), input(kBeta), node_.fix_gamma, node_.activation}; }
+    // Whether dx comes from dy and the activation, by x. With an addend it comes from dz, the addend's gradient.
+    bool by_input() const { return node_.activation.any() && !node_.adds; }
     [[noreturn]] void refuse_to_recover(const Hidden& hidden) const;
 
     const Node node_;
     const std::string context_;
     Tensor tensor_;
+    bool backward_ = false;  // this execution is one
+    Arrays arrays_;
+    const int* reqs_ = nullptr;
+    Array x_, dz_;           // of a backward
     LayerConfigPtr config_;  // of the layer, as they were when this call was issued
     Place place_;
     Pools pools_;          // of the last forward
@@ -171,26 +173,20 @@ class Call {
     Recall recall_;        // whether the call is kept for a recomputation, or is one
 
   private:
-    // Lets MXNet allocate `count` outputs, before this replica contributes.
-    static void allocate(const Arrays& arrays, int first, int count, const int* reqs);
     // Whether the other operator of the call does the work.
     bool passes_on() const { return node_.role == (frozen_ ? Role::kMeet : Role::kTrack); }
-    void pass(Array from, Array to, int req);
-    void pass_backward(const Arrays& arrays, const int* reqs);
-    // Does a part of the forward or backward. If it fails, ends the step and throws the reason. Must work without memory
-    // then.
+    void pass_on();
+    int writes() const { return backward_ ? node_.inputs() : node_.outputs(); }  // number of arrays
+    // Fills all that this execution writes or, if it has not failed, what is always 0.
+    void fill_written(bool failed);
+    // Does a part of the execution. If it fails, ends the step and throws the reason. Must work without memory then.
     template <typename Work>
-    void attempt(bool backward, const Arrays& arrays, const int* reqs, const Work& work);
-
-    // A process that is out of batches: the call works on no sample, and its outputs and gradients are 0.
-    void leave_out(bool is_out);
-    // Into these, and into gradients that are always 0.
-    void write_zeros(bool backward, const Arrays& arrays, const int* reqs);
+    void attempt(const Work& work);
+    void join_meeting();
 
     bool issued_ = false;    // with its place, and has not begun its forward
     bool complete_ = false;  // the forward has left what the backward needs
-    bool lost_ = false;      // the forward failed before it met the others, so none waits for the backward
-    const int64_t outer_ = tensor_.shape.outer, samples_ = tensor_.samples;  // also while it is left out
+    const int64_t outer_ = tensor_.shape.outer, samples_ = tensor_.samples;  // of `tensor_`, unless left out
     Vector own_;  // this replica's vectors, if it contributes none
 };
 

@@ -58,11 +58,114 @@ class DeviceCall : public Call {
     ~DeviceCall() override { clear_up(); }
 
   protected:
-    void begin_normalise(const Arrays& arrays) override;
-    void normalise(const Arrays& arrays, const int* reqs) override;
-    void begin_differentiate(const Arrays& arrays, const int* reqs) override;
-    void differentiate(const Arrays& arrays, const int* reqs) override;
-    void track(const Arrays& arrays) override;
+    // ---- forward ---------------------------------------------------------------------------------------------
+
+    void begin_normalise() override {
+        cuda::MomentsArguments with{};
+        with.x = data(input(kX));
+        with.mask = mask();
+        const char* stem = with.mask == nullptr ? "moments" : "masked_moments";
+        reduce(moments_length(channels()), kernel_of(stem, tensor_.type), "merge_moments", with);
+        contribute_gathered(with.mask != nullptr);
+    }
+
+    void normalise() override {
+        const bool hands_on = node_.role == Role::kMeet && reqs_[Node::kBatchOutput] != kNull;
+        if (recall_.again && !frozen_) {
+            work().gathered = std::const_pointer_cast<Gathered>(std::static_pointer_cast<const Gathered>(repeat()));
+        } else if (!frozen_) {
+            assign(total_gathered(), on_devices() ? 1 : moments_length(channels()));
+            work_->reports = watches() && on_devices();
+        }
+        const Plan plan = this->plan();
+        kept_ = Memory();  // the memory of the last execution may serve again
+        kept_ = memory(plan.slots * (1 + 4 * channels()));
+        cuda::NormaliseArguments with{};
+        with.tiling = plan;
+        with.x = data(input(kX));
+        with.addend = node_.adds ? data(input(kAddend)) : nullptr;
+        with.y = target(0);
+        with.affine = on_device(affine());
+        with.epsilon = node_.epsilon;
+        with.kept = kept_.data();
+        with.add = reqs_[0] == kAdd;
+        with.frozen = frozen_;
+        if (!frozen_) {
+            put_lists();
+            with.gathered = work_->gathered->values();
+            with.used = list(pools_.used, 0);
+            with.fed = list(pools_.fed, 1);
+            with.tracked = list(pools_.tracked, 3);
+            with.pools = static_cast<int>(pools_.tracked.size());
+            with.own = work_->gathered->own.data();
+        }
+        // One replica of a context is enough; a repeated call has nothing new.
+        with.hand_on = hands_on && !recall_.again && place_.is_first_of_context();
+        with.unbiased = node_.unbiased;
+        with.watch = !watches() ? cuda::kPropagate : work_->reports ? cuda::kLeaveOutAndReport : cuda::kLeaveOut;
+        with.momentum = node_.momentum;
+        if (frozen_ || (node_.role != Role::kMeet && !recall_.again)) {
+            with.running_mean = data(arrays_[node_.running_mean()]);
+            with.running_var = data(arrays_[node_.running_mean() + 1]);
+        }
+        with.batch = hands_on ? data<double>(written(Node::kBatchOutput)) : nullptr;
+        with.status = work().lease.status();
+        run(kernel_of("normalise", tensor_.type, node_.activation, node_.adds), plan.each(), with);
+    }
+
+    // The second operator of a call. The first one has written [1, mean[C], variance[C]], or [0, ...].
+    void track() override {
+        const int running = node_.running_mean();
+        run(kernel_of("update_running", tensor_.type), {ceil_div(channels(), kBlock)},
+            cuda::UpdateRunningArguments{channels(), data<const double>(input(node_.batch())), node_.momentum,
+                                         data(arrays_[running]), data(arrays_[running + 1])});
+    }
+
+    // ---- backward --------------------------------------------------------------------------------------------
+
+    // The addend's gradient is dz, the gradient with respect to z of `Affine`. With an addend, `grad_sums` writes dz, and
+    // `grad_input` reads it. Otherwise both compute z again, and dz from dy.
+    void begin_differentiate() override {
+        if (node_.inplace && tensor_.shape.size() > 0) recover();
+        cuda::GradSumsArguments with{};
+        with.dy = data(arrays_[0]);
+        with.x = data(x_);
+        with.affine = on_device(affine(), by_input());
+        with.kept = kept_.data();
+        // The sign of y does not matter without an activation.
+        if (node_.adds) with.y = node_.activation.any() ? data(output_in_backward()) : with.dy;
+        if (dz_.handle != arrays_[0].handle) with.dz = data(dz_);
+        reduce(gradients_length(channels()), kernel_of("grad_sums", tensor_.type, node_.activation, with.dz != nullptr),
+               "merge_sums", with);
+        if (!frozen_) contribute_gathered();
+    }
+
+    void differentiate() override {
+        if (!frozen_) total_gathered();
+        const Plan plan = this->plan();
+        cuda::GradInputArguments with{};
+        with.tiling = plan;
+        with.dy = data(dz_);
+        with.x = data(x_);
+        with.dx = target(kX);
+        with.affine = on_device(affine(), by_input());
+        with.kept = kept_.data();
+        with.gathered = work_->gathered->values();
+        if (!frozen_) with.users = list(pools_.users, 2);
+        with.own = work_->gathered->own.data();
+        with.dgamma = target(kGamma);
+        with.dbeta = target(kBeta);
+        with.add = reqs_[kX] == kAdd;
+        with.add_dgamma = reqs_[kGamma] == kAdd;
+        with.add_dbeta = reqs_[kBeta] == kAdd;
+        if (with.dx != nullptr && !frozen_) with.mask = mask();
+        run(kernel_of(with.mask == nullptr ? "grad_input" : "masked_grad_input", tensor_.type,
+                      by_input() ? node_.activation : Activation{}),
+            plan.each(), with);
+    }
+
+    // ---- arrays ----------------------------------------------------------------------------------------------
+
     void copy(Array from, Type type, int64_t n, Array to, bool add) override {
         run_on_each(kernel_of("copy", type), n, cuda::CopyArguments{n, data(from), data(to), add});
     }
@@ -72,10 +175,45 @@ class DeviceCall : public Call {
     void fill_with_zeros(Array to, int64_t bytes) override {
         cuda::fill_with_zeros(data(to), bytes, work().lease.stream());
     }
-    void finish() override;
-    void clear_up() override;
-    void leave_thread() override {
-        if (work_) work_->current.reset();
+    Array scratch() override {
+        return {nullptr, doubles(1 + doubles_for(tensor_.shape.size() * size_of(tensor_.type)))};  // never null
+    }
+
+    // ---- the end of an execution -----------------------------------------------------------------------------
+
+    void finish() override {
+        if (!work_) return;
+        wait();
+        const cuda::Status& status = *work_->lease.status();
+        if (work_->reports) check_finite(status.at, status.value);
+        if (backward_ && status.at >= 0) refuse_to_recover({status.at, status.value != 0});
+        if (!backward_ && !frozen_ && !recall_.again) remember(work_->gathered);
+        work_.reset();
+    }
+
+    // What hangs on the device may still use the memory.
+    void clear_up() override {
+        if (!work_) return;
+        work_->lease.status()->given_up = 1;
+        bool idle = false;
+        try {
+            idle = idle_within(kWatchAfter);
+            if (!idle) {
+                cuda::abort_collectives(device().id);
+                idle = idle_within(kGrace);
+            }
+        } catch (const Failure&) {  // the device's own error is reported already
+        }
+        if (!idle || work_->may_be_posted) {
+            work_->lease.abandon();
+            for (Memory& one : work_->scratch) one.abandon();
+            work_->gathered->own.abandon();
+            work_->gathered->all.abandon();
+            kept_.abandon();
+            lists_.abandon();
+            listed_.clear();
+        }
+        work_.reset();
     }
 
   private:
@@ -91,10 +229,8 @@ class DeviceCall : public Call {
         cuda::Lease lease;
         std::shared_ptr<Gathered> gathered = std::make_shared<Gathered>();
         std::vector<Memory> scratch;
-        bool may_be_posted = false;        // other work may have been put on the stream
-        bool reports = false;              // the forward reports whether the moments are finite
-        bool recovers = false;             // the backward reports whether x could be found
-        bool kept_for_repetition = false;  // the gathered vectors are
+        bool may_be_posted = false;  // other work may have been put on the stream
+        bool reports = false;        // the forward reports whether the moments are finite
         explicit Work(cuda::Device& device) : current(std::in_place, device), lease(device) {}
     };
 
@@ -107,24 +243,8 @@ class DeviceCall : public Call {
         if (!work_->current) work_->current.emplace(device());
         return *work_;
     }
-    // `ask` may call Python. There, freed objects may leave another device current on this thread.
-    template <typename Ask>
-    auto still_current(const Ask& ask) {
-        const cuda::Current again(device());
-        return ask();
-    }
-    Memory memory(int64_t size) {
-        work();
-        return Memory(device(), size);
-    }
-    // Returns so much float64 memory, or memory for the data, until the callback ends.
-    double* scratch(int64_t size) {
-        work().scratch.push_back(memory(size));
-        return work_->scratch.back().data();
-    }
-    Array scratch_for_data() {
-        return {nullptr, scratch(1 + doubles_for(tensor_.shape.size() * size_of(tensor_.type)))};  // never null
-    }
+    Plan plan() const { return Plan(tensor_.shape, tensor_.samples, static_cast<int64_t>(tensor_.slots.size())); }
+
     template <typename Arguments>
     void run(const Kernel& kernel, cuda::Grid grid, const Arguments& arguments) {
         cuda::launch(device(), work().lease.stream(), kernel, grid, &arguments);
@@ -134,339 +254,169 @@ class DeviceCall : public Call {
     void run_on_each(const Kernel& kernel, int64_t n, const Arguments& arguments) {
         if (n > 0) run(kernel, {ceil_div(n, kBlock)}, arguments);
     }
-    Plan plan() const { return Plan(tensor_.shape, tensor_.samples, static_cast<int64_t>(tensor_.slots.size())); }
 
-    Form form() const { return shares() ? exchange().form() : Form::kDevice; }
+    // ---- memory ----------------------------------------------------------------------------------------------
+
+    Memory memory(int64_t size) {
+        work();
+        return Memory(device(), size);
+    }
+    // Returns so much float64 memory, until the execution ends.
+    double* doubles(int64_t size) {
+        work().scratch.push_back(memory(size));
+        return work_->scratch.back().data();
+    }
+    // The address of what is written; null if it is not.
+    void* target(int i) const { return reqs_[i] == kNull ? nullptr : data(written(i)); }
+
+    // Expands the mask until the callback ends; null if all positions count.
+    const void* mask() {
+        if (!node_.masks || tensor_.shape.size() == 0) return nullptr;
+        const int64_t positions = tensor_.shape.per_channel();
+        double* const to = doubles(doubles_for(positions));
+        run_on_each(Kernel{"expand_mask"}, positions,
+                    cuda::ExpandArguments{positions, data(input(node_.mask_input())), to, node_.mask});
+        return to;
+    }
+
+    // Computes x from y.
+    void recover() {
+        const Plan plan = this->plan();
+        run(kernel_of("recover", tensor_.type, node_.activation), plan.each(),
+            cuda::RecoverArguments{plan, data(output_in_backward()), data(x_), on_device(affine()), kept_.data(),
+                                   invertible_by(tensor_.type, node_.activation.slope), node_.epsilon,
+                                   work().lease.status()});
+    }
+
+    // ---- waits -----------------------------------------------------------------------------------------------
+
+    bool idle_within(double limit) const {
+        const double start = seconds();
+        while (!work_->lease.idle()) {
+            const double waited = seconds() - start;
+            if (waited > limit) return false;
+            if (waited < kSpin)
+                std::this_thread::yield();
+            else
+                std::this_thread::sleep_for(kPause);
+        }
+        return true;
+    }
+
+    // Waits until all work on the stream is done; throws Failure. Polls instead of waiting in the driver, where a wait
+    // would not end if a collective hangs.
+    void wait() {
+        if (idle_within(kWatchAfter)) return;
+        Wait wait(config_->timeout, config_->name, "the GPU has not finished",
+                  "Either a GPU of this layer is lost (nvidia-smi), or another user of NCCL in this process waits for "
+                  "the same GPUs. NCCL_DEBUG=INFO shows what NCCL does. configure(kvstore='host') avoids NCCL.");
+        for (; !work_->lease.idle(); std::this_thread::sleep_for(kLongPause)) wait.look();
+    }
+
     // Returns what is on the device. The copy has no time limit, so this waits for the stream first.
-    Vector downloaded(const Memory& from);
-    // Waits until all work on the stream is done; throws Failure.
-    void wait();
-    bool idle_within(double seconds) const;
+    Vector downloaded(const Memory& from) {
+        Vector values(static_cast<size_t>(from.size()));
+        wait();
+        if (!values.empty()) from.download(values.data(), work().lease);
+        return values;
+    }
+
+    // ---- what is gathered ------------------------------------------------------------------------------------
+
+    // Whether the vectors stay on GPUs.
+    bool on_devices() const { return !shares() || place_.meeting->exchange->on_devices(); }
 
     // Computes packed vectors of `length` for each slot, by a kernel and, if it works in chunks, a merge.
     template <typename Arguments>
-    void reduce(int64_t length, const Kernel& kernel, const char* merge, Arguments with);
-    // Contributes this replica's vectors, which are on their way into `gathered`, and `counts` beside them.
-    void contribute_gathered(Vector counts);
-    // The number of values of each slot. Those that a mask leaves are in the moments: the call waits for them.
-    Vector counts(bool masked = false);
-    // Gets the packed vectors of all replicas into `gathered`. In the forward, returns the samples of their slots.
-    Total total_gathered(int64_t length);
-    // Copies the pools' lists to the device, if they do not travel with a launch.
-    void put_lists();
-    // The ranges of each slot, which are the nth of `lists_`.
-    cuda::Lists list(const std::vector<Range>& ranges, size_t nth) const;
-    // Computes x from y, into the memory of dx or of scratch.
-    Array recovered(const Arrays& arrays, const int* reqs);
-    // Expands the mask, which is at this index, until the callback ends; null if all positions count.
-    const void* mask(const Arrays& arrays, int index);
+    void reduce(int64_t length, const Kernel& kernel, const char* merge, Arguments with) {
+        const Plan plan = this->plan();
+        const Memory& out = work().gathered->own = memory(plan.slots * length);
+        if (tensor_.shape.size() == 0) return fill({nullptr, out.data()}, Type::kFloat64, out.size(), 0);
+        with.tiling = plan;
+        with.partial = plan.chunks == 1 ? out.data() : doubles(plan.chunks * out.size());
+        run(kernel, plan.reduce(), with);
+        if (plan.chunks > 1)
+            run(Kernel{merge}, {ceil_div(plan.slots * channels(), kBlock / 32)},
+                cuda::MergeArguments{plan.slots, channels(), with.partial, out.data(), static_cast<int>(plan.chunks)});
+    }
 
-    // In the backward, dz is dy, and `grad_input` applies the activation by x.
-    bool by_input() const { return node_.activation.any() && !node_.adds; }
+    // Contributes this replica's vectors or, on GPUs, where they are and the samples of each slot. Where a mask decides,
+    // the moments have these, and the call waits for them.
+    void contribute_gathered(bool masked = false) {
+        Gathered& gathered = *work_->gathered;
+        const Memory& own = gathered.own;
+        Vector values = masked || !on_devices() ? downloaded(own) : Vector();
+        std::shared_ptr<const cuda::OnDevice> part;
+        if (on_devices()) {
+            const Vector moments = std::exchange(values, {});
+            for (const Slot& slot : tensor_.slots)
+                values.push_back(masked ? moments[values.size() * static_cast<size_t>(moments_length(channels()))]
+                                        : static_cast<double>(slot.shape.per_channel()));
+            const size_t replicas = shares() ? place_.meeting->replicas() : 1;
+            if (replicas > 1) gathered.all = memory(static_cast<int64_t>(replicas) * own.size());
+            gathered.part = {device().id, work_->lease.stream(), own.data(), gathered.all.data(), own.size()};
+            work_->may_be_posted = shares();
+            part = {work_->gathered, &gathered.part};
+        }
+        const cuda::Current again(device());  // an exchange in Python may free objects, which leave another one current
+        contribute(std::move(values), std::move(part));
+        if (!ready_) work_->current.reset();  // another thread continues
+    }
+
+    // Gets the packed vectors of all replicas into `gathered`. Returns them, or the samples of their slots.
+    Total total_gathered() {
+        Total total = [&] {
+            const cuda::Current again(device());  // as above
+            return this->total();
+        }();
+        work_->may_be_posted = false;
+        if (on_devices()) return total;
+        work_->gathered->all = memory(static_cast<int64_t>(total.values.size()));
+        work_->gathered->all.upload(total.values.data(), work().lease.stream());
+        return total;
+    }
+
+    // ---- pools -----------------------------------------------------------------------------------------------
+
+    // Copies the pools' lists to the device, if they do not travel with a launch.
+    void put_lists() {
+        std::vector<int> all;
+        if (!pools_.members.empty() || pools_.used.size() > cuda::kFewRanges) {
+            all = pools_.members;
+            for (const auto* ranges : {&pools_.used, &pools_.fed, &pools_.users, &pools_.tracked})
+                for (const Range& range : *ranges) all.insert(all.end(), {range.begin, range.end});
+            all.resize((all.size() + 1) / 2 * 2);  // whole numbers of float64
+        }
+        if (all == listed_) return;
+        listed_.clear();
+        lists_ = Memory();
+        lists_ = memory(static_cast<int64_t>(all.size() / 2));
+        lists_.upload(all.data(), work().lease.stream());
+        listed_ = std::move(all);
+    }
+
+    // The ranges of each slot, which are the nth of `lists_`.
+    cuda::Lists list(const std::vector<Range>& ranges, size_t nth) const {
+        cuda::Lists out{};
+        if (listed_.empty()) {
+            std::copy(ranges.begin(), ranges.end(), out.few);
+            return out;
+        }
+        static_assert(sizeof(Range) == 2 * sizeof(int), "put_lists writes them as numbers");
+        const int* const members = reinterpret_cast<const int*>(lists_.data());
+        out.ranges = reinterpret_cast<const Range*>(members + pools_.members.size()) + nth * pools_.used.size();
+        out.members = pools_.members.empty() ? nullptr : members;
+        return out;
+    }
 
     std::optional<Work> work_;
     cuda::Device* device_ = nullptr;
-    Memory kept_;   // for the backward
-    Array x_, dz_;  // of the first half of a backward
+    Memory kept_;  // for the backward
     // The lists' memory, [members][4 times the ranges], and its content, which rarely changes between calls. Empty if
     // they travel with a launch.
     Memory lists_;
     std::vector<int> listed_;
 };
-
-// ---- the stream ----------------------------------------------------------------------------------------------------
-
-Vector DeviceCall::downloaded(const Memory& from) {
-    Vector values(static_cast<size_t>(from.size()));
-    wait();
-    if (!values.empty()) from.download(values.data(), work().lease);
-    return values;
-}
-
-bool DeviceCall::idle_within(double limit) const {
-    const double start = seconds();
-    while (!work_->lease.idle()) {
-        const double waited = seconds() - start;
-        if (waited > limit) return false;
-        if (waited < kSpin)
-            std::this_thread::yield();
-        else
-            std::this_thread::sleep_for(kPause);
-    }
-    return true;
-}
-
-// Polls instead of waiting in the driver: that wait would not end if a collective hangs.
-void DeviceCall::wait() {
-    if (idle_within(kWatchAfter)) return;
-    Wait wait(config_->timeout, config_->name, "the GPU has not finished",
-              "Either a GPU of this layer is lost (nvidia-smi), or another user of NCCL in this process waits for the "
-              "same GPUs. NCCL_DEBUG=INFO shows what NCCL does. configure(kvstore='host') avoids NCCL.");
-    for (; !work_->lease.idle(); std::this_thread::sleep_for(kLongPause)) wait.look();
-}
-
-// What hangs on the device may still use the memory.
-void DeviceCall::clear_up() {
-    if (!work_) return;
-    work_->lease.status()->given_up = 1;
-    bool idle = false;
-    try {
-        idle = idle_within(kWatchAfter);
-        if (!idle) {
-            cuda::abort_collectives(device().id);
-            idle = idle_within(kGrace);
-        }
-    } catch (const Failure&) {  // the device's own error is reported already
-    }
-    if (!idle || work_->may_be_posted) {
-        work_->lease.abandon();
-        for (Memory& one : work_->scratch) one.abandon();
-        work_->gathered->own.abandon();
-        work_->gathered->all.abandon();
-        kept_.abandon();
-        lists_.abandon();
-        listed_.clear();
-    }
-    work_.reset();
-}
-
-// ---- pools -------------------------------------------------------------------------------------------------------
-
-void DeviceCall::put_lists() {
-    std::vector<int> all;
-    if (!pools_.members.empty() || pools_.used.size() > cuda::kFewRanges) {
-        all = pools_.members;
-        for (const auto* ranges : {&pools_.used, &pools_.fed, &pools_.users, &pools_.tracked})
-            for (const Range& range : *ranges) all.insert(all.end(), {range.begin, range.end});
-        all.resize((all.size() + 1) / 2 * 2);  // whole numbers of float64
-    }
-    if (all == listed_) return;
-    listed_.clear();
-    lists_ = Memory();
-    lists_ = memory(static_cast<int64_t>(all.size() / 2));
-    lists_.upload(all.data(), work().lease.stream());
-    listed_ = std::move(all);
-}
-
-cuda::Lists DeviceCall::list(const std::vector<Range>& ranges, size_t nth) const {
-    cuda::Lists out{};
-    if (listed_.empty()) {
-        std::copy(ranges.begin(), ranges.end(), out.few);
-        return out;
-    }
-    static_assert(sizeof(Range) == 2 * sizeof(int), "put_lists writes them as numbers");
-    const int* const members = reinterpret_cast<const int*>(lists_.data());
-    out.ranges = reinterpret_cast<const Range*>(members + pools_.members.size()) + nth * pools_.used.size();
-    out.members = pools_.members.empty() ? nullptr : members;
-    return out;
-}
-
-// ---- masks -------------------------------------------------------------------------------------------------------
-
-const void* DeviceCall::mask(const Arrays& arrays, int index) {
-    if (!node_.masks || tensor_.shape.size() == 0) return nullptr;
-    const int64_t positions = tensor_.shape.per_channel();
-    double* const to = scratch(doubles_for(positions));
-    run(Kernel{"expand_mask"}, {ceil_div(positions, kBlock)},
-        cuda::ExpandArguments{positions, data(arrays[index]), to, node_.mask});
-    return to;
-}
-
-// ---- what is gathered ----------------------------------------------------------------------------------------------
-
-template <typename Arguments>
-void DeviceCall::reduce(int64_t length, const Kernel& kernel, const char* merge, Arguments with) {
-    const Plan plan = this->plan();
-    const Memory& out = work().gathered->own = memory(plan.slots * length);
-    if (tensor_.shape.size() == 0) return fill({nullptr, out.data()}, Type::kFloat64, out.size(), 0);
-    with.tiling = plan;
-    with.partial = plan.chunks == 1 ? out.data() : scratch(plan.chunks * out.size());
-    run(kernel, plan.reduce(), with);
-    if (plan.chunks > 1)
-        run(Kernel{merge}, {ceil_div(plan.slots * channels(), kBlock / 32)},
-            cuda::MergeArguments{plan.slots, channels(), with.partial, out.data(), static_cast<int>(plan.chunks)});
-}
-
-Vector DeviceCall::counts(bool masked) {
-    const Vector values = masked ? downloaded(work_->gathered->own) : Vector();
-    Vector counts;
-    for (const Slot& slot : tensor_.slots)
-        counts.push_back(masked ? values[counts.size() * static_cast<size_t>(moments_length(channels()))]
-                                : static_cast<double>(slot.shape.per_channel()));
-    return counts;
-}
-
-void DeviceCall::contribute_gathered(Vector values) {
-    const Memory& own = work_->gathered->own;
-    if (!shares()) return contribute(std::move(values));
-    std::shared_ptr<const cuda::OnDevice> part;
-    if (form() == Form::kHost) {
-        values = downloaded(own);
-        if (place_.phase == 0) check_finite(values);
-    } else {
-        const auto replicas = static_cast<int64_t>(place_.meeting->replicas());
-        if (replicas > 1) work_->gathered->all = memory(replicas * own.size());
-        work_->gathered->part = {device().id, work().lease.stream(), own.data(), work_->gathered->all.data(),
-                                 own.size()};
-        work_->may_be_posted = true;
-        part = {work_->gathered, &work_->gathered->part};
-    }
-    still_current([&] { contribute(std::move(values), std::move(part)); });
-}
-
-Total DeviceCall::total_gathered(int64_t length) {
-    const Total total = still_current([&] { return this->total(); });
-    work_->may_be_posted = false;
-    if (form() != Form::kHost) return total;
-    work_->gathered->all = memory(static_cast<int64_t>(total.values.size()));
-    work_->gathered->all.upload(total.values.data(), work().lease.stream());
-    return counts_of(total, length);
-}
-
-// ---- forward -------------------------------------------------------------------------------------------------------
-
-void DeviceCall::begin_normalise(const Arrays& arrays) {
-    cuda::MomentsArguments with{};
-    with.x = data(arrays[kX]);
-    with.mask = this->mask(arrays, node_.mask_input());
-    const char* stem = with.mask == nullptr ? "moments" : "masked_moments";
-    reduce(moments_length(channels()), kernel_of(stem, tensor_.type), "merge_moments", with);
-    contribute_gathered(counts(with.mask != nullptr));
-}
-
-void DeviceCall::normalise(const Arrays& arrays, const int* reqs) {
-    const bool hands_on = node_.role == Role::kMeet && reqs[1] != kNull;
-    void* batch = hands_on ? data(arrays[node_.batch_output()]) : nullptr;
-    if (recall_.again && !frozen_) {
-        work().gathered = std::const_pointer_cast<Gathered>(std::static_pointer_cast<const Gathered>(repeat()));
-    } else if (!frozen_) {
-        assign(total_gathered(moments_length(channels())));
-        work_->reports = watches() && form() != Form::kHost;
-        work_->kept_for_repetition = recall_.memo != nullptr;
-    }
-    const Plan plan = this->plan();
-    const Affine affine = this->affine(arrays, 0);
-    kept_ = Memory();  // the memory of the last execution may serve again
-    kept_ = memory(plan.slots * (1 + 4 * channels()));
-    cuda::NormaliseArguments with{};
-    with.tiling = plan;
-    with.x = data(arrays[kX]);
-    with.addend = node_.adds ? data(arrays[kAddend]) : nullptr;
-    with.y = reqs[0] == kNull ? nullptr : data(arrays[node_.output()]);
-    with.affine = on_device(affine);
-    with.epsilon = node_.epsilon;
-    with.kept = kept_.data();
-    with.add = reqs[0] == kAdd;
-    with.frozen = frozen_;
-    if (!frozen_) {
-        put_lists();
-        with.gathered = work_->gathered->values();
-        with.used = list(pools_.used, 0);
-        with.fed = list(pools_.fed, 1);
-        with.tracked = list(pools_.tracked, 3);
-        with.pools = static_cast<int>(pools_.tracked.size());
-        with.own = work_->gathered->own.data();
-    }
-    // One replica of a context is enough; a repeated call has nothing new.
-    with.hand_on = batch != nullptr && !recall_.again && place_.is_first_of_context();
-    with.unbiased = node_.unbiased;
-    with.watch = !watches() ? cuda::kPropagate : work_->reports ? cuda::kLeaveOutAndReport : cuda::kLeaveOut;
-    with.momentum = node_.momentum;
-    if (frozen_ || (node_.role != Role::kMeet && !recall_.again)) {
-        with.running_mean = data(arrays[node_.running_mean()]);
-        with.running_var = data(arrays[node_.running_mean() + 1]);
-    }
-    with.batch = static_cast<double*>(batch);
-    with.status = work().lease.status();
-    run(kernel_of("normalise", tensor_.type, affine.activation, node_.adds), plan.each(), with);
-}
-
-// The second operator of a call. The first one has written [1, mean[C], variance[C]], or [0, ...].
-void DeviceCall::track(const Arrays& arrays) {
-    const int running = node_.running_mean();
-    run(kernel_of("update_running", tensor_.type), {ceil_div(channels(), kBlock)},
-        cuda::UpdateRunningArguments{channels(), static_cast<const double*>(data(arrays[node_.batch()])),
-                                     node_.momentum, data(arrays[running]), data(arrays[running + 1])});
-}
-
-// ---- backward ------------------------------------------------------------------------------------------------------
-
-Array DeviceCall::recovered(const Arrays& arrays, const int* reqs) {
-    const Affine affine = this->affine(arrays, node_.outputs());
-    const Array x = reqs[kX] == kWrite ? arrays[node_.gradients() + kX] : scratch_for_data();
-    if (tensor_.shape.size() == 0) return x;
-    const Plan plan = this->plan();
-    run(kernel_of("recover", tensor_.type, affine.activation), plan.each(),
-        cuda::RecoverArguments{plan, data(arrays[node_.output_in_backward()]), data(x), on_device(affine), kept_.data(),
-                               invertible_by(tensor_.type, affine.activation.slope), node_.epsilon,
-                               work().lease.status()});
-    work_->recovers = true;
-    return x;
-}
-
-// The addend's gradient is dz, the gradient with respect to z of `Affine`. With an addend, `grad_sums` writes dz and
-// `grad_input` reads it. Otherwise both compute z again, and dz from dy.
-void DeviceCall::begin_differentiate(const Arrays& arrays, const int* reqs) {
-    const int inputs = node_.outputs();
-    const Affine affine = this->affine(arrays, inputs);
-    const bool changes = affine.activation.any();
-    x_ = node_.inplace ? recovered(arrays, reqs) : arrays[inputs + kX];
-    dz_ = arrays[0];
-    cuda::GradSumsArguments with{};
-    with.dy = data(arrays[0]);
-    with.x = data(x_);
-    with.affine = on_device(affine, by_input());
-    with.kept = kept_.data();
-    if (node_.adds) {
-        const bool writes = reqs[kAddend] == kWrite || reqs[kAddend] == kInplace;
-        with.y = changes ? data(arrays[node_.output_in_backward()]) : with.dy;  // its sign does not matter
-        if (writes || changes) dz_ = writes ? arrays[node_.gradients() + kAddend] : scratch_for_data();
-        if (writes || changes) with.dz = data(dz_);
-    }
-    reduce(gradients_length(channels()), kernel_of("grad_sums", tensor_.type, affine.activation, with.dz != nullptr),
-           "merge_sums", with);
-    if (!frozen_) contribute_gathered(counts());
-}
-
-void DeviceCall::differentiate(const Arrays& arrays, const int* reqs) {
-    const int gradients = node_.gradients();
-    const Affine affine = this->affine(arrays, node_.outputs());
-    if (!frozen_) total_gathered(gradients_length(channels()));
-
-    const auto target = [&](Input i) { return reqs[i] == kNull ? nullptr : data(arrays[gradients + i]); };
-    const Plan plan = this->plan();
-    cuda::GradInputArguments with{};
-    with.tiling = plan;
-    with.dy = data(dz_);
-    with.x = data(x_);
-    with.dx = target(kX);
-    with.affine = on_device(affine, by_input());
-    with.kept = kept_.data();
-    with.gathered = work_->gathered->values();
-    if (!frozen_) with.users = list(pools_.users, 2);
-    with.own = work_->gathered->own.data();
-    with.dgamma = target(kGamma);
-    with.dbeta = target(kBeta);
-    with.add = reqs[kX] == kAdd;
-    with.add_dgamma = reqs[kGamma] == kAdd;
-    with.add_dbeta = reqs[kBeta] == kAdd;
-    if (with.dx != nullptr && !frozen_) with.mask = mask(arrays, node_.outputs() + node_.mask_input());
-    run(kernel_of(with.mask == nullptr ? "grad_input" : "masked_grad_input", tensor_.type,
-                  by_input() ? affine.activation : Activation{}),
-        plan.each(), with);
-    if (node_.adds && reqs[kAddend] == kAdd)
-        copy(dz_, tensor_.type, tensor_.shape.size(), arrays[gradients + kAddend], true);
-}
-
-void DeviceCall::finish() {
-    if (!work_) return;
-    wait();
-    const cuda::Status& status = *work_->lease.status();
-    if (work_->reports) check_finite(status.at, status.value);
-    if (work_->recovers && status.at >= 0) refuse_to_recover({status.at, status.value != 0});
-    if (work_->kept_for_repetition) remember(work_->gathered);
-    work_.reset();
-}
 
 }  // namespace
 

@@ -97,14 +97,13 @@ struct Handles {
 };
 
 template <bool backward>
-int run(int size, void** handles, int*, const int* reqs, const int training, void* state) {
+int run(int size, void** handles, int*, const int* reqs, const int training, Call* call) {
     const Handles ours{size, handles};
-    auto* call = static_cast<Call*>(state);
     try {
         Arrays arrays;
         for (int i = 0; i < size; ++i) arrays.list.push_back({handles[i], nullptr});
-        backward ? call->begin_backward(arrays, reqs) : call->begin_forward(arrays, reqs, training != 0);
-        backward ? call->end_backward(arrays, reqs) : call->end_forward(arrays, reqs);
+        call->begin(backward, std::move(arrays), reqs, training != 0);
+        call->end();
     } catch (const std::exception& e) {
         call->end_step(e);
         fail_array(handles[0], reason_of(e));
@@ -282,7 +281,7 @@ int backward_dependency(const int* dy, const int* inputs, const int* outputs, in
     static thread_local std::array<int, 6> list;
     int n = 0;
     list[n++] = dy[0];
-    if (property.hands_addend_on()) list[n++] = dy[Node::kGradientOfAddendOutput];
+    if (property.hands_addend_on()) list[n++] = dy[Node::kAddendOutput];
     list[n++] = property.inplace ? outputs[0] : inputs[kX];
     list[n++] = inputs[kGamma];
     if (property.activation.any() || property.inplace) list[n++] = property.adds ? outputs[0] : inputs[kBeta];
