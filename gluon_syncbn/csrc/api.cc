@@ -460,12 +460,12 @@ SYNCBN_API int syncbn_reset() {
 
 // Makes later users of these arrays fail if the step has failed by then. Does not wait.
 SYNCBN_API int syncbn_gate(const Span<NDArrayHandle>& arrays) {
-    return done([&] { check(syncbn::gate_arrays(arrays.values, arrays.count)); });
+    return done([&] { check(syncbn::fail_arrays(arrays.values, arrays.count, nullptr)); });
 }
 
 // Lets readers of these arrays fail.
 SYNCBN_API int syncbn_fail_arrays(const Span<NDArrayHandle>& arrays) {
-    return done([&] { check(syncbn::fail_arrays(arrays.values, arrays.count)); });
+    return done([&] { check(syncbn::fail_arrays(arrays.values, arrays.count, "no value")); });
 }
 
 // ---- the process ----

@@ -285,7 +285,7 @@ void replace(const char* op_name, bool backward, const std::string& device) {
 }  // namespace
 
 void complete_with_error(const Completion& complete, const std::exception_ptr& reason) noexcept {
-    const TurnToFail turn;
+    const TurnToFail turn = turn_to_fail();
     try {
         std::rethrow_exception(reason);
     } catch (const std::exception& e) {

@@ -10,8 +10,6 @@
 // forwards its inputs, and the second one normalises, adds and rectifies.
 #include "operator/op.h"
 
-#include <semaphore.h>
-
 #include <algorithm>
 #include <array>
 #include <chrono>
@@ -31,17 +29,10 @@
 namespace syncbn {
 namespace {
 
-// Of the turns to fail. Never destroyed: threads may be in it when the process ends.
-sem_t& free_turns = *[] {
-    auto* one = new sem_t;
-    sem_init(one, 0, 1);
-    return one;
-}();
-
 // An operation of MXNet's engine that fails. MXNet deletes its parameter when it has noted the failure.
 struct Failing {
     std::optional<dmlc::Error> why;  // if empty, the failure of the step, if it has failed by then
-    std::optional<TurnToFail> turn = std::nullopt;
+    TurnToFail turn = {nullptr, sem_post};
 
     static void run(void*, void* parameter) {
         auto& self = *static_cast<Failing*>(parameter);
@@ -51,14 +42,14 @@ struct Failing {
             if (failure == nullptr || step().unread) return;
             self.why = error_with(failure->what());
         }
-        self.turn.emplace();
+        self.turn = turn_to_fail();
         throw dmlc::Error(*self.why);
     }
-    // Returns MXNet's status. `name` shows in its profiler.
-    static int push(void* array, std::optional<dmlc::Error> why, const char* name) {
+    // Returns MXNet's status.
+    static int push(void* array, std::optional<dmlc::Error> why) {
         const auto remove = [](void* parameter) { delete static_cast<Failing*>(parameter); };
         auto* self = new Failing{std::move(why)};
-        return mx.MXEnginePushSyncND(run, self, remove, &kCpu, nullptr, 0, &array, 1, &kNoSkip, 0, name);
+        return mx.MXEnginePushSyncND(run, self, remove, &kCpu, nullptr, 0, &array, 1, &kNoSkip, 0, "gluon_syncbn");
     }
 };
 
@@ -70,7 +61,7 @@ void fail_array(void* array, const char* what) {
     static std::mutex& mutex = *new std::mutex;
     std::lock_guard<std::mutex> lock(mutex);
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
-    if (Failing::push(array, error_with(what), "gluon_syncbn_failure") != 0) throw error_with(what);
+    if (Failing::push(array, error_with(what)) != 0) throw error_with(what);
 }
 
 constexpr int kPropertyCallbacks = 8;
@@ -82,8 +73,9 @@ struct Property : Node {
 
 // ---- callbacks of one call -----------------------------------------------------------------------------------
 
-int delete_operator(void* state) {
-    delete static_cast<Call*>(state);
+template <typename Object>
+int destroy(Object* object) {
+    delete object;
     return 1;
 }
 
@@ -115,7 +107,7 @@ int run(int size, void** handles, int*, const int* reqs, const int training, Cal
 
 using Callback = int (*)();
 
-// Some of MXNet's threads catch only dmlc::Error.
+// A callback for MXNet, which passes an address for the last parameter. Some of its threads catch only dmlc::Error.
 template <auto function>
 struct Guarded;
 template <typename... Parameters, int (*function)(Parameters...)>
@@ -134,8 +126,6 @@ Callback as_callback() {
     return reinterpret_cast<Callback>(reinterpret_cast<void*>(Guarded<function>::call));
 }
 
-Property* property_of(void* state) { return static_cast<Property*>(state); }
-
 // Lists the names that are not null, until this thread's next list.
 int list(char*** out, std::initializer_list<const char*> names) {
     static thread_local std::vector<char*> listed;
@@ -147,25 +137,18 @@ int list(char*** out, std::initializer_list<const char*> names) {
     return 1;
 }
 
-int delete_property(void* state) {
-    delete property_of(state);
-    return 1;
-}
-
-int list_arguments(char*** out, void* state) {
-    const Property& property = *property_of(state);
+int list_arguments(char*** out, const Property& property) {
     return list(out, {"data", "gamma", "beta", property.adds ? "addend" : nullptr, property.masks ? "mask" : nullptr,
                       property.role == Role::kTrack ? "batch" : nullptr});
 }
 
-int list_outputs(char*** out, void* state) {
-    const Property& property = *property_of(state);
+int list_outputs(char*** out, const Property& property) {
     return list(out, {"output", property.role == Role::kMeet ? "batch" : nullptr,
                       property.hands_addend_on() ? "addend" : nullptr});
 }
 
-int list_states(char*** out, void* state) {
-    if (property_of(state)->role == Role::kMeet) return list(out, {});
+int list_states(char*** out, const Property& property) {
+    if (property.role == Role::kMeet) return list(out, {});
     return list(out, {"running_mean", "running_var"});
 }
 
@@ -220,23 +203,21 @@ constexpr struct {
 
 bool is_known(int type) { return type >= 0 && type < static_cast<int>(std::size(kTypes)); }
 
-int infer_shape(int size, int* dims, int** shapes, void* state) {
-    const Property& property = *property_of(state);
+int infer_shape(int size, int* dims, int** shapes, const Property& property) {
     if (dims[0] <= 0) return 1;  // not known yet
     const int axis = channel_axis(property, dims[0]);
     int* channels = shapes[0] + axis;
     if (property.masks) {
         const int at = property.mask_input();
-        static thread_local std::vector<int> mask;
         if (dims[at] > 0) {
             mask_of(property, {shapes[0], shapes[0] + dims[0]}, {shapes[at], shapes[at] + dims[at]}, axis, false);
-            mask.assign(shapes[at], shapes[at] + dims[at]);
         } else {
+            static thread_local std::vector<int> mask;
             mask.assign(shapes[0], shapes[0] + dims[0]);
             mask[axis] = 1;
+            dims[at] = dims[0];
+            shapes[at] = mask.data();
         }
-        dims[at] = static_cast<int>(mask.size());
-        shapes[at] = mask.data();
     }
     static thread_local int batch;
     batch = 1 + 2 * *channels;
@@ -255,8 +236,7 @@ std::string names_of_types() {
     return names.replace(names.rfind(", "), 2, " or ").substr(2);
 }
 
-int infer_type(int size, int* types, void* state) {
-    const Property& property = *property_of(state);
+int infer_type(int size, int* types, const Property& property) {
     const int output = property.output();
     const int data = types[0] >= 0 ? types[0] : types[output];
     if (data < 0) return 1;
@@ -276,8 +256,8 @@ int infer_type(int size, int* types, void* state) {
 
 // The activation's backward computes its sign again or, after an addition, takes the output's. MXNet keeps the arrays
 // that are named here for the backward.
-int backward_dependency(const int* dy, const int* inputs, const int* outputs, int* size, int** needed, void* state) {
-    const Property& property = *property_of(state);
+int backward_dependency(const int* dy, const int* inputs, const int* outputs, int* size, int** needed,
+                        const Property& property) {
     static thread_local std::array<int, 6> list;
     int n = 0;
     list[n++] = dy[0];
@@ -291,10 +271,9 @@ int backward_dependency(const int* dy, const int* inputs, const int* outputs, in
     return 1;
 }
 
-// Hands MXNet a call, until delete_operator.
+// Hands MXNet a call, until `destroy`.
 int create_operator(const char* context, int, unsigned** shapes, const int* dims, const int* types, MXCallbackList* out,
-                    void* state) {
-    const Property& property = *property_of(state);
+                    const Property& property) {
     const bool on_gpu = std::strncmp(context, "gpu", 3) == 0;
     if (!on_gpu && !property.on_cpus)
         refuse(property, std::string("the net was traced on GPUs and is now called on ") + context +
@@ -324,12 +303,11 @@ int create_operator(const char* context, int, unsigned** shapes, const int* dims
     if (on_gpu && !data.on_gpus)
         refuse(property, std::string(data.name) + " data is on " + context +
                              ", but MXNet 1.9 computes with it on CPUs only; use float16 there");
-    Tensor tensor{static_cast<Type>(types[0]), shape, samples, {}};
-    auto op = (on_gpu ? device_call : host_call)(std::move(node), context, std::move(tensor));
+    auto op = (on_gpu ? device_call : host_call)(std::move(node), context, {data.type, shape, samples, {}});
     bool training = false;
     mx.MXAutogradIsTraining(&training);
     if (training && !property.frozen && property.role != Role::kTrack) op->issue();
-    static Callback callbacks[] = {as_callback<delete_operator>(), as_callback<run<false>>(), as_callback<run<true>>()};
+    static Callback callbacks[] = {as_callback<destroy<Call>>(), as_callback<run<false>>(), as_callback<run<true>>()};
     out->num_callbacks = 3;
     out->callbacks = callbacks;
     out->contexts = op->callback_states.data();
@@ -383,12 +361,12 @@ Node node_of(int count, const char** keys, const char** values) {
     return node;
 }
 
-// MXNet calls delete_property even if this function throws, so it sets the callbacks first.
+// MXNet calls `destroy` even if this function throws, so it sets the callbacks first.
 int describe_layer(const char*, const int size, const char** keys, const char** values, MXCallbackList* out) {
-    static Callback callbacks[] = {as_callback<delete_property>(), as_callback<list_arguments>(),
-                                   as_callback<list_outputs>(),    as_callback<list_states>(),
-                                   as_callback<infer_shape>(),     as_callback<backward_dependency>(),
-                                   as_callback<create_operator>(), as_callback<infer_type>()};
+    static Callback callbacks[] = {as_callback<destroy<Property>>(), as_callback<list_arguments>(),
+                                   as_callback<list_outputs>(),      as_callback<list_states>(),
+                                   as_callback<infer_shape>(),       as_callback<backward_dependency>(),
+                                   as_callback<create_operator>(),   as_callback<infer_type>()};
     static void* nobody[kPropertyCallbacks] = {};
     out->num_callbacks = kPropertyCallbacks;
     out->callbacks = callbacks;
@@ -415,28 +393,22 @@ void forget_calls(int64_t layer) {
         it = it->second.layer->id == layer ? calls.nodes.erase(it) : std::next(it);
 }
 
-bool is_ours(const MXCallbackList& callbacks) { return callbacks.callbacks[0] == as_callback<delete_operator>(); }
+bool is_ours(const MXCallbackList& callbacks) { return callbacks.callbacks[0] == as_callback<destroy<Call>>(); }
 
-TurnToFail::TurnToFail() {
-    while (sem_wait(&free_turns) != 0) continue;  // after a signal
+TurnToFail turn_to_fail() {
+    static sem_t turns;
+    [[maybe_unused]] static const int status = sem_init(&turns, 0, 1);
+    while (sem_wait(&turns) != 0) continue;  // after a signal
+    return {&turns, sem_post};
 }
 
-TurnToFail::~TurnToFail() { sem_post(&free_turns); }
-
-int gate_arrays(void** arrays, int64_t count) {
+int fail_arrays(void** arrays, int64_t count, const char* why) {
+    if (why != nullptr && is_naive_engine()) return 0;  // it has no threads
     const auto wait = [](void*, void*) {};
     int status = mx.MXEnginePushSyncND(wait, nullptr, nullptr, &kCpu, arrays, static_cast<int>(count), nullptr, 0,
-                                       &kNoSkip, 0, "gluon_syncbn_gate");
+                                       &kNoSkip, 0, "gluon_syncbn");
     for (int64_t i = 0; i < count && status == 0; ++i)
-        status = Failing::push(arrays[i], std::nullopt, "gluon_syncbn_gate");
-    return status;
-}
-
-int fail_arrays(void** arrays, int64_t count) {
-    int status = 0;
-    if (is_naive_engine()) return status;  // it has no threads
-    for (int64_t i = 0; i < count && status == 0; ++i)
-        status = Failing::push(arrays[i], error_with("no value"), "gluon_syncbn_room");
+        status = Failing::push(arrays[i], why == nullptr ? std::nullopt : std::optional(error_with(why)));
     return status;
 }
 

@@ -1,7 +1,10 @@
 // Declares the custom operator `gluon_syncbn`.
 #pragma once
 
+#include <semaphore.h>
+
 #include <cstdint>
+#include <memory>
 
 #include "mxnet_api.h"
 
@@ -21,19 +24,12 @@ bool is_ours(const MXCallbackList& callbacks);
 // A turn to fail. MXNet's list of all errors has no lock (AddToGlobalExceptions in src/engine/threaded_engine.h).
 // Simultaneous failures may end the process, so they come one by one. A turn lasts from before a failure reaches MXNet
 // until MXNet has noted it. It may end on another thread.
-class TurnToFail {
-  public:
-    TurnToFail();
-    ~TurnToFail();
-    TurnToFail(const TurnToFail&) = delete;
-};
+using TurnToFail = std::unique_ptr<sem_t, int (*)(sem_t*)>;
+TurnToFail turn_to_fail();
 
-// If the step has failed when all arrays are available, later users of one of these arrays fail. One operation of the
-// engine waits for all arrays; then each array has an operation of its own. Arrays of one operation would share its
-// exception, and the first reader would remove it from the others. Returns MXNet's status.
-int gate_arrays(void** arrays, int64_t count);
-
-// Lets an operation for each array fail: see `Session.register`. Returns MXNet's status.
-int fail_arrays(void** arrays, int64_t count);
+// Later users of one of these arrays fail for this reason; null: for that of the step, if it has failed when all arrays
+// are available. One operation of the engine waits for all arrays; then each array has an operation of its own. Arrays of
+// one operation would share its exception, and the first reader would remove it from the others. Returns MXNet's status.
+int fail_arrays(void** arrays, int64_t count, const char* why);
 
 }  // namespace syncbn
