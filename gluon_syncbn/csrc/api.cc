@@ -267,22 +267,13 @@ SYNCBN_API int syncbn_agreed(syncbn::Agreed* out, int64_t key, const Span<const 
     });
 }
 
-// Memory that the processes of this machine share: see exchange/segment.h. Rank 0 creates it, and the others open it by
-// rank 0's process, and by its number and token there.
-SYNCBN_API void* syncbn_segment_create(int64_t ranks) {
-    return guarded<void*>(nullptr, [&] { return Segment::create(static_cast<size_t>(ranks)).release(); });
-}
-SYNCBN_API void* syncbn_segment_open(int64_t ranks, int64_t rank, int64_t process, int64_t number, const char* token) {
+// Memory that the processes of this machine share: see exchange/segment.h. Rank 0 makes it with a `token` of 32 letters.
+SYNCBN_API void* syncbn_segment(int64_t ranks, int64_t rank, const char* token, int64_t process, int number) {
     return guarded<void*>(nullptr, [&] {
-        return Segment::open(static_cast<size_t>(ranks), static_cast<size_t>(rank), process, static_cast<int>(number),
-                             unhex(token))
-            .release();
+        return new Segment(static_cast<size_t>(ranks), static_cast<size_t>(rank), token, process, number);
     });
 }
-SYNCBN_API int64_t syncbn_segment_number(void* segment) { return static_cast<Segment*>(segment)->number(); }
-SYNCBN_API const char* syncbn_segment_token(void* segment) {
-    return text([&] { return hex(static_cast<Segment*>(segment)->token()); });
-}
+SYNCBN_API int syncbn_segment_number(void* segment) { return static_cast<Segment*>(segment)->number(); }
 SYNCBN_API void syncbn_segment_free(void* segment) { delete static_cast<Segment*>(segment); }
 
 // Over the processes of a job. `number` identifies an exchange in Python, which knows the layers. It also carries
@@ -313,14 +304,15 @@ SYNCBN_API const char* syncbn_fate_of(void* processes, int64_t rank) {
     return text([&] { return of_processes(processes).job()->all->fate_of(static_cast<size_t>(rank)); });
 }
 // The same with memory of this machine. Takes ownership of the segment, which `ranks` share. `leaders`: of all machines.
-// They add gradients by MPI; if `mpi` is null, see exchange/machines.h.
+// They add gradients by MPI; if `mpi` is null, see exchange/machines.h. `crowded`: there are more ranks than cores.
 SYNCBN_API void* syncbn_exchange_machine(void* processes, void* segment, const Span<const size_t>& ranks,
                                          const Span<const size_t>& leaders, const syncbn::Mpi* mpi,
-                                         int64_t carried_from) {
+                                         int64_t carried_from, bool crowded) {
     return handle([&] {
         auto job = of_processes(processes).job();
         std::unique_ptr<Segment> machine(static_cast<Segment*>(segment));
         machine->members = {{ranks.begin(), ranks.end()}, job->all->ranks()};
+        machine->crowded = crowded;
         return ExchangeHandle{std::make_shared<syncbn::Processes>(std::move(job), std::move(machine),
                                                                   syncbn::Ranks(leaders.begin(), leaders.end()), mpi,
                                                                   static_cast<size_t>(carried_from))};

@@ -355,21 +355,24 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             nonlocal segment
             if self.rank != ranks[0]:
                 return None
-            segment = _native.segment_create(len(ranks))
-            return os.getpid(), _native.segment_number(segment), _native.segment_token(segment)
+            token = os.urandom(16).hex()
+            segment = _native.segment(len(ranks), 0, token, 0, 0)
+            return token, os.getpid(), _native.segment_number(segment)
 
-        def see() -> None:
+        def see() -> List[int]:
             nonlocal segment
             if segment is None:
-                segment = _native.segment_open(len(ranks), ranks.index(self.rank), *places[ranks[0]])
+                segment = _native.segment(len(ranks), ranks.index(self.rank), *places[ranks[0]])
+            return list(os.sched_getaffinity(0))
 
         if not problem:
             places, problem = self._all_make("the memory that the processes of a machine share", create)
         if not problem:
-            problem = self._all_make("whether all processes see that memory", see)[1]
+            cores, problem = self._all_make("whether all processes see that memory", see)
         if segment is not None and not problem:
             self.why_not_in_memory, self.machines = None, list(machines.values())
-            self.handle = self._machine(segment, ranks, [first for first, *_ in self.machines])
+            crowded = len({core for rank in ranks for core in cores[rank]}) < len(ranks)
+            self.handle = self._machine(segment, ranks, [first for first, *_ in self.machines], crowded)
         else:
             self.why_not_in_memory = problem
             log.info("the processes exchange statistics over %s: %s", self._name, problem)
@@ -377,13 +380,15 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
                 _native.segment_free(segment)
         self._sums = self.handle
         if not self.machines or (len(self.machines) > 1 and self._transport.adds_from):
-            self._sums = self._machine(_native.segment_create(1), [self.rank], list(range(self.num_workers)))
+            self._sums = self._machine(_native.segment(1, 0, "", 0, 0), [self.rank], list(range(self.num_workers)))
 
-    def _machine(self, segment: int, ranks: List[int], leaders: List[int]) -> _native.Handle:
+    def _machine(
+        self, segment: int, ranks: List[int], leaders: List[int], crowded: bool = False
+    ) -> _native.Handle:
         if len(leaders) > 1:
             self._transport.split(leaders)
         way = self._transport.mpi, self._transport.adds_from or 1 << 62
-        return _native.exchange_machine(self._transport.handle, segment, ranks, leaders, *way)
+        return _native.exchange_machine(self._transport.handle, segment, ranks, leaders, *way, crowded)
 
     def _all_make(self, what: str, make: Callable[[], Any], problem: str = "") -> Tuple[List[Any], str]:
         """Returns what every process makes that has no problem, and the first problem of one; empty if none has any."""

@@ -140,7 +140,7 @@ class WaitForVectors final : public WaitForOthers {
             const double then = now;
             now = seconds();
             yielded_ = mail_.wakes() && now - then > kTaken;
-            if (now - then < kNobody && mail_.crowded()) ++in_vain_;
+            if (now - then < kNobody && mail_.crowded) ++in_vain_;
         }
         return false;
     }
