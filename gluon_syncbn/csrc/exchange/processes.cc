@@ -41,13 +41,45 @@ Ranks without(Ranks ranks, size_t rank) {
     return ranks;
 }
 
+// The vectors of all, in the order of the ranks; `own` is the place of this one.
+Total side_by_side(const std::vector<Mailbox::Found>& parts, size_t own, const Agreed& agreed) {
+    Total total;
+    for (size_t i = 0; i < parts.size(); ++i) {
+        if (i == own) total.first = total.values.size();
+        total.values.insert(total.values.end(), parts[i].values, parts[i].values + parts[i].length());
+    }
+    if (agreed.ranks.empty()) return total;
+    const size_t length = parts[own].length() / static_cast<size_t>(agreed.replicas);
+    Total of_members{{}, static_cast<size_t>(agreed.first) * length, 0, agreed.groups};
+    for (const int member : agreed.members) {
+        const auto vector = total.values.begin() + static_cast<int64_t>(length) * member;
+        of_members.values.insert(of_members.values.end(), vector, vector + static_cast<int64_t>(length));
+    }
+    return of_members;
+}
+
+Vector reduced(Combine combine, const std::vector<Mailbox::Found>& parts) {
+    Vector total;
+    for (const Mailbox::Found& part : parts) {
+        if (total.empty() && combine == Combine::kAdd) {  // saves a pass
+            total.assign(part.values, part.values + part.length());
+            continue;
+        }
+        total.resize(part.length());
+        put(combine, total.data(), part.values, part.length());
+    }
+    return total;
+}
+
+}  // namespace
+
 // Waits for the vectors of some ranks under one label.
-class WaitForVectors final : public WaitForOthers {
+class Processes::WaitForVectors final : public WaitForOthers {
   public:
-    WaitForVectors(const Job& job, Mailbox& mail, const char* name, const Label& label, const Ranks& from,
+    WaitForVectors(const Processes& processes, Mailbox& mail, const char* name, const Label& label, const Ranks& from,
                    double timeout)
-        : WaitForOthers(mail, timeout, &mail == job.all.get()),
-          job_(job),
+        : WaitForOthers(mail, timeout, &mail == &processes.job()),
+          processes_(processes),
           name_(name),
           label_(label),
           from_(from),
@@ -106,19 +138,28 @@ class WaitForVectors final : public WaitForOthers {
                     left.key == label_.key && left.node == label_.node && left.phase == 0 && left.call != label_.call;
                 // One that has come since, and gone on, has left its vector here. The order of calls in branches
                 // differs between processes.
-                if (other_call && label_.phase == 0 && waited() > kSkippedAfter && !job_.is_in(left) &&
-                    is_missing(rank))
+                if (other_call && label_.phase == 0 && waited() > kSkippedAfter && !is_here(left) && is_missing(rank))
                     give_up("rank " + mail_.number_of(mail_.rank()) + " is in " + name() + ", but rank " +
                             mail_.number_of(rank) + " is in number " + std::to_string(left.call + 1) +
                             ": one of them has skipped or repeated a step.");
                 others_ = " Meanwhile rank " + mail_.number_of(rank) + " is in " +
-                          name_of_call(left, job_.name_of(left.key)) + ".";
+                          name_of_call(left, name_of(left.key)) + ".";
             }
         }
     }
     std::string advice() override { return WaitForOthers::advice() + others_; }
 
   private:
+    bool is_here(const Label& label) const {
+        std::lock_guard<std::mutex> lock(processes_.mutex_);
+        return std::find(processes_.here_.begin(), processes_.here_.end(), label) != processes_.here_.end();
+    }
+    std::string name_of(int64_t key) const {
+        std::lock_guard<std::mutex> lock(processes_.mutex_);
+        for (const auto& [layer, known] : processes_.known_)
+            if (known.agreed.key == key) return known.name;
+        return "number " + std::to_string(key + 1);
+    }
     bool have_come() {
         bool all = true;
         for (size_t i = 0; i < from_.size(); ++i) {
@@ -145,7 +186,7 @@ class WaitForVectors final : public WaitForOthers {
         return false;
     }
 
-    const Job& job_;
+    const Processes& processes_;
     const char* const name_;
     const Label label_;
     const Ranks& from_;
@@ -157,43 +198,12 @@ class WaitForVectors final : public WaitForOthers {
     int in_vain_ = 0;
 };
 
-// The vectors of all, in the order of the ranks; `own` is the place of this one.
-Total side_by_side(const std::vector<Mailbox::Found>& parts, size_t own, const Agreed& agreed) {
-    Total total;
-    for (size_t i = 0; i < parts.size(); ++i) {
-        if (i == own) total.first = total.values.size();
-        total.values.insert(total.values.end(), parts[i].values, parts[i].values + parts[i].length());
-    }
-    if (agreed.ranks.empty()) return total;
-    const size_t length = parts[own].length() / static_cast<size_t>(agreed.replicas);
-    Total of_members{{}, static_cast<size_t>(agreed.first) * length, 0, agreed.groups};
-    for (const int member : agreed.members) {
-        const auto vector = total.values.begin() + static_cast<int64_t>(length) * member;
-        of_members.values.insert(of_members.values.end(), vector, vector + static_cast<int64_t>(length));
-    }
-    return of_members;
-}
-
-Vector reduced(Combine combine, const std::vector<Mailbox::Found>& parts) {
-    Vector total;
-    for (const Mailbox::Found& part : parts) {
-        if (total.empty() && combine == Combine::kAdd) {  // saves a pass
-            total.assign(part.values, part.values + part.length());
-            continue;
-        }
-        total.resize(part.length());
-        put(combine, total.data(), part.values, part.length());
-    }
-    return total;
-}
-
-}  // namespace
-
 // An exchange in steps. Each combines what comes in the order of the ranks, so that all have the same bits.
 class Processes::Steps : public Underway {
   public:
-    Steps(Job& job, std::vector<Step> steps, Combine combine, const CallId& id, Agreed agreed, const Contribution& own)
-        : job_(job),
+    Steps(Processes& processes, std::vector<Step> steps, Combine combine, const CallId& id, Agreed agreed,
+          const Contribution& own)
+        : processes_(processes),
           combine_(combine),
           id_(id),
           agreed_(std::move(agreed)),
@@ -201,9 +211,13 @@ class Processes::Steps : public Underway {
           values_(own.rows[0]),
           steps_(std::move(steps)) {
         if (own.rows.size() > 1) has(combined(combine, own));
-        job_.enter(label(0));
+        std::lock_guard<std::mutex> lock(processes_.mutex_);
+        processes_.here_.push_back(label(0));
     }
-    ~Steps() override { job_.finish(label(0)); }
+    ~Steps() override {
+        std::lock_guard<std::mutex> lock(processes_.mutex_);
+        processes_.here_.erase(std::find(processes_.here_.begin(), processes_.here_.end(), label(0)));
+    }
 
     bool comes_within(double seconds) override {
         try {
@@ -239,7 +253,7 @@ class Processes::Steps : public Underway {
         Mailbox& mail = *step.mail;
         mail.check_open();
         SYNCBN_POINT("before_post");
-        wait_.emplace(job_, mail, id_.name, own, step.from, id_.timeout + step.longer);
+        wait_.emplace(processes_, mail, id_.name, own, step.from, id_.timeout + step.longer);
         mail.post(own, values_, length_ * sizeof(double), step.readers);
         // If all read from all, the last to come wakes the others.
         if (step.readers != step.from) mail.wake(mail.ring_of(own));
@@ -261,10 +275,10 @@ class Processes::Steps : public Underway {
             total_ = side_by_side(parts, static_cast<size_t>(place), agreed_);
         }
         wait_->done();
-        if (!fits) steps_.push_back({job_.all.get(), 0, step.readers, step.from});
+        if (!fits) steps_.push_back({processes_.job_.get(), 0, step.readers, step.from});
     }
 
-    Job& job_;
+    Processes& processes_;
     const Combine combine_;
     const CallId id_;
     const Agreed agreed_;
@@ -275,44 +289,42 @@ class Processes::Steps : public Underway {
     std::optional<WaitForVectors> wait_;
 };
 
-Processes::Processes(std::shared_ptr<Job> job) : job_(std::move(job)), in_job_(between(job_->all->everybody)) {}
-
-Processes::Processes(std::shared_ptr<Job> job, std::unique_ptr<Segment> segment, Ranks leaders, const Mpi* mpi,
-                     size_t carried_from)
-    : job_(std::move(job)),
-      machine_(std::move(segment)),
-      leaders_(std::move(leaders)),
-      in_job_(between(job_->all->everybody)),
-      in_levels_(levels()) {
-    std::unique_ptr<Machines> machines;
-    if (leaders_.size() > 1 && machine_->rank() == 0)
-        machines = std::make_unique<Machines>(*job_->all, leaders_, mpi, carried_from);
-    sums_ = std::make_unique<Sums>(*machine_, std::move(machines));
-}
+Processes::Processes(int64_t number, std::unique_ptr<Mailbox> job)
+    : number_(number), job_(std::move(job)), in_job_(between(job_->everybody)) {}
 
 Processes::~Processes() = default;
 
+void Processes::meet(std::shared_ptr<Segment> memory, Ranks ranks, Ranks leaders, const Mpi* mpi, size_t carried_from) {
+    machine_ = memory != nullptr ? memory : machine_;
+    memory_of_sums_ = memory != nullptr ? std::move(memory) : std::make_shared<Segment>(1, 0, "", 0, 0);
+    memory_of_sums_->members = {std::move(ranks), job_->ranks()};
+    if (machine_ == memory_of_sums_) in_levels_ = levels(leaders);
+    std::unique_ptr<Machines> machines;
+    if (leaders.size() > 1 && memory_of_sums_->rank() == 0)
+        machines = std::make_unique<Machines>(*job_, std::move(leaders), mpi, carried_from);
+    sums_ = std::make_unique<Sums>(*memory_of_sums_, std::move(machines));
+}
+
 const Agreed* Processes::known(const CallId& id) const {
-    std::lock_guard<std::mutex> lock(learning_);
-    const auto found = agreed_.find(id.layer);
-    return found == agreed_.end() ? nullptr : &found->second;
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = known_.find(id.layer);
+    return found == known_.end() ? nullptr : &found->second.agreed;
 }
 
 void Processes::learn(const CallId& id) {
-    const Agreed agreed = agreed_in_python(job_->number, id, 0);
-    job_->name(agreed.key, id.name);
-    std::lock_guard<std::mutex> lock(learning_);
-    agreed_.emplace(id.layer, agreed);
+    const Agreed agreed = agreed_in_python(number_, id, 0);
+    std::lock_guard<std::mutex> lock(mutex_);
+    known_.emplace(id.layer, Known{agreed, id.name});
 }
 
 // The steps of a reduction: in the machine, between the leaders, and back.
-std::vector<Processes::Step> Processes::levels() const {
+std::vector<Processes::Step> Processes::levels(const Ranks& leaders) const {
     const Ranks others = without(machine_->everybody, machine_->rank());
-    if (leaders_.size() == 1) return {{machine_.get(), 0, others, others}};
+    if (leaders.size() == 1) return {{machine_.get(), 0, others, others}};
     if (machine_->rank() != 0)
         return {{machine_.get(), 0, {0}, {}}, {machine_.get(), -1, {}, {0}, kMemberLonger, false}};
     std::vector<Step> steps = {{machine_.get(), 0, {}, others}};
-    for (Step& step : between(leaders_)) {
+    for (Step& step : between(leaders)) {
         step.longer = kLeaderLonger;
         steps.push_back(std::move(step));
     }
@@ -324,7 +336,7 @@ std::vector<Processes::Step> Processes::levels() const {
 // until their number is a power of two. Then each holds the total of 1, 2, 4 ... of them, and swaps it with a rank that
 // holds a total of as many.
 std::vector<Processes::Step> Processes::between(const Ranks& ranks) const {
-    Mailbox* const all = job_->all.get();
+    Mailbox* const all = job_.get();
     const Ranks others = without(ranks, all->rank());
     if (ranks.size() <= kFew) return {{all, 0, others, others}};
     const auto own = static_cast<size_t>(std::lower_bound(ranks.begin(), ranks.end(), all->rank()) - ranks.begin());
@@ -356,30 +368,30 @@ std::unique_ptr<Underway> Processes::begin(Combine combine, const CallId& id, co
         });
     if (combine != Combine::kSideBySide) {
         const bool fits = machine_ != nullptr && own.length <= machine_->most_values();
-        return std::make_unique<Steps>(*job_, fits ? in_levels_ : in_job_, combine, id, *agreed, own);
+        return std::make_unique<Steps>(*this, fits ? in_levels_ : in_job_, combine, id, *agreed, own);
     }
     const auto in = [this, combine, id, own](Mailbox& mail, const Agreed& agreed) {
         const Ranks others = without(agreed.ranks.empty() ? mail.everybody : agreed.ranks, mail.rank());
         const std::vector<Step> steps{{&mail, 0, others, others}};
-        return std::make_unique<Steps>(*job_, steps, combine, id, agreed, own);
+        return std::make_unique<Steps>(*this, steps, combine, id, agreed, own);
     };
     if (!agreed->ranks.empty()) {
         const auto replicas = static_cast<int64_t>(own.length) / (2 * agreed->channels + (id.phase == 0));
         if (replicas != agreed->replicas)
             return std::make_unique<Underway>(
-                [=] { return in(*job_->all, agreed_in_python(job_->number, id, replicas))->total(); });
+                [=] { return in(*job_, agreed_in_python(number_, id, replicas))->total(); });
     }
-    return in(machine_ != nullptr && leaders_.size() == 1 ? *machine_ : *job_->all, *agreed);
+    return in(machine_ != nullptr && machine_->ranks() == job_->ranks() ? *machine_ : *job_, *agreed);
 }
 
 std::string Processes::bytes_of(int64_t key, const char* what, double timeout, const std::vector<std::string>& own) {
-    Mailbox& mail = *job_->all;
+    Mailbox& mail = *job_;
     mail.check_open();
     const Label label{key, 0, 0, -1, 0};
     const Ranks others = without(mail.everybody, mail.rank());
     for (size_t i = 0; i < own.size(); ++i)
         mail.post(label, own[i].data(), own[i].size(), own.size() == 1 ? others : without({i}, mail.rank()));
-    WaitForVectors wait(*job_, mail, what, label, others, timeout);
+    WaitForVectors wait(*this, mail, what, label, others, timeout);
     wait.comes_within(kForEver);
     std::string all(mail.ranks() * sizeof(size_t), 0);
     auto found = wait.found().begin();
@@ -399,8 +411,8 @@ std::string Processes::bytes_of(int64_t key, const char* what, double timeout, c
 }
 
 void Processes::leave(Mailbox::State state, const std::string& reason) {
-    if (machine_ != nullptr) machine_->leave(state, reason);
-    job_->all->leave(state, reason);
+    for (Mailbox* const mail : std::initializer_list<Mailbox*>{machine_.get(), memory_of_sums_.get(), job_.get()})
+        if (mail != nullptr) mail->leave(state, reason);
 }
 
 }  // namespace syncbn
