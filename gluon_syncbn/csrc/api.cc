@@ -343,8 +343,8 @@ SYNCBN_API int syncbn_allreduce(void* exchange, bool merges, const syncbn::CallI
     return done([&] {
         const auto combine = merges ? syncbn::Combine::kMerge : syncbn::Combine::kAdd;
         syncbn::Exchange& host = *static_cast<ExchangeHandle*>(exchange)->host;
-        const syncbn::Total total = host.begin(combine, *id, {{row}, static_cast<size_t>(length)})->total();
-        std::copy(total.values.begin(), total.values.end(), out);
+        const auto total = host.begin(combine, *id, {{row}, static_cast<size_t>(length)})(syncbn::kForEver);
+        std::copy(total->values.begin(), total->values.end(), out);
     });
 }
 

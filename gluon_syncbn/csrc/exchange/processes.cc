@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <optional>
 #include <utility>
 
@@ -21,7 +20,6 @@ constexpr double kSpin = 5e-4, kTaken = 2e-4, kNobody = 1e-6;
 constexpr double kSpinUnwoken = 3e-3;  // where no arrival wakes a sleeper, and a nap may come at each message
 constexpr int kInVain = 4;
 constexpr double kSkippedAfter = 0.5;
-constexpr double kForEver = std::numeric_limits<double>::infinity();
 // Up to this number of ranks, each sends its vector to all. More ranks send as many messages as the logarithm of the
 // number.
 constexpr size_t kFew = 4;
@@ -56,19 +54,6 @@ Total side_by_side(const std::vector<Mailbox::Found>& parts, size_t own, const A
         of_members.values.insert(of_members.values.end(), vector, vector + static_cast<int64_t>(length));
     }
     return of_members;
-}
-
-Vector reduced(Combine combine, const std::vector<Mailbox::Found>& parts) {
-    Vector total;
-    for (const Mailbox::Found& part : parts) {
-        if (total.empty() && combine == Combine::kAdd) {  // saves a pass
-            total.assign(part.values, part.values + part.length());
-            continue;
-        }
-        total.resize(part.length());
-        put(combine, total.data(), part.values, part.length());
-    }
-    return total;
 }
 
 }  // namespace
@@ -199,31 +184,36 @@ class Processes::WaitForVectors final : public WaitForOthers {
 };
 
 // An exchange in steps. Each combines what comes in the order of the ranks, so that all have the same bits.
-class Processes::Steps : public Underway {
+class Processes::Steps {
   public:
-    Steps(Processes& processes, std::vector<Step> steps, Combine combine, const CallId& id, Agreed agreed,
+    template <typename... Arguments>
+    static Underway begun(Processes& processes, const Arguments&... arguments) {
+        const auto steps = std::make_shared<Steps>(processes, arguments...);
+        return [steps](double seconds) { return steps->within(seconds); };
+    }
+    Steps(Processes& processes, const std::vector<Step>& steps, Combine combine, const CallId& id, const Agreed& agreed,
           const Contribution& own)
         : processes_(processes),
           combine_(combine),
           id_(id),
-          agreed_(std::move(agreed)),
+          agreed_(agreed),
           length_(own.length),
           values_(own.rows[0]),
-          steps_(std::move(steps)) {
-        if (own.rows.size() > 1) has(combined(combine, own));
+          steps_(steps) {
+        if (own.rows.size() > 1) reduce(combine, own);
         std::lock_guard<std::mutex> lock(processes_.mutex_);
         processes_.here_.push_back(label(0));
     }
-    ~Steps() override {
+    ~Steps() {
         std::lock_guard<std::mutex> lock(processes_.mutex_);
         processes_.here_.erase(std::find(processes_.here_.begin(), processes_.here_.end(), label(0)));
     }
 
-    bool comes_within(double seconds) override {
+    std::optional<Total> within(double seconds) {
         try {
             for (; at_ < steps_.size(); ++at_, wait_.reset()) {
                 if (!wait_) begin();
-                if (!wait_->comes_within(seconds)) return false;
+                if (!wait_->comes_within(seconds)) return std::nullopt;
                 SYNCBN_POINT("after_collect");
                 end();
             }
@@ -231,20 +221,14 @@ class Processes::Steps : public Underway {
             for (const Step& step : steps_) step.mail->leave(Mailbox::State::kFailed, error.what());
             throw;
         }
-        return true;
-    }
-    Total total() override {
-        comes_within(kForEver);
-        if (values_ != total_.values.data() && combine_ != Combine::kSideBySide)  // nobody else is there
-            total_.values.assign(values_, values_ + length_);
         total_.key = agreed_.key;
         return std::move(total_);
     }
 
   private:
     Label label(int64_t piece) const { return {agreed_.key, id_.node, id_.call, id_.phase, piece}; }
-    void has(Vector total) {
-        total_.values = std::move(total);
+    void reduce(Combine combine, const Contribution& rows) {
+        total_.values = combined(combine, rows);
         values_ = total_.values.data();
     }
     void begin() {
@@ -270,7 +254,10 @@ class Processes::Steps : public Underway {
                                       [&](const auto& part) { return part.length() <= step.mail->most_values(); });
         if (combine_ != Combine::kSideBySide) {
             wait_->check_lengths(length_);
-            if (!step.from.empty()) has(reduced(step.contributes ? combine_ : Combine::kAdd, parts));
+            Contribution rows{{}, length_};
+            rows.rows.reserve(parts.size());
+            for (const Mailbox::Found& part : parts) rows.rows.push_back(part.values);
+            reduce(combine_, rows);
         } else if (fits) {
             total_ = side_by_side(parts, static_cast<size_t>(place), agreed_);
         }
@@ -284,6 +271,7 @@ class Processes::Steps : public Underway {
     const Agreed agreed_;
     const size_t length_;
     const double* values_;  // what this rank has: its row, or a total
+    Total total_;
     std::vector<Step> steps_;
     size_t at_ = 0;
     std::optional<WaitForVectors> wait_;
@@ -359,29 +347,32 @@ std::vector<Processes::Step> Processes::between(const Ranks& ranks) const {
 
 // The first call of a layer asks later for the agreement, because that may take a while, and so does a call with another
 // number of replicas.
-std::unique_ptr<Underway> Processes::begin(Combine combine, const CallId& id, const Contribution& own) {
+Underway Processes::begin(Combine combine, const CallId& id, const Contribution& own) {
     const Agreed* agreed = known(id);
     if (agreed == nullptr)
-        return std::make_unique<Underway>([=] {
+        return later([=] {
             learn(id);
-            return begin(combine, id, own)->total();
+            return *begin(combine, id, own)(kForEver);
         });
     if (combine != Combine::kSideBySide) {
         const bool fits = machine_ != nullptr && own.length <= machine_->most_values();
-        return std::make_unique<Steps>(*this, fits ? in_levels_ : in_job_, combine, id, *agreed, own);
+        return Steps::begun(*this, fits ? in_levels_ : in_job_, combine, id, *agreed, own);
     }
-    const auto in = [this, combine, id, own](Mailbox& mail, const Agreed& agreed) {
+    const auto among = [](Mailbox& mail, const Agreed& agreed) -> std::vector<Step> {
         const Ranks others = without(agreed.ranks.empty() ? mail.everybody : agreed.ranks, mail.rank());
-        const std::vector<Step> steps{{&mail, 0, others, others}};
-        return std::make_unique<Steps>(*this, steps, combine, id, agreed, own);
+        return {{&mail, 0, others, others}};
     };
     if (!agreed->ranks.empty()) {
         const auto replicas = static_cast<int64_t>(own.length) / (2 * agreed->channels + (id.phase == 0));
         if (replicas != agreed->replicas)
-            return std::make_unique<Underway>(
-                [=] { return in(*job_, agreed_in_python(number_, id, replicas))->total(); });
+            return later([=] {
+                const Agreed of_these = agreed_in_python(number_, id, replicas);
+                return *Steps::begun(*this, among(*job_, of_these), combine, id, of_these, own)(kForEver);
+            });
     }
-    return in(machine_ != nullptr && machine_->ranks() == job_->ranks() ? *machine_ : *job_, *agreed);
+    Mailbox* mail = job_.get();
+    if (machine_ != nullptr && machine_->ranks() == job_->ranks()) mail = machine_.get();
+    return Steps::begun(*this, among(*mail, *agreed), combine, id, *agreed, own);
 }
 
 std::string Processes::bytes_of(int64_t key, const char* what, double timeout, const std::vector<std::string>& own) {

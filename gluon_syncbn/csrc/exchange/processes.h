@@ -32,7 +32,7 @@ class Processes : public Exchange {
     void meet(std::shared_ptr<Segment> memory, Ranks ranks, Ranks leaders, const Mpi* mpi, size_t carried_from);
 
     bool spans_processes() const override { return true; }
-    std::unique_ptr<Underway> begin(Combine combine, const CallId& id, const Contribution& own) override;
+    Underway begin(Combine combine, const CallId& id, const Contribution& own) override;
 
     // Sends bytes to all ranks, the same or `own` for each. Returns theirs, this one's included, in the order of the
     // ranks: the sizes, then all bytes. `key` identifies the messages.

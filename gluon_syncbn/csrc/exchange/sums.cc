@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cctype>
 #include <cstring>
-#include <limits>
 #include <sstream>
 #include <string>
 #include <system_error>
@@ -21,8 +20,7 @@ namespace {
 
 constexpr double kSleep = std::chrono::duration<double>(kSlice).count();
 constexpr double kPoll = 5e-5;  // seconds between two looks at a sum of machines
-constexpr double kForEver = std::numeric_limits<double>::infinity();
-constexpr size_t kLine = 64;  // bytes of a cache line
+constexpr size_t kLine = 64;    // bytes of a cache line
 
 // Widens the values of an array to the type of parameters, added up over the contexts.
 void widen(Type type, const std::vector<void*>& contexts, size_t begin, size_t count, char* out) {

@@ -105,7 +105,7 @@ Contribution row_of_each_context(const Meeting& meeting, Phase& phase, Combine c
 }
 
 // (3)
-std::unique_ptr<Underway> begin_exchange(const Meeting& meeting, Phase& phase) {
+Underway begin_exchange(const Meeting& meeting, Phase& phase) {
     Exchange& exchange = *meeting.exchange;
     const LayerConfig& config = *meeting.config;
     const CallId id{config.layer,        meeting.draw.node, meeting.draw.call, phase.number,
@@ -360,14 +360,11 @@ bool Rendezvous::contribute(const Place& place, Part part, double seconds) {
     }
     phase.last = place.position;
     lock.unlock();  // no other thread touches a complete phase
-    bool comes = false;
     attempt(meeting, [&] {
         SYNCBN_POINT("before_reduce");
         phase.underway = begin_exchange(meeting, phase);
-        comes = phase.underway->comes_within(seconds);
     });
-    if (comes) finish(meeting, phase);
-    return comes;
+    return finish(meeting, phase, seconds);
 }
 
 template <typename Work>
@@ -380,21 +377,23 @@ void Rendezvous::attempt(Meeting& meeting, const Work& work) const {
     }
 }
 
-void Rendezvous::finish(Meeting& meeting, Phase& phase) const {
-    Total total;
+bool Rendezvous::finish(Meeting& meeting, Phase& phase, double seconds) const {
+    std::optional<Total> total;
     attempt(meeting, [&] {
-        total = phase.underway->total();
-        SYNCBN_POINT("after_reduce");
+        total = phase.underway(seconds);
+        if (total) SYNCBN_POINT("after_reduce");
     });
+    if (!total) return false;
     Lock lock(mutex_);
     throw_if_failed(meeting);
     if (debugging()) record_meeting(name_of_call(meeting, phase), meeting, phase);
-    phase.total = std::move(total);
+    phase.total = std::move(*total);
     phase.done = true;
     phase.entries.clear();
     phase.made.clear();
-    phase.underway.reset();
+    phase.underway = nullptr;
     meeting.changed.notify_all();
+    return true;
 }
 
 Total Rendezvous::total(const Place& place) const {
@@ -403,7 +402,7 @@ Total Rendezvous::total(const Place& place) const {
     Phase& phase = meeting.phases[place.phase];
     if (!phase.done && phase.arrived == meeting.replicas() && phase.last == place.position) {
         lock.unlock();
-        finish(meeting, phase);
+        finish(meeting, phase, kForEver);
         lock.lock();
     }
     if (!phase.done) {
