@@ -2,7 +2,6 @@
 // between those of all ranks.
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <list>
 #include <memory>
@@ -62,10 +61,8 @@ class Inbox : public Mailbox {
         std::lock_guard<std::mutex> lock(mutex_);
         if (states_[rank_] != State::kPresent) return;
         const std::string text = reason.substr(0, 4000);
-        Ranks others = everybody;
-        others.erase(others.begin() + static_cast<int64_t>(rank_));
         send({{}, state == State::kFailed ? Head::kFailed : Head::kEnded, own(), text.size()}, text.data(), text.size(),
-             others);
+             without(everybody, rank_));
         report(rank_, state, text);
         left();
     }

@@ -4,6 +4,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
@@ -25,6 +26,10 @@ struct Label {
 };
 
 using Ranks = std::vector<size_t>;  // ascending
+inline Ranks without(Ranks ranks, size_t rank) {
+    ranks.erase(std::remove(ranks.begin(), ranks.end(), rank), ranks.end());
+    return ranks;
+}
 
 class Mailbox {
   public:

@@ -34,11 +34,6 @@ std::string name_of_call(const Label& label, const std::string& name) {
            std::to_string(label.call + 1) + " of " + title_of(name);
 }
 
-Ranks without(Ranks ranks, size_t rank) {
-    ranks.erase(std::remove(ranks.begin(), ranks.end(), rank), ranks.end());
-    return ranks;
-}
-
 // The vectors of all, in the order of the ranks; `own` is the place of this one.
 Total side_by_side(const std::vector<Mailbox::Found>& parts, size_t own, const Agreed& agreed) {
     Total total;

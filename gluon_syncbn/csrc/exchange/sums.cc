@@ -87,16 +87,13 @@ std::string name_of(const Round& round, size_t begin, size_t end) {
 void compare(const Round& round, const std::string& own_rank, const std::string& told) {
     std::istringstream ours(text_of(round)), theirs(told);
     std::string one, another;
-    const auto next = [](std::istringstream& lines, std::string& line) {
-        if (!std::getline(lines, line)) line = "none";
-    };
-    next(ours, one);
-    next(theirs, another);
+    std::getline(ours, one);
+    std::getline(theirs, another);
     if (one == another) return;
     size_t number = 0;
     do {
-        next(ours, one);
-        next(theirs, another);
+        if (!std::getline(ours, one)) one = "none";
+        if (!std::getline(theirs, another)) another = "none";
         ++number;
     } while (without_counters(one) == without_counters(another) && one != "none");
     throw Failure("the processes disagree about their arrays in " + name_of(round, 0, round.summands.size()) +
@@ -435,8 +432,7 @@ std::optional<std::string> Sums::announced() {
 void Sums::announce(const std::string& text) {
     segment_.check_open();
     if (machines_ != nullptr && decides()) machines_->announce(rounds_, text);
-    Ranks others = segment_.everybody;
-    others.erase(others.begin());
+    const Ranks others = without(segment_.everybody, 0);
     segment_.post(Machines::label(Machines::kOrder, rounds_), text.data(), text.size(), others);
     for (const size_t rank : others) segment_.ring(Segment::ring_of(rank));
 }
