@@ -267,11 +267,10 @@ SYNCBN_API int syncbn_agreed(syncbn::Agreed* out, int64_t key, const Span<const 
     });
 }
 
-// Memory that the processes of this machine share: see exchange/segment.h. Rank 0 makes it with a `token` of 32 letters.
-SYNCBN_API void* syncbn_segment(int64_t ranks, int64_t rank, const char* token, int64_t process, int number) {
-    return guarded<void*>(nullptr, [&] {
-        return new Segment(static_cast<size_t>(ranks), static_cast<size_t>(rank), token, process, number);
-    });
+// Memory that the processes of this machine share: see exchange/segment.h. `token`: 32 letters. `path`: empty in rank 0.
+SYNCBN_API void* syncbn_segment(int64_t ranks, int64_t rank, const char* token, const char* path) {
+    return guarded<void*>(
+        nullptr, [&] { return new Segment(static_cast<size_t>(ranks), static_cast<size_t>(rank), token, path); });
 }
 SYNCBN_API int syncbn_segment_number(void* segment) { return static_cast<Segment*>(segment)->number(); }
 SYNCBN_API void syncbn_segment_free(void* segment) { delete static_cast<Segment*>(segment); }

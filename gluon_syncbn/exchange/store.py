@@ -356,8 +356,8 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             if self.rank != ranks[0]:
                 return None
             token = os.urandom(16).hex()
-            segment = _native.segment(len(ranks), 0, token, 0, 0)
-            return token, os.getpid(), _native.segment_number(segment)
+            segment = _native.segment(len(ranks), 0, token, "")
+            return token, f"/proc/{os.getpid()}/fd/{_native.segment_number(segment)}"
 
         def see() -> List[int]:
             nonlocal segment

@@ -279,7 +279,7 @@ Processes::~Processes() = default;
 
 void Processes::meet(std::shared_ptr<Segment> memory, Ranks ranks, Ranks leaders, const Mpi* mpi, size_t carried_from) {
     machine_ = memory != nullptr ? memory : machine_;
-    memory_of_sums_ = memory != nullptr ? std::move(memory) : std::make_shared<Segment>(1, 0, "", 0, 0);
+    memory_of_sums_ = memory != nullptr ? std::move(memory) : std::make_shared<Segment>(1, 0, "");
     memory_of_sums_->members = {std::move(ranks), job_->ranks()};
     if (machine_ == memory_of_sums_) in_levels_ = levels(leaders);
     std::unique_ptr<Machines> machines;

@@ -146,6 +146,8 @@ std::shared_ptr<Exchange> kvstore_exchange(int64_t number) { return std::make_sh
 
 std::unique_ptr<Mailbox> mailbox(size_t rank, size_t ranks) { return std::make_unique<Carried>(rank, ranks); }
 
+void set_python_functions(const PythonFunctions& given) { functions = given; }
+
 bool next_message(Mailbox& mailbox, double seconds, std::string* message) {
     return static_cast<Carried&>(mailbox).next(seconds, message);
 }
@@ -153,8 +155,6 @@ bool next_message(Mailbox& mailbox, double seconds, std::string* message) {
 void deliver(Mailbox& mailbox, const char* message, size_t size) {
     static_cast<Carried&>(mailbox).deliver(message, size);
 }
-
-void set_python_functions(const PythonFunctions& given) { functions = given; }
 
 Agreed agreed_in_python(int64_t exchange, const CallId& id, int64_t replicas) {
     Agreed agreed;

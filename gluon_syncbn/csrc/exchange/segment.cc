@@ -27,31 +27,19 @@ long futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const tim
 
 // The lock on a rank's byte ends with the rank's process, however that ends, and never earlier. A child of a fork has
 // none.
-struct flock byte_of(size_t rank, short type) {
-    struct flock lock = {};
-    lock.l_type = type;
-    lock.l_whence = SEEK_SET;
-    lock.l_start = static_cast<off_t>(rank);
-    lock.l_len = 1;
-    return lock;
-}
+struct flock lock_of(size_t rank) { return {F_WRLCK, SEEK_SET, static_cast<off_t>(rank), 1, 0}; }
 
-std::string path_of(int64_t process, int number) {
-    return "/proc/" + std::to_string(process) + "/fd/" + std::to_string(number);
-}
-
-int opened(size_t rank, int64_t process, int number) {
-    if (rank > 0) return open(path_of(process, number).c_str(), O_RDWR | O_CLOEXEC);
+int opened(size_t rank, const std::string& path) {
+    if (rank > 0) return open(path.c_str(), O_RDWR | O_CLOEXEC);
     return static_cast<int>(syscall(SYS_memfd_create, "gluon_syncbn", 1u));  // MFD_CLOEXEC
 }
 
 }  // namespace
 
-Segment::Segment(size_t ranks, size_t rank, const std::string& token, int64_t process, int number)
-    : Mailbox(rank, ranks), file_{opened(rank, process, number)} {
+Segment::Segment(size_t ranks, size_t rank, const std::string& token, const std::string& path)
+    : Mailbox(rank, ranks), file_{opened(rank, path)} {
     if (ranks > kMostRanks)
         throw std::runtime_error("a machine has more than " + std::to_string(kMostRanks) + " processes");
-    const std::string path = path_of(process, number);
     const int file = file_.number;
     if (file < 0) fail(rank == 0 ? "memfd_create" : path.c_str());
     const size_t size = offsetof(Memory, of) + ranks * sizeof(Memory::OfRank);
@@ -67,7 +55,7 @@ Segment::Segment(size_t ranks, size_t rank, const std::string& token, int64_t pr
         token.copy(memory_->token, kTokenSize);
     else if (token != std::string(memory_->token, kTokenSize))
         throw std::runtime_error(path + " is of another process");
-    struct flock lock = byte_of(rank, F_WRLCK);
+    struct flock lock = lock_of(rank);
     if (fcntl(file, F_SETLK, &lock) != 0) fail("fcntl(F_SETLK)");
     memory_->of[rank].process = process_;
 }
@@ -136,10 +124,6 @@ uint32_t Segment::ring_of(const Label& label) const {
     return static_cast<uint32_t>(hash >> 32) % kRings;
 }
 
-uint32_t Segment::ring_of(size_t rank) { return static_cast<uint32_t>(kRings + rank); }
-
-uint32_t Segment::heard(uint32_t ring) { return memory_->rings[ring].posts; }
-
 void Segment::sleep(uint32_t ring, uint32_t seen, double seconds) {
     timespec timeout;
     timeout.tv_sec = static_cast<time_t>(seconds);
@@ -162,17 +146,13 @@ void Segment::ring(uint32_t ring) {
 
 // ---- members -------------------------------------------------------------------------------------------------------
 
-Mailbox::State Segment::state_of(size_t rank) const { return memory_->of[rank].state; }
-
 int64_t Segment::died(size_t rank) const {
     const int64_t process = memory_->of[rank].process;
     if (rank == rank_ || process == process_) return 0;  // a process does not see its own locks
-    struct flock lock = byte_of(rank, F_WRLCK);
+    struct flock lock = lock_of(rank);
     const bool free = fcntl(file_.number, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
     return free && state_of(rank) == State::kPresent ? process : 0;
 }
-
-std::string Segment::reason_of(size_t rank) const { return memory_->of[rank].reason; }
 
 void Segment::leave(State state, const std::string& reason) {
     Memory::OfRank& own = memory_->of[rank_];

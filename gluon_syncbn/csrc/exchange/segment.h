@@ -28,10 +28,10 @@ class Segment : public Mailbox {
     // Of a vector; a longer one goes another way. The kernel gives memory only for the part of a place that was used.
     static constexpr size_t kMostValues = 74240;
 
-    // Rank 0 makes it, with this `token`. The others open it as file descriptor `number` of process `process`. Throws
-    // std::runtime_error with the reason. A process that sees other memory there, as in another container, finds no
+    // Rank 0 makes it, with this `token`. The others open it at `path`, among the file descriptors of rank 0's process.
+    // Throws std::runtime_error with the reason. A process that sees other memory there, as in another container, finds no
     // token or another one.
-    Segment(size_t ranks, size_t rank, const std::string& token, int64_t process, int number);
+    Segment(size_t ranks, size_t rank, const std::string& token, const std::string& path = "");
 
     int number() const { return file_.number; }
 
@@ -42,15 +42,15 @@ class Segment : public Mailbox {
 
     uint32_t ring_of(const Label& label) const override;
     // The ring of a rank's thread for long sums.
-    static uint32_t ring_of(size_t rank);
-    uint32_t heard(uint32_t ring) override;
+    static uint32_t ring_of(size_t rank) { return static_cast<uint32_t>(kRings + rank); }
+    uint32_t heard(uint32_t ring) override { return memory_->rings[ring].posts; }
     void sleep(uint32_t ring, uint32_t seen, double seconds) override;
     void wake(uint32_t ring) override;
     // The number of the ring changes, and all wake who sleep there.
     void ring(uint32_t ring);
 
-    State state_of(size_t rank) const override;
-    std::string reason_of(size_t rank) const override;
+    State state_of(size_t rank) const override { return memory_->of[rank].state; }
+    std::string reason_of(size_t rank) const override { return memory_->of[rank].reason; }
     int64_t died(size_t rank) const override;
     void leave(State state, const std::string& reason) override;
 
