@@ -288,18 +288,6 @@ void Processes::meet(std::shared_ptr<Segment> memory, Ranks ranks, Ranks leaders
     sums_ = std::make_unique<Sums>(*memory_of_sums_, std::move(machines));
 }
 
-const Agreed* Processes::known(const CallId& id) const {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = known_.find(id.layer);
-    return found == known_.end() ? nullptr : &found->second.agreed;
-}
-
-void Processes::learn(const CallId& id) {
-    const Agreed agreed = agreed_in_python(number_, id, 0);
-    std::lock_guard<std::mutex> lock(mutex_);
-    known_.emplace(id.layer, Known{agreed, id.name});
-}
-
 // The steps of a reduction: in the machine, between the leaders, and back.
 std::vector<Processes::Step> Processes::levels(const Ranks& leaders) const {
     const Ranks others = without(machine_->everybody, machine_->rank());
@@ -343,10 +331,16 @@ std::vector<Processes::Step> Processes::between(const Ranks& ranks) const {
 // The first call of a layer asks later for the agreement, because that may take a while, and so does a call with another
 // number of replicas.
 Underway Processes::begin(Combine combine, const CallId& id, const Contribution& own) {
-    const Agreed* agreed = known(id);
+    std::unique_lock<std::mutex> lock(mutex_);
+    const auto known = known_.find(id.layer);
+    const Agreed* const agreed = known == known_.end() ? nullptr : &known->second.agreed;
+    lock.unlock();
     if (agreed == nullptr)
         return later([=] {
-            learn(id);
+            Known learned{agreed_in_python(number_, id, 0), id.name};
+            std::unique_lock<std::mutex> lock(mutex_);
+            known_.emplace(id.layer, std::move(learned));
+            lock.unlock();
             return *begin(combine, id, own)(kForEver);
         });
     if (combine != Combine::kSideBySide) {

@@ -53,15 +53,13 @@ class Processes : public Exchange {
         double longer = 0;        // seconds, beside the time limit
         bool contributes = true;  // to what comes; otherwise, that is a total already
     };
+    // What the processes have agreed on about a layer.
     struct Known {
         Agreed agreed;
         std::string name;  // for messages
     };
     class WaitForVectors;
     class Steps;
-    // Returns the agreement of the processes; null if it is not known here yet.
-    const Agreed* known(const CallId& id) const;
-    void learn(const CallId& id);
     std::vector<Step> levels(const Ranks& leaders) const;
     std::vector<Step> between(const Ranks& ranks) const;
 

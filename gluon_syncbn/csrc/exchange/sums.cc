@@ -408,8 +408,6 @@ void Sums::begin(std::shared_ptr<Round> round) {
     look();
 }
 
-void Sums::look() { segment_.ring(ring_); }
-
 void Sums::serve() noexcept {
     while (true) {
         try {
@@ -419,8 +417,6 @@ void Sums::serve() noexcept {
         }
     }
 }
-
-bool Sums::decides() const { return segment_.rank() == 0 && (machines_ == nullptr || machines_->is_first()); }
 
 // What rank 0 has told of the next round, if it has.
 std::optional<std::string> Sums::announced() {
