@@ -106,20 +106,23 @@ def sizes(over: str, store: Any, work: Dict[str, Any]) -> Dict[str, Any]:
     import numpy as np
 
     from gluon_syncbn import _native
+    from gluon_syncbn.exchange import named
+    from gluon_syncbn.exchange.store import ProcessStore
 
     if store.why_not_in_memory is not None:
         raise SystemExit(f"the processes do not share memory: {store.why_not_in_memory}")
-    layer = new_layer(store)
+    alone = ProcessStore(over, named.transport(over))  # does not meet in memory
+    layers = {of.handle: new_layer(of) for of in (store, alone)}
     cells = []
     for size in work["sizes"]:
         values, total = np.ones(size // 8), np.empty(size // 8)
         calls = iter(range(10**9))
         # As in a step, nothing is made for a call; there, no Python is on the way either.
-        id = _native.CallId(layer, size, 0, 0, b"a benchmark", 120.0)
+        ids = {handle: _native.CallId(layer, size, 0, 0, b"a benchmark", 120.0) for handle, layer in layers.items()}
 
         def call(
             handle: int,
-            id: Any = id,
+            id: Any,
             calls: Any = calls,
             size: int = size,
             data: Any = (values.ctypes.data, total.ctypes.data),
@@ -129,8 +132,8 @@ def sizes(over: str, store: Any, work: Dict[str, Any]) -> Dict[str, Any]:
 
         steps: Dict[str, Callable[[], None]] = {
             "bare": _measuring.bare_sum(over, values),
-            "ours": functools.partial(call, store.handle),
-            "transport": functools.partial(call, store._transport.handle),
+            "ours": functools.partial(call, store.handle, ids[store.handle]),
+            "transport": functools.partial(call, alone.handle, ids[alone.handle]),
         }
         taken = in_turn(steps, work["rounds"])
         cells.append({"bytes": size, "processes": store.num_workers, "microseconds": taken})

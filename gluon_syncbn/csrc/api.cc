@@ -267,22 +267,12 @@ SYNCBN_API int syncbn_agreed(syncbn::Agreed* out, int64_t key, const Span<const 
     });
 }
 
-// Memory that the processes of this machine share: see exchange/segment.h. Rank 0 creates it, and the others open it by
-// rank 0's process, and by its number and token there.
-SYNCBN_API void* syncbn_segment_create(int64_t ranks) {
-    return guarded<void*>(nullptr, [&] { return Segment::create(static_cast<size_t>(ranks)).release(); });
+// Memory that the processes of this machine share: see exchange/segment.h. `token`: 32 letters. `path`: empty in rank 0.
+SYNCBN_API void* syncbn_segment(int64_t ranks, int64_t rank, const char* token, const char* path) {
+    return guarded<void*>(
+        nullptr, [&] { return new Segment(static_cast<size_t>(ranks), static_cast<size_t>(rank), token, path); });
 }
-SYNCBN_API void* syncbn_segment_open(int64_t ranks, int64_t rank, int64_t process, int64_t number, const char* token) {
-    return guarded<void*>(nullptr, [&] {
-        return Segment::open(static_cast<size_t>(ranks), static_cast<size_t>(rank), process, static_cast<int>(number),
-                             unhex(token))
-            .release();
-    });
-}
-SYNCBN_API int64_t syncbn_segment_number(void* segment) { return static_cast<Segment*>(segment)->number(); }
-SYNCBN_API const char* syncbn_segment_token(void* segment) {
-    return text([&] { return hex(static_cast<Segment*>(segment)->token()); });
-}
+SYNCBN_API int syncbn_segment_number(void* segment) { return static_cast<Segment*>(segment)->number(); }
 SYNCBN_API void syncbn_segment_free(void* segment) { delete static_cast<Segment*>(segment); }
 
 // Over the processes of a job. `number` identifies an exchange in Python, which knows the layers. It also carries
@@ -291,8 +281,7 @@ SYNCBN_API void* syncbn_processes(int64_t number, int64_t rank, int64_t ranks, c
     return handle([&] {
         const auto own = static_cast<size_t>(rank), count = static_cast<size_t>(ranks);
         auto mail = mpi != nullptr ? syncbn::mailbox(*mpi, own, count) : syncbn::mailbox(own, count);
-        auto job = std::make_shared<syncbn::Job>(number, std::move(mail));
-        return ExchangeHandle{std::make_shared<syncbn::Processes>(std::move(job))};
+        return ExchangeHandle{std::make_shared<syncbn::Processes>(number, std::move(mail))};
     });
 }
 // For a carrier in Python: see exchange/python.h. The first returns bytes, until this thread's next call; a size of -1
@@ -300,30 +289,28 @@ SYNCBN_API void* syncbn_processes(int64_t number, int64_t rank, int64_t ranks, c
 SYNCBN_API const void* syncbn_next_message(void* processes, double seconds, int64_t* size) {
     return text([&] {
         std::string message;
-        const bool goes_on = syncbn::next_message(*of_processes(processes).job()->all, seconds, &message);
+        const bool goes_on = syncbn::next_message(of_processes(processes).job(), seconds, &message);
         *size = goes_on ? static_cast<int64_t>(message.size()) : -1;
         return message;
     });
 }
 SYNCBN_API int syncbn_deliver(void* processes, int64_t size, const char* message) {
-    return done([&] { syncbn::deliver(*of_processes(processes).job()->all, message, static_cast<size_t>(size)); });
+    return done([&] { syncbn::deliver(of_processes(processes).job(), message, static_cast<size_t>(size)); });
 }
 // What has become of a rank: "has ended"; empty if it is there.
 SYNCBN_API const char* syncbn_fate_of(void* processes, int64_t rank) {
-    return text([&] { return of_processes(processes).job()->all->fate_of(static_cast<size_t>(rank)); });
+    return text([&] { return of_processes(processes).job().fate_of(static_cast<size_t>(rank)); });
 }
-// The same with memory of this machine. Takes ownership of the segment, which `ranks` share. `leaders`: of all machines.
-// They add gradients by MPI; if `mpi` is null, see exchange/machines.h.
-SYNCBN_API void* syncbn_exchange_machine(void* processes, void* segment, const Span<const size_t>& ranks,
-                                         const Span<const size_t>& leaders, const syncbn::Mpi* mpi,
-                                         int64_t carried_from) {
-    return handle([&] {
-        auto job = of_processes(processes).job();
-        std::unique_ptr<Segment> machine(static_cast<Segment*>(segment));
-        machine->members = {{ranks.begin(), ranks.end()}, job->all->ranks()};
-        return ExchangeHandle{std::make_shared<syncbn::Processes>(std::move(job), std::move(machine),
-                                                                  syncbn::Ranks(leaders.begin(), leaders.end()), mpi,
-                                                                  static_cast<size_t>(carried_from))};
+// Takes ownership of the segment, which `ranks` share, or null, where only gradients are exchanged by these `leaders`: see
+// exchange/processes.h. `crowded`: there are more ranks than cores.
+SYNCBN_API int syncbn_meet(void* processes, void* segment, const Span<const size_t>& ranks,
+                           const Span<const size_t>& leaders, const syncbn::Mpi* mpi, int64_t carried_from,
+                           bool crowded) {
+    return done([&] {
+        std::shared_ptr<Segment> memory(static_cast<Segment*>(segment));
+        if (memory != nullptr) memory->crowded = crowded;
+        of_processes(processes).meet(std::move(memory), {ranks.begin(), ranks.end()}, {leaders.begin(), leaders.end()},
+                                     mpi, static_cast<size_t>(carried_from));
     });
 }
 
@@ -343,7 +330,7 @@ SYNCBN_API const void* syncbn_bytes_of(void* processes, int64_t key, const char*
     });
 }
 // The number of messages, for tests.
-SYNCBN_API int64_t syncbn_sent(void* processes) { return of_processes(processes).job()->all->sent; }
+SYNCBN_API int64_t syncbn_sent(void* processes) { return of_processes(processes).job().sent; }
 
 SYNCBN_API void syncbn_merge_moments(double* total, const double* part, int64_t channels) {
     syncbn::merge_moments(total, part, channels);
@@ -355,8 +342,8 @@ SYNCBN_API int syncbn_allreduce(void* exchange, bool merges, const syncbn::CallI
     return done([&] {
         const auto combine = merges ? syncbn::Combine::kMerge : syncbn::Combine::kAdd;
         syncbn::Exchange& host = *static_cast<ExchangeHandle*>(exchange)->host;
-        const syncbn::Total total = host.begin(combine, *id, {{row}, static_cast<size_t>(length)})->total();
-        std::copy(total.values.begin(), total.values.end(), out);
+        const auto total = host.begin(combine, *id, {{row}, static_cast<size_t>(length)})(syncbn::kForEver);
+        std::copy(total->values.begin(), total->values.end(), out);
     });
 }
 
@@ -368,7 +355,7 @@ SYNCBN_API int syncbn_sum(void* exchange, int64_t channel, int64_t number, doubl
         std::vector<syncbn::Summand> summands;
         for (int64_t i = 0; i < names.count; ++i)
             summands.push_back({names.values[i], static_cast<syncbn::Type>(types[i]), static_cast<size_t>(sizes[i])});
-        of_processes(exchange).job()->all->check_open();
+        of_processes(exchange).job().check_open();
         syncbn::native::sum_gradients(of_processes(exchange).sums(), channel, number, timeout, std::move(summands),
                                       static_cast<size_t>(contexts), arrays,
                                       static_cast<syncbn::cuda::AllReduce*>(gpus));

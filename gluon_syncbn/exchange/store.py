@@ -113,7 +113,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         number = _native.python_exchange(self)
         self.handle = _native.processes(number, self.rank, self.num_workers, transport.mpi)
         transport.open(self.handle)
-        self._sums = self.handle  # of gradients: after `meet_in_memory` with memory of this machine or of this process
+        self._each_by_itself = False  # gradients leave each process by the transport, and do not meet in memory
 
     # ---- KVStoreBase ---------------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         elif len(self.machines) > 1:
             machines = f"on {len(self.machines)} machines"
             statistics += f", and {self._name} between machines"
-        gradients = statistics if self._sums == self.handle else self._name
+        gradients = self._name if self._each_by_itself else statistics
         if any(one.way is not None for one in self._trainers.values()):
             gradients = "NCCL"
         return (
@@ -285,7 +285,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
                 kinds.classic(total.astype(target.dtype)).copyto(kinds.classic(target))
 
     def _begin_sum(self, what: str, summands: _native.Summands) -> None:
-        _native.sum_arrays(self._sums, _hash(what.encode()), self._count(what) - 1, summands)
+        _native.sum_arrays(self.handle, _hash(what.encode()), self._count(what) - 1, summands)
 
     # ---- vectors of all processes ----------------------------------------------------------------------------
 
@@ -304,7 +304,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         """
         messages = [part.dtype.str.encode().ljust(8) + np.ascontiguousarray(part).tobytes() for part in parts]
         try:
-            found = _native.bytes_of(self._transport.handle, self.num_workers, _hash(what.encode()), what, messages)
+            found = _native.bytes_of(self.handle, self.num_workers, _hash(what.encode()), what, messages)
         except mx.MXNetError as error:
             self.fail(str(error))
             raise
@@ -355,35 +355,38 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             nonlocal segment
             if self.rank != ranks[0]:
                 return None
-            segment = _native.segment_create(len(ranks))
-            return os.getpid(), _native.segment_number(segment), _native.segment_token(segment)
+            token = os.urandom(16).hex()
+            segment = _native.segment(len(ranks), 0, token, "")
+            return token, f"/proc/{os.getpid()}/fd/{_native.segment_number(segment)}"
 
-        def see() -> None:
+        def see() -> List[int]:
             nonlocal segment
             if segment is None:
-                segment = _native.segment_open(len(ranks), ranks.index(self.rank), *places[ranks[0]])
+                segment = _native.segment(len(ranks), ranks.index(self.rank), *places[ranks[0]])
+            return list(os.sched_getaffinity(0))
 
         if not problem:
             places, problem = self._all_make("the memory that the processes of a machine share", create)
         if not problem:
-            problem = self._all_make("whether all processes see that memory", see)[1]
+            cores, problem = self._all_make("whether all processes see that memory", see)
         if segment is not None and not problem:
             self.why_not_in_memory, self.machines = None, list(machines.values())
-            self.handle = self._machine(segment, ranks, [first for first, *_ in self.machines])
+            crowded = len({core for rank in ranks for core in cores[rank]}) < len(ranks)
+            self._meet(segment, ranks, [first for first, *_ in self.machines], crowded)
         else:
             self.why_not_in_memory = problem
             log.info("the processes exchange statistics over %s: %s", self._name, problem)
             if segment is not None:
                 _native.segment_free(segment)
-        self._sums = self.handle
-        if not self.machines or (len(self.machines) > 1 and self._transport.adds_from):
-            self._sums = self._machine(_native.segment_create(1), [self.rank], list(range(self.num_workers)))
+        self._each_by_itself = not self.machines or (len(self.machines) > 1 and self._transport.adds_from is not None)
+        if self._each_by_itself:
+            self._meet(None, [self.rank], list(range(self.num_workers)))
 
-    def _machine(self, segment: int, ranks: List[int], leaders: List[int]) -> _native.Handle:
+    def _meet(self, segment: Optional[int], ranks: List[int], leaders: List[int], crowded: bool = False) -> None:
         if len(leaders) > 1:
             self._transport.split(leaders)
         way = self._transport.mpi, self._transport.adds_from or 1 << 62
-        return _native.exchange_machine(self._transport.handle, segment, ranks, leaders, *way)
+        _native.meet(self.handle, segment, ranks, leaders, *way, crowded)
 
     def _all_make(self, what: str, make: Callable[[], Any], problem: str = "") -> Tuple[List[Any], str]:
         """Returns what every process makes that has no problem, and the first problem of one; empty if none has any."""
@@ -418,12 +421,10 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         return agreed._replace(replicas=here, members=np.arange(here), groups=groups, first=0)
 
     def fail(self, reason: str) -> None:
-        for handle in {self.handle, self._sums}:
-            _native.processes_failed(handle, reason)
+        _native.processes_failed(self.handle, reason)
 
     def close(self) -> None:
-        for handle in {self.handle, self._sums}:
-            _native.processes_ended(handle)
+        _native.processes_ended(self.handle)
         self._transport.close()
 
     def forked(self) -> None:

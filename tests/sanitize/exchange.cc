@@ -75,7 +75,7 @@ std::atomic<void*> current{nullptr};  // the same, for threads of earlier ones
 // Whether rank 0 has not failed.
 bool is_open(void* processes) {
     const auto& exchange = static_cast<const syncbn::Asked*>(processes)->host;
-    return static_cast<syncbn::Processes&>(*exchange).job()->all->state_of(0) == syncbn::Mailbox::State::kPresent;
+    return static_cast<syncbn::Processes&>(*exchange).job().state_of(0) == syncbn::Mailbox::State::kPresent;
 }
 
 // Rank 1 answers each vector of rank 0 with one of an empty batch, until rank 0 fails. It may fail itself.
@@ -132,13 +132,15 @@ void make_exchanges_of_processes() {
     made.push_back(of_processes);
     current = of_processes;
     std::thread(carry, of_processes).detach();
-    auto rank_0 = syncbn::Segment::create(2);
-    auto rank_1 = syncbn::Segment::open(2, 1, getpid(), rank_0->number(), rank_0->token());
+    const std::string token(32, 'a');
+    auto rank_0 = std::make_unique<syncbn::Segment>(2, 0, token);
+    auto rank_1 = std::make_shared<syncbn::Segment>(2, 1, token, "/proc/self/fd/" + std::to_string(rank_0->number()));
     shared = rank_0.get();
     constexpr size_t kRanks[] = {0, 1};
-    of_machine = syncbn_exchange_machine(of_processes, rank_0.release(), {2, kRanks}, {1, kRanks}, nullptr, INT64_MAX);
+    of_machine = syncbn_processes(3, 0, 2, nullptr);
+    syncbn_meet(of_machine, rank_0.release(), {2, kRanks}, {1, kRanks}, nullptr, INT64_MAX, false);
     made.push_back(of_machine);
-    std::thread([segment = std::shared_ptr<syncbn::Segment>(std::move(rank_1))] { play_rank_1(*segment); }).detach();
+    std::thread([rank_1] { play_rank_1(*rank_1); }).detach();
 }
 
 }  // namespace

@@ -11,27 +11,26 @@ namespace {
 
 class Memory : public Exchange {
   public:
-    std::unique_ptr<Underway> begin(Combine combine, const CallId& id, const Contribution& own) override {
-        return std::make_unique<Underway>(Total{combined(combine, own), 0, id.layer});
+    Underway begin(Combine combine, const CallId& id, const Contribution& own) override {
+        return [total = Total{combined(combine, own), 0, id.layer}](double) mutable { return std::move(total); };
     }
 };
 
 // Between GPUs of one process, one for each replica: each contribution goes to all of them, without the host.
-class OverNccl : public Exchange {
+class OverNccl : public Memory {
   public:
     bool on_devices() const override { return true; }
-    std::unique_ptr<Underway> begin(Combine combine, const CallId& id, const Contribution& own) override {
+    Underway begin(Combine combine, const CallId& id, const Contribution& own) override {
         if (own.devices.size() > 1) cuda::post_allgather(own.devices, id.name, id.timeout, id.interrupts);
-        return std::make_unique<Underway>(Total{combined(combine, own), 0, id.layer});
+        return Memory::begin(combine, id, own);
     }
 };
 
 }  // namespace
 
 Vector combined(Combine combine, const Contribution& own) {
-    if (combine == Combine::kSideBySide) return Vector(own.rows[0], own.rows[0] + own.length);
-    Vector total(own.length, 0.0);
-    for (const double* row : own.rows) put(combine, total.data(), row, own.length);
+    Vector total(own.rows[0], own.rows[0] + own.length);
+    for (size_t i = 1; i < own.rows.size(); ++i) put(combine, total.data(), own.rows[i], own.length);
     return total;
 }
 

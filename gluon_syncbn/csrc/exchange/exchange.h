@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -57,24 +58,15 @@ struct Agreed {
     int64_t first = 0;         // the first member of this process
 };
 
-// An exchange that this process has contributed to, and that may wait for others. This one has its total, or makes it
-// when that is requested. Leaving it early means a failure, which must be reported elsewhere.
-class Underway {
-  public:
-    explicit Underway(Total total = {}) : total_(std::move(total)) {}
-    explicit Underway(std::function<Total()> make) : make_(std::move(make)) {}
-    virtual ~Underway() = default;
-    // Whether all have come; waits at most so many seconds.
-    virtual bool comes_within(double) { return make_ == nullptr; }
-    // Waits without a limit of its own. Called once.
-    virtual Total total() { return make_ != nullptr ? make_() : std::move(total_); }
-
-  protected:
-    Total total_;
-
-  private:
-    const std::function<Total()> make_;
-};
+// An exchange that this process has contributed to: returns its total once, if that is there within so many seconds.
+// Leaving it early means a failure, which must be reported elsewhere.
+using Underway = std::function<std::optional<Total>(double seconds)>;
+// One that takes long: it makes the total for a thread that waits without a limit.
+inline Underway later(std::function<Total()> make) {
+    return [make = std::move(make)](double seconds) {
+        return seconds == kForEver ? std::optional<Total>(make()) : std::nullopt;
+    };
+}
 
 class Exchange {
   public:
@@ -89,7 +81,7 @@ class Exchange {
     // Or brings each replica all vectors, side by side in the order of the ranks. On GPUs, this may only begin, in
     // the replicas' streams, and the total has the samples of all slots. Does not wait, for a thread that may be needed
     // elsewhere. The rows and the name must stay valid. Throws std::runtime_error, or Failure, with the reason.
-    virtual std::unique_ptr<Underway> begin(Combine combine, const CallId& id, const Contribution& own) = 0;
+    virtual Underway begin(Combine combine, const CallId& id, const Contribution& own) = 0;
 };
 
 // Between threads of one process, whose memory holds all vectors already.

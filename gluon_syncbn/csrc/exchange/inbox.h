@@ -2,7 +2,6 @@
 // between those of all ranks.
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <list>
 #include <memory>
@@ -29,9 +28,7 @@ static_assert(sizeof(Head) % sizeof(double) == 0, "what follows is aligned");
 
 class Inbox : public Mailbox {
   public:
-    Inbox(size_t rank, size_t ranks) : Mailbox(rank, ranks), states_(ranks), died_(ranks), reasons_(ranks) {
-        for (auto& state : states_) state = State::kPresent;
-    }
+    Inbox(size_t rank, size_t ranks) : Mailbox(rank, ranks), states_(ranks), died_(ranks), reasons_(ranks) {}
 
     Found find(size_t rank, const Label& label) const override {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -58,17 +55,14 @@ class Inbox : public Mailbox {
         std::lock_guard<std::mutex> lock(mutex_);
         return reasons_[rank];
     }
-    bool crowded() const override { return false; }
     int64_t died(size_t rank) const override { return states_[rank] == State::kPresent ? died_[rank].load() : 0; }
     void leave(State state, const std::string& reason) override {
         if (!is_own()) return;
         std::lock_guard<std::mutex> lock(mutex_);
         if (states_[rank_] != State::kPresent) return;
         const std::string text = reason.substr(0, 4000);
-        Ranks others = everybody;
-        others.erase(others.begin() + static_cast<int64_t>(rank_));
         send({{}, state == State::kFailed ? Head::kFailed : Head::kEnded, own(), text.size()}, text.data(), text.size(),
-             others);
+             without(everybody, rank_));
         report(rank_, state, text);
         left();
     }

@@ -29,11 +29,6 @@ Machines::Machines(Mailbox& job, Ranks leaders, const Mpi* mpi, size_t carried_f
 // No message is the first piece of an exchange, which says where a rank is.
 Label Machines::label(Kind kind, int64_t number) { return {kind, 0, number, kPhase, 1}; }
 
-Mailbox::Found Machines::from(size_t leader, const Label& label) {
-    job_.heard(0);  // lets messages arrive
-    return job_.find(leader, label);
-}
-
 void Machines::announce(int64_t round, const std::string& text) {
     job_.post(label(kOrder, round), text.data(), text.size(), others_);
 }
@@ -70,16 +65,16 @@ bool Machines::has_ended(Sum& sum) {
     if (mpi_) return mpi_->has_ended(&sum.request);
     if (sum.bytes >= carried_from_) return job_.take_bytes(job_.rank(), part).has_value();
     if (!is_first()) {
-        const Mailbox::Found found = from(leaders_[0], total);
+        const Mailbox::Found found = job_.find(leaders_[0], total);
         if (found.values == nullptr) return false;
         std::memcpy(sum.values, found.values, sum.bytes);
         job_.done(leaders_[0], total, found);
         return true;
     }
     for (const size_t leader : others_)
-        if (from(leader, part).values == nullptr) return false;
+        if (job_.find(leader, part).values == nullptr) return false;
     for (const size_t leader : others_) {
-        const Mailbox::Found found = from(leader, part);
+        const Mailbox::Found found = job_.find(leader, part);
         (sum.type == Type::kFloat64 ? add<double> : add<float>)(sum.values, found.values, sum.bytes);
         job_.done(leader, part, found);
     }

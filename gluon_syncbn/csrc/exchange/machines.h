@@ -48,8 +48,6 @@ class Machines {
         Mpi::Request request = {};
     };
     bool has_ended(Sum& sum);
-    // Returns what a leader has sent; null if it has not come.
-    Mailbox::Found from(size_t leader, const Label& label);
 
     Mailbox& job_;
     const Ranks leaders_, others_;  // the others: than the first

@@ -4,6 +4,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
@@ -25,6 +26,10 @@ struct Label {
 };
 
 using Ranks = std::vector<size_t>;  // ascending
+inline Ranks without(Ranks ranks, size_t rank) {
+    ranks.erase(std::remove(ranks.begin(), ranks.end(), rank), ranks.end());
+    return ranks;
+}
 
 class Mailbox {
   public:
@@ -73,11 +78,9 @@ class Mailbox {
     // Whether an arrival wakes who sleeps.
     virtual bool wakes() const { return true; }
 
-    enum class State : uint32_t { kAbsent = 0, kPresent = 1, kFailed = 2, kEnded = 3 };
+    enum class State : uint32_t { kPresent, kFailed, kEnded };
     virtual State state_of(size_t rank) const = 0;
     virtual std::string reason_of(size_t rank) const = 0;  // of a rank that has failed
-    // Whether there are more ranks than cores for them.
-    virtual bool crowded() const = 0;
     // The process of a present rank that has died without a word, which only the kernel knows; 0 if it has not.
     virtual int64_t died(size_t rank) const = 0;
     // What has become of a rank: "has ended". Empty if it is there.
@@ -94,7 +97,8 @@ class Mailbox {
         Ranks ranks;
         size_t of;
     } members;
-    int64_t sent = 0;  // vectors to a reader each, for tests
+    bool crowded = false;  // there are more ranks than cores for them
+    int64_t sent = 0;      // vectors to a reader each, for tests
 
   protected:
     Mailbox(size_t rank, size_t ranks);

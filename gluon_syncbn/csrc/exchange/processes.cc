@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <optional>
 #include <utility>
 
@@ -21,7 +20,6 @@ constexpr double kSpin = 5e-4, kTaken = 2e-4, kNobody = 1e-6;
 constexpr double kSpinUnwoken = 3e-3;  // where no arrival wakes a sleeper, and a nap may come at each message
 constexpr int kInVain = 4;
 constexpr double kSkippedAfter = 0.5;
-constexpr double kForEver = std::numeric_limits<double>::infinity();
 // Up to this number of ranks, each sends its vector to all. More ranks send as many messages as the logarithm of the
 // number.
 constexpr size_t kFew = 4;
@@ -36,18 +34,32 @@ std::string name_of_call(const Label& label, const std::string& name) {
            std::to_string(label.call + 1) + " of " + title_of(name);
 }
 
-Ranks without(Ranks ranks, size_t rank) {
-    ranks.erase(std::remove(ranks.begin(), ranks.end(), rank), ranks.end());
-    return ranks;
+// The vectors of all, in the order of the ranks; `own` is the place of this one.
+Total side_by_side(const std::vector<Mailbox::Found>& parts, size_t own, const Agreed& agreed) {
+    Total total;
+    for (size_t i = 0; i < parts.size(); ++i) {
+        if (i == own) total.first = total.values.size();
+        total.values.insert(total.values.end(), parts[i].values, parts[i].values + parts[i].length());
+    }
+    if (agreed.ranks.empty()) return total;
+    const size_t length = parts[own].length() / static_cast<size_t>(agreed.replicas);
+    Total of_members{{}, static_cast<size_t>(agreed.first) * length, 0, agreed.groups};
+    for (const int member : agreed.members) {
+        const auto vector = total.values.begin() + static_cast<int64_t>(length) * member;
+        of_members.values.insert(of_members.values.end(), vector, vector + static_cast<int64_t>(length));
+    }
+    return of_members;
 }
 
+}  // namespace
+
 // Waits for the vectors of some ranks under one label.
-class WaitForVectors final : public WaitForOthers {
+class Processes::WaitForVectors final : public WaitForOthers {
   public:
-    WaitForVectors(const Job& job, Mailbox& mail, const char* name, const Label& label, const Ranks& from,
+    WaitForVectors(const Processes& processes, Mailbox& mail, const char* name, const Label& label, const Ranks& from,
                    double timeout)
-        : WaitForOthers(mail, timeout, &mail == job.all.get()),
-          job_(job),
+        : WaitForOthers(mail, timeout, &mail == &processes.job()),
+          processes_(processes),
           name_(name),
           label_(label),
           from_(from),
@@ -106,19 +118,28 @@ class WaitForVectors final : public WaitForOthers {
                     left.key == label_.key && left.node == label_.node && left.phase == 0 && left.call != label_.call;
                 // One that has come since, and gone on, has left its vector here. The order of calls in branches
                 // differs between processes.
-                if (other_call && label_.phase == 0 && waited() > kSkippedAfter && !job_.is_in(left) &&
-                    is_missing(rank))
+                if (other_call && label_.phase == 0 && waited() > kSkippedAfter && !is_here(left) && is_missing(rank))
                     give_up("rank " + mail_.number_of(mail_.rank()) + " is in " + name() + ", but rank " +
                             mail_.number_of(rank) + " is in number " + std::to_string(left.call + 1) +
                             ": one of them has skipped or repeated a step.");
                 others_ = " Meanwhile rank " + mail_.number_of(rank) + " is in " +
-                          name_of_call(left, job_.name_of(left.key)) + ".";
+                          name_of_call(left, name_of(left.key)) + ".";
             }
         }
     }
     std::string advice() override { return WaitForOthers::advice() + others_; }
 
   private:
+    bool is_here(const Label& label) const {
+        std::lock_guard<std::mutex> lock(processes_.mutex_);
+        return std::find(processes_.here_.begin(), processes_.here_.end(), label) != processes_.here_.end();
+    }
+    std::string name_of(int64_t key) const {
+        std::lock_guard<std::mutex> lock(processes_.mutex_);
+        for (const auto& [layer, known] : processes_.known_)
+            if (known.agreed.key == key) return known.name;
+        return "number " + std::to_string(key + 1);
+    }
     bool have_come() {
         bool all = true;
         for (size_t i = 0; i < from_.size(); ++i) {
@@ -140,12 +161,12 @@ class WaitForVectors final : public WaitForOthers {
             const double then = now;
             now = seconds();
             yielded_ = mail_.wakes() && now - then > kTaken;
-            if (now - then < kNobody && mail_.crowded()) ++in_vain_;
+            if (now - then < kNobody && mail_.crowded) ++in_vain_;
         }
         return false;
     }
 
-    const Job& job_;
+    const Processes& processes_;
     const char* const name_;
     const Label label_;
     const Ranks& from_;
@@ -157,59 +178,37 @@ class WaitForVectors final : public WaitForOthers {
     int in_vain_ = 0;
 };
 
-// The vectors of all, in the order of the ranks; `own` is the place of this one.
-Total side_by_side(const std::vector<Mailbox::Found>& parts, size_t own, const Agreed& agreed) {
-    Total total;
-    for (size_t i = 0; i < parts.size(); ++i) {
-        if (i == own) total.first = total.values.size();
-        total.values.insert(total.values.end(), parts[i].values, parts[i].values + parts[i].length());
-    }
-    if (agreed.ranks.empty()) return total;
-    const size_t length = parts[own].length() / static_cast<size_t>(agreed.replicas);
-    Total of_members{{}, static_cast<size_t>(agreed.first) * length, 0, agreed.groups};
-    for (const int member : agreed.members) {
-        const auto vector = total.values.begin() + static_cast<int64_t>(length) * member;
-        of_members.values.insert(of_members.values.end(), vector, vector + static_cast<int64_t>(length));
-    }
-    return of_members;
-}
-
-Vector reduced(Combine combine, const std::vector<Mailbox::Found>& parts) {
-    Vector total;
-    for (const Mailbox::Found& part : parts) {
-        if (total.empty() && combine == Combine::kAdd) {  // saves a pass
-            total.assign(part.values, part.values + part.length());
-            continue;
-        }
-        total.resize(part.length());
-        put(combine, total.data(), part.values, part.length());
-    }
-    return total;
-}
-
-}  // namespace
-
 // An exchange in steps. Each combines what comes in the order of the ranks, so that all have the same bits.
-class Processes::Steps : public Underway {
+class Processes::Steps {
   public:
-    Steps(Job& job, std::vector<Step> steps, Combine combine, const CallId& id, Agreed agreed, const Contribution& own)
-        : job_(job),
+    template <typename... Arguments>
+    static Underway begun(Processes& processes, const Arguments&... arguments) {
+        const auto steps = std::make_shared<Steps>(processes, arguments...);
+        return [steps](double seconds) { return steps->within(seconds); };
+    }
+    Steps(Processes& processes, const std::vector<Step>& steps, Combine combine, const CallId& id, const Agreed& agreed,
+          const Contribution& own)
+        : processes_(processes),
           combine_(combine),
           id_(id),
-          agreed_(std::move(agreed)),
+          agreed_(agreed),
           length_(own.length),
           values_(own.rows[0]),
-          steps_(std::move(steps)) {
-        if (own.rows.size() > 1) has(combined(combine, own));
-        job_.enter(label(0));
+          steps_(steps) {
+        if (own.rows.size() > 1) reduce(combine, own);
+        std::lock_guard<std::mutex> lock(processes_.mutex_);
+        processes_.here_.push_back(label(0));
     }
-    ~Steps() override { job_.finish(label(0)); }
+    ~Steps() {
+        std::lock_guard<std::mutex> lock(processes_.mutex_);
+        processes_.here_.erase(std::find(processes_.here_.begin(), processes_.here_.end(), label(0)));
+    }
 
-    bool comes_within(double seconds) override {
+    std::optional<Total> within(double seconds) {
         try {
             for (; at_ < steps_.size(); ++at_, wait_.reset()) {
                 if (!wait_) begin();
-                if (!wait_->comes_within(seconds)) return false;
+                if (!wait_->comes_within(seconds)) return std::nullopt;
                 SYNCBN_POINT("after_collect");
                 end();
             }
@@ -217,20 +216,14 @@ class Processes::Steps : public Underway {
             for (const Step& step : steps_) step.mail->leave(Mailbox::State::kFailed, error.what());
             throw;
         }
-        return true;
-    }
-    Total total() override {
-        comes_within(kForEver);
-        if (values_ != total_.values.data() && combine_ != Combine::kSideBySide)  // nobody else is there
-            total_.values.assign(values_, values_ + length_);
         total_.key = agreed_.key;
         return std::move(total_);
     }
 
   private:
     Label label(int64_t piece) const { return {agreed_.key, id_.node, id_.call, id_.phase, piece}; }
-    void has(Vector total) {
-        total_.values = std::move(total);
+    void reduce(Combine combine, const Contribution& rows) {
+        total_.values = combined(combine, rows);
         values_ = total_.values.data();
     }
     void begin() {
@@ -239,7 +232,7 @@ class Processes::Steps : public Underway {
         Mailbox& mail = *step.mail;
         mail.check_open();
         SYNCBN_POINT("before_post");
-        wait_.emplace(job_, mail, id_.name, own, step.from, id_.timeout + step.longer);
+        wait_.emplace(processes_, mail, id_.name, own, step.from, id_.timeout + step.longer);
         mail.post(own, values_, length_ * sizeof(double), step.readers);
         // If all read from all, the last to come wakes the others.
         if (step.readers != step.from) mail.wake(mail.ring_of(own));
@@ -256,63 +249,53 @@ class Processes::Steps : public Underway {
                                       [&](const auto& part) { return part.length() <= step.mail->most_values(); });
         if (combine_ != Combine::kSideBySide) {
             wait_->check_lengths(length_);
-            if (!step.from.empty()) has(reduced(step.contributes ? combine_ : Combine::kAdd, parts));
+            Contribution rows{{}, length_};
+            rows.rows.reserve(parts.size());
+            for (const Mailbox::Found& part : parts) rows.rows.push_back(part.values);
+            reduce(combine_, rows);
         } else if (fits) {
             total_ = side_by_side(parts, static_cast<size_t>(place), agreed_);
         }
         wait_->done();
-        if (!fits) steps_.push_back({job_.all.get(), 0, step.readers, step.from});
+        if (!fits) steps_.push_back({processes_.job_.get(), 0, step.readers, step.from});
     }
 
-    Job& job_;
+    Processes& processes_;
     const Combine combine_;
     const CallId id_;
     const Agreed agreed_;
     const size_t length_;
     const double* values_;  // what this rank has: its row, or a total
+    Total total_;
     std::vector<Step> steps_;
     size_t at_ = 0;
     std::optional<WaitForVectors> wait_;
 };
 
-Processes::Processes(std::shared_ptr<Job> job) : job_(std::move(job)), in_job_(between(job_->all->everybody)) {}
-
-Processes::Processes(std::shared_ptr<Job> job, std::unique_ptr<Segment> segment, Ranks leaders, const Mpi* mpi,
-                     size_t carried_from)
-    : job_(std::move(job)),
-      machine_(std::move(segment)),
-      leaders_(std::move(leaders)),
-      in_job_(between(job_->all->everybody)),
-      in_levels_(levels()) {
-    std::unique_ptr<Machines> machines;
-    if (leaders_.size() > 1 && machine_->rank() == 0)
-        machines = std::make_unique<Machines>(*job_->all, leaders_, mpi, carried_from);
-    sums_ = std::make_unique<Sums>(*machine_, std::move(machines));
-}
+Processes::Processes(int64_t number, std::unique_ptr<Mailbox> job)
+    : number_(number), job_(std::move(job)), in_job_(between(job_->everybody)) {}
 
 Processes::~Processes() = default;
 
-const Agreed* Processes::known(const CallId& id) const {
-    std::lock_guard<std::mutex> lock(learning_);
-    const auto found = agreed_.find(id.layer);
-    return found == agreed_.end() ? nullptr : &found->second;
-}
-
-void Processes::learn(const CallId& id) {
-    const Agreed agreed = agreed_in_python(job_->number, id, 0);
-    job_->name(agreed.key, id.name);
-    std::lock_guard<std::mutex> lock(learning_);
-    agreed_.emplace(id.layer, agreed);
+void Processes::meet(std::shared_ptr<Segment> memory, Ranks ranks, Ranks leaders, const Mpi* mpi, size_t carried_from) {
+    machine_ = memory != nullptr ? memory : machine_;
+    memory_of_sums_ = memory != nullptr ? std::move(memory) : std::make_shared<Segment>(1, 0, "");
+    memory_of_sums_->members = {std::move(ranks), job_->ranks()};
+    if (machine_ == memory_of_sums_) in_levels_ = levels(leaders);
+    std::unique_ptr<Machines> machines;
+    if (leaders.size() > 1 && memory_of_sums_->rank() == 0)
+        machines = std::make_unique<Machines>(*job_, std::move(leaders), mpi, carried_from);
+    sums_ = std::make_unique<Sums>(*memory_of_sums_, std::move(machines));
 }
 
 // The steps of a reduction: in the machine, between the leaders, and back.
-std::vector<Processes::Step> Processes::levels() const {
+std::vector<Processes::Step> Processes::levels(const Ranks& leaders) const {
     const Ranks others = without(machine_->everybody, machine_->rank());
-    if (leaders_.size() == 1) return {{machine_.get(), 0, others, others}};
+    if (leaders.size() == 1) return {{machine_.get(), 0, others, others}};
     if (machine_->rank() != 0)
         return {{machine_.get(), 0, {0}, {}}, {machine_.get(), -1, {}, {0}, kMemberLonger, false}};
     std::vector<Step> steps = {{machine_.get(), 0, {}, others}};
-    for (Step& step : between(leaders_)) {
+    for (Step& step : between(leaders)) {
         step.longer = kLeaderLonger;
         steps.push_back(std::move(step));
     }
@@ -324,7 +307,7 @@ std::vector<Processes::Step> Processes::levels() const {
 // until their number is a power of two. Then each holds the total of 1, 2, 4 ... of them, and swaps it with a rank that
 // holds a total of as many.
 std::vector<Processes::Step> Processes::between(const Ranks& ranks) const {
-    Mailbox* const all = job_->all.get();
+    Mailbox* const all = job_.get();
     const Ranks others = without(ranks, all->rank());
     if (ranks.size() <= kFew) return {{all, 0, others, others}};
     const auto own = static_cast<size_t>(std::lower_bound(ranks.begin(), ranks.end(), all->rank()) - ranks.begin());
@@ -347,39 +330,48 @@ std::vector<Processes::Step> Processes::between(const Ranks& ranks) const {
 
 // The first call of a layer asks later for the agreement, because that may take a while, and so does a call with another
 // number of replicas.
-std::unique_ptr<Underway> Processes::begin(Combine combine, const CallId& id, const Contribution& own) {
-    const Agreed* agreed = known(id);
+Underway Processes::begin(Combine combine, const CallId& id, const Contribution& own) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const auto known = known_.find(id.layer);
+    const Agreed* const agreed = known == known_.end() ? nullptr : &known->second.agreed;
+    lock.unlock();
     if (agreed == nullptr)
-        return std::make_unique<Underway>([=] {
-            learn(id);
-            return begin(combine, id, own)->total();
+        return later([=] {
+            Known learned{agreed_in_python(number_, id, 0), id.name};
+            std::unique_lock<std::mutex> lock(mutex_);
+            known_.emplace(id.layer, std::move(learned));
+            lock.unlock();
+            return *begin(combine, id, own)(kForEver);
         });
     if (combine != Combine::kSideBySide) {
         const bool fits = machine_ != nullptr && own.length <= machine_->most_values();
-        return std::make_unique<Steps>(*job_, fits ? in_levels_ : in_job_, combine, id, *agreed, own);
+        return Steps::begun(*this, fits ? in_levels_ : in_job_, combine, id, *agreed, own);
     }
-    const auto in = [this, combine, id, own](Mailbox& mail, const Agreed& agreed) {
+    const auto among = [](Mailbox& mail, const Agreed& agreed) -> std::vector<Step> {
         const Ranks others = without(agreed.ranks.empty() ? mail.everybody : agreed.ranks, mail.rank());
-        const std::vector<Step> steps{{&mail, 0, others, others}};
-        return std::make_unique<Steps>(*job_, steps, combine, id, agreed, own);
+        return {{&mail, 0, others, others}};
     };
     if (!agreed->ranks.empty()) {
         const auto replicas = static_cast<int64_t>(own.length) / (2 * agreed->channels + (id.phase == 0));
         if (replicas != agreed->replicas)
-            return std::make_unique<Underway>(
-                [=] { return in(*job_->all, agreed_in_python(job_->number, id, replicas))->total(); });
+            return later([=] {
+                const Agreed of_these = agreed_in_python(number_, id, replicas);
+                return *Steps::begun(*this, among(*job_, of_these), combine, id, of_these, own)(kForEver);
+            });
     }
-    return in(machine_ != nullptr && leaders_.size() == 1 ? *machine_ : *job_->all, *agreed);
+    Mailbox* mail = job_.get();
+    if (machine_ != nullptr && machine_->ranks() == job_->ranks()) mail = machine_.get();
+    return Steps::begun(*this, among(*mail, *agreed), combine, id, *agreed, own);
 }
 
 std::string Processes::bytes_of(int64_t key, const char* what, double timeout, const std::vector<std::string>& own) {
-    Mailbox& mail = *job_->all;
+    Mailbox& mail = *job_;
     mail.check_open();
     const Label label{key, 0, 0, -1, 0};
     const Ranks others = without(mail.everybody, mail.rank());
     for (size_t i = 0; i < own.size(); ++i)
         mail.post(label, own[i].data(), own[i].size(), own.size() == 1 ? others : without({i}, mail.rank()));
-    WaitForVectors wait(*job_, mail, what, label, others, timeout);
+    WaitForVectors wait(*this, mail, what, label, others, timeout);
     wait.comes_within(kForEver);
     std::string all(mail.ranks() * sizeof(size_t), 0);
     auto found = wait.found().begin();
@@ -399,8 +391,8 @@ std::string Processes::bytes_of(int64_t key, const char* what, double timeout, c
 }
 
 void Processes::leave(Mailbox::State state, const std::string& reason) {
-    if (machine_ != nullptr) machine_->leave(state, reason);
-    job_->all->leave(state, reason);
+    for (Mailbox* const mail : std::initializer_list<Mailbox*>{machine_.get(), memory_of_sums_.get(), job_.get()})
+        if (mail != nullptr) mail->leave(state, reason);
 }
 
 }  // namespace syncbn

@@ -25,6 +25,59 @@ void call(const char* what, int64_t exchange, Function* function, Arguments... a
     SYNCBN_POINT("after_exchange");
 }
 
+class MxnetKvstore : public Exchange {
+  public:
+    explicit MxnetKvstore(int64_t number) : number_(number) {}
+
+    // It takes as long as the interpreter and MXNet's engine like.
+    Underway begin(Combine combine, const CallId& id, const Contribution& own) override {
+        return later([=] {
+            if (own.rows.size() == 1 || own.length == 0) return Total{combined(combine, own), 0, id.layer};
+            Vector rows;
+            for (const double* row : own.rows) rows.insert(rows.end(), row, row + own.length);
+            const bool adds = combine == Combine::kAdd;
+            return Total{adds ? sum(id, rows, own.length) : merged(id, std::move(rows), own.length), 0, id.layer};
+        });
+    }
+
+  private:
+    // Of rows of this length, one after the other.
+    Vector sum(const CallId& id, const Vector& rows, size_t length) const {
+        Vector total(length);
+        call("could not add the statistics", number_, functions.add, &id, static_cast<int64_t>(rows.size() / length),
+             static_cast<int64_t>(length), rows.data(), total.data());
+        return total;
+    }
+    // A store can only add. Sums of squares about 0 lose the digits that an offset of the data takes. So the squares are
+    // taken about a mean that is near all rows.
+    Vector merged(const CallId& id, Vector rows, size_t length) const {
+        const size_t channels = length / 2;
+        size_t most = 0;  // where the row with the most values begins
+        for (size_t at = 0; at < rows.size(); at += length)
+            if (rows[at] > rows[most]) most = at;
+        const Vector origin(&rows[most + 1], &rows[most + 1 + channels]);
+        for (size_t at = 0; at < rows.size(); at += length)
+            for (size_t c = 0; c < channels; ++c) {
+                double &mean = rows[at + 1 + c], &m2 = rows[at + 1 + channels + c];
+                const double apart = rows[at] > 0 ? mean - origin[c] : 0;
+                mean = rows[at] * apart;
+                m2 += mean * apart;
+            }
+        Vector total = sum(id, rows, length);
+        const double count = total[0];
+        for (size_t c = 0; c < channels && count != 0; ++c) {
+            double &mean = total[1 + c], &m2 = total[1 + channels + c];
+            const double apart = mean / count;
+            mean = origin[c] + apart;
+            m2 -= count * apart * apart;
+            if (m2 < 0) m2 = 0;  // rounding; a NaN stays
+        }
+        return total;
+    }
+
+    const int64_t number_;
+};
+
 // Python takes what leaves, in a thread of its own. A thread that exchanges never runs Python, where Ctrl-C would come.
 class Carried : public Inbox {
   public:
@@ -89,7 +142,11 @@ class Carried : public Inbox {
 
 }  // namespace
 
+std::shared_ptr<Exchange> kvstore_exchange(int64_t number) { return std::make_shared<MxnetKvstore>(number); }
+
 std::unique_ptr<Mailbox> mailbox(size_t rank, size_t ranks) { return std::make_unique<Carried>(rank, ranks); }
+
+void set_python_functions(const PythonFunctions& given) { functions = given; }
 
 bool next_message(Mailbox& mailbox, double seconds, std::string* message) {
     return static_cast<Carried&>(mailbox).next(seconds, message);
@@ -97,15 +154,6 @@ bool next_message(Mailbox& mailbox, double seconds, std::string* message) {
 
 void deliver(Mailbox& mailbox, const char* message, size_t size) {
     static_cast<Carried&>(mailbox).deliver(message, size);
-}
-
-void set_python_functions(const PythonFunctions& given) { functions = given; }
-
-Vector add_in_python(int64_t exchange, const CallId& id, const Vector& rows, size_t length) {
-    Vector total(length);
-    call("could not add the statistics", exchange, functions.add, &id, static_cast<int64_t>(rows.size() / length),
-         static_cast<int64_t>(length), rows.data(), total.data());
-    return total;
 }
 
 Agreed agreed_in_python(int64_t exchange, const CallId& id, int64_t replicas) {

@@ -27,8 +27,6 @@ struct PythonFunctions {
 // Called once, before the first use. The functions must stay as long as the process.
 void set_python_functions(const PythonFunctions& functions);
 
-// Adds rows of this length, one after the other.
-Vector add_in_python(int64_t exchange, const CallId& id, const Vector& rows, size_t length);
 Agreed agreed_in_python(int64_t exchange, const CallId& id, int64_t replicas);
 
 // The mailbox of a carrier in Python. A message is the number of its readers and their ranks, as int64, then a Head and

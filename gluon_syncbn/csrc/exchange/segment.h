@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -27,16 +28,12 @@ class Segment : public Mailbox {
     // Of a vector; a longer one goes another way. The kernel gives memory only for the part of a place that was used.
     static constexpr size_t kMostValues = 74240;
 
-    // Rank 0 creates it; the others open it as file descriptor `number` of process `process`. Each throws
-    // std::runtime_error with the reason. A process that sees other memory there, as in another container, finds no
-    // `token` or another one.
-    static std::unique_ptr<Segment> create(size_t ranks);
-    static std::unique_ptr<Segment> open(size_t ranks, size_t rank, int64_t process, int number,
-                                         const std::string& token);
-    ~Segment() override;
+    // Rank 0 makes it, with this `token`. The others open it at `path`, among the file descriptors of rank 0's process.
+    // Throws std::runtime_error with the reason. A process that sees other memory there, as in another container, finds no
+    // token or another one.
+    Segment(size_t ranks, size_t rank, const std::string& token, const std::string& path = "");
 
     int number() const { return file_.number; }
-    std::string token() const;
 
     size_t most_values() const override { return kMostValues; }
     Found find(size_t rank, const Label& label) const override;
@@ -45,16 +42,15 @@ class Segment : public Mailbox {
 
     uint32_t ring_of(const Label& label) const override;
     // The ring of a rank's thread for long sums.
-    static uint32_t ring_of(size_t rank);
-    uint32_t heard(uint32_t ring) override;
+    static uint32_t ring_of(size_t rank) { return static_cast<uint32_t>(kRings + rank); }
+    uint32_t heard(uint32_t ring) override { return memory_->rings[ring].posts; }
     void sleep(uint32_t ring, uint32_t seen, double seconds) override;
     void wake(uint32_t ring) override;
     // The number of the ring changes, and all wake who sleep there.
     void ring(uint32_t ring);
 
-    State state_of(size_t rank) const override;
-    std::string reason_of(size_t rank) const override;
-    bool crowded() const override;  // true until all are present
+    State state_of(size_t rank) const override { return memory_->of[rank].state; }
+    std::string reason_of(size_t rank) const override { return memory_->of[rank].reason; }
     int64_t died(size_t rank) const override;
     void leave(State state, const std::string& reason) override;
 
@@ -64,38 +60,52 @@ class Segment : public Mailbox {
     struct alignas(256) Lane {                              // no cache line of which another lane uses
         std::atomic<uint64_t> in, added, total, out;
     };
-    Lane& lane(size_t rank) const { return lanes_[rank]; }
-    char* piece(size_t rank, uint64_t number) const { return pieces_ + (rank * kPieces + number % kPieces) * kPiece; }
+    Lane& lane(size_t rank) const { return memory_->of[rank].lane; }
+    char* piece(size_t rank, uint64_t number) const { return memory_->of[rank].pieces[number % kPieces]; }
 
   protected:
     void write(const Label& label, const void* values, size_t size, const Ranks& readers) override;
 
   private:
-    struct Member;
-    struct Ring;
-    struct Outbox;
-    Segment(size_t ranks, size_t rank, int file);
-    void present();
-    Outbox& outbox(size_t rank, size_t index) const;
-    double* values(size_t rank, size_t index) const;
+    static constexpr size_t kOutboxes = 256;  // of a rank, which limits its simultaneous exchanges
+    static constexpr size_t kRings = 256;
+    static constexpr size_t kTokenSize = 32;
+    static constexpr size_t kReasonSize = 1024;
 
+    struct alignas(64) Ring {
+        std::atomic<uint32_t> posts, sleepers;
+    };
+    struct alignas(64) Outbox {         // whoever looks reads one cache line
+        std::atomic<uint64_t> readers;  // bits of ranks that have not read it; 0 if it is free
+        std::atomic<int64_t> label[5];
+        std::atomic<uint32_t> stamp;  // odd while something is posted, and never repeated
+        std::atomic<uint64_t> size;   // bytes
+    };
+    // Begins as zeros, and ends with the last rank.
+    struct Memory {
+        char token[kTokenSize];
+        Ring rings[kRings + kMostRanks];
+        struct alignas(4096) OfRank {
+            double values[kOutboxes][kMostValues];
+            char pieces[kPieces][kPiece];
+            Lane lane;
+            std::atomic<uint32_t> used;  // outboxes
+            std::atomic<State> state;
+            std::atomic<int64_t> process;
+            Outbox outboxes[kOutboxes];
+            char reason[kReasonSize];  // complete before the state changes
+        } of[kMostRanks];
+    };
     // A file that is open as long as this.
     struct File {
         const int number;
-        ~File();
+        ~File() { close(number); }
     };
+    // The label of what is posted there for this rank, if something is.
+    std::optional<Label> label_in(const Outbox& outbox) const;
 
     const File file_;
-    char* memory_ = nullptr;
-    size_t size_ = 0;
-    mutable std::atomic<int> cores_{0};  // at most the number of ranks; 0 while some rank is absent
-    char* token_ = nullptr;
-    Member* members_ = nullptr;
-    Ring* rings_ = nullptr;
-    Outbox* outboxes_ = nullptr;
-    double* values_ = nullptr;
-    Lane* lanes_ = nullptr;
-    char* pieces_ = nullptr;
+    std::shared_ptr<Memory> memory_;
 };
 
 }  // namespace syncbn

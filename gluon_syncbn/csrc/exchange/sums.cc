@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cctype>
 #include <cstring>
-#include <limits>
 #include <sstream>
 #include <string>
 #include <system_error>
@@ -21,8 +20,7 @@ namespace {
 
 constexpr double kSleep = std::chrono::duration<double>(kSlice).count();
 constexpr double kPoll = 5e-5;  // seconds between two looks at a sum of machines
-constexpr double kForEver = std::numeric_limits<double>::infinity();
-constexpr size_t kLine = 64;  // bytes of a cache line
+constexpr size_t kLine = 64;    // bytes of a cache line
 
 // Widens the values of an array to the type of parameters, added up over the contexts.
 void widen(Type type, const std::vector<void*>& contexts, size_t begin, size_t count, char* out) {
@@ -89,16 +87,13 @@ std::string name_of(const Round& round, size_t begin, size_t end) {
 void compare(const Round& round, const std::string& own_rank, const std::string& told) {
     std::istringstream ours(text_of(round)), theirs(told);
     std::string one, another;
-    const auto next = [](std::istringstream& lines, std::string& line) {
-        if (!std::getline(lines, line)) line = "none";
-    };
-    next(ours, one);
-    next(theirs, another);
+    std::getline(ours, one);
+    std::getline(theirs, another);
     if (one == another) return;
     size_t number = 0;
     do {
-        next(ours, one);
-        next(theirs, another);
+        if (!std::getline(ours, one)) one = "none";
+        if (!std::getline(theirs, another)) another = "none";
         ++number;
     } while (without_counters(one) == without_counters(another) && one != "none");
     throw Failure("the processes disagree about their arrays in " + name_of(round, 0, round.summands.size()) +
@@ -413,8 +408,6 @@ void Sums::begin(std::shared_ptr<Round> round) {
     look();
 }
 
-void Sums::look() { segment_.ring(ring_); }
-
 void Sums::serve() noexcept {
     while (true) {
         try {
@@ -424,8 +417,6 @@ void Sums::serve() noexcept {
         }
     }
 }
-
-bool Sums::decides() const { return segment_.rank() == 0 && (machines_ == nullptr || machines_->is_first()); }
 
 // What rank 0 has told of the next round, if it has.
 std::optional<std::string> Sums::announced() {
@@ -437,8 +428,7 @@ std::optional<std::string> Sums::announced() {
 void Sums::announce(const std::string& text) {
     segment_.check_open();
     if (machines_ != nullptr && decides()) machines_->announce(rounds_, text);
-    Ranks others = segment_.everybody;
-    others.erase(others.begin());
+    const Ranks others = without(segment_.everybody, 0);
     segment_.post(Machines::label(Machines::kOrder, rounds_), text.data(), text.size(), others);
     for (const size_t rank : others) segment_.ring(Segment::ring_of(rank));
 }

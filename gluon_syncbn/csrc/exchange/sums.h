@@ -66,7 +66,7 @@ class Sums {
     ~Sums();
     void begin(std::shared_ptr<Round> round);
     // An array of a round has become available, or never will.
-    void look();
+    void look() { segment_.ring(ring_); }
 
   private:
     struct Piece;
@@ -77,7 +77,7 @@ class Sums {
     void serve_next();
     void wait(Round& round, size_t begin, size_t end, const Need& need, uint32_t heard, bool polls);
     // Whether this is rank 0 of the job.
-    bool decides() const;
+    bool decides() const { return segment_.rank() == 0 && (machines_ == nullptr || machines_->is_first()); }
     std::optional<std::string> announced();
     void announce(const std::string& text);
     void give_up(const std::exception& reason) noexcept;

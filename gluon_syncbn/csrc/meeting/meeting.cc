@@ -104,7 +104,7 @@ Contribution row_of_each_context(const Meeting& meeting, Phase& phase, Combine c
 }
 
 // (3)
-std::unique_ptr<Underway> begin_exchange(const Meeting& meeting, Phase& phase) {
+Underway begin_exchange(const Meeting& meeting, Phase& phase) {
     Exchange& exchange = *meeting.exchange;
     const LayerConfig& config = *meeting.config;
     const CallId id{config.layer,        meeting.draw.node, meeting.draw.call, phase.number,
@@ -343,27 +343,27 @@ bool Rendezvous::contribute(const Place& place, Part part, double seconds) {
 }
 
 bool Rendezvous::exchange(Meeting& meeting, Phase& phase, double seconds) const {
-    Total total;
+    std::optional<Total> total;
     try {
-        if (phase.underway == nullptr) {
+        if (!phase.underway) {
             SYNCBN_POINT("before_reduce");
             phase.underway = begin_exchange(meeting, phase);
-            if (!phase.underway->comes_within(seconds)) return false;
         }
-        total = phase.underway->total();
-        SYNCBN_POINT("after_reduce");
+        total = phase.underway(seconds);
+        if (total) SYNCBN_POINT("after_reduce");
     } catch (const std::exception& error) {
         Lock lock(mutex_);
         fail_and_throw(meeting, {meeting.config->name, "", "", reason_of(error)});
     }
+    if (!total) return false;
     Lock lock(mutex_);
     throw_if_failed(meeting);
     if (debugging()) record_meeting(name_of_call(meeting, phase), meeting, phase);
-    phase.total = std::move(total);
+    phase.total = std::move(*total);
     phase.done = true;
     phase.entries.clear();
     phase.made.clear();
-    phase.underway.reset();
+    phase.underway = nullptr;
     meeting.changed.notify_all();
     return true;
 }
@@ -374,7 +374,7 @@ Total Rendezvous::total(const Place& place) const {
     Phase& phase = meeting.phases[place.phase];
     if (!phase.done && phase.arrived == meeting.replicas() && phase.last == place.position) {
         lock.unlock();
-        exchange(meeting, phase, 0);
+        exchange(meeting, phase, kForEver);
         lock.lock();
     }
     if (!phase.done) {

@@ -83,10 +83,10 @@ struct Phase {
     };
     std::vector<Entry> entries;  // [positions]
     size_t arrived = 0;
-    std::vector<Vector> made;            // combined vectors of several replicas, for the exchange
-    std::unique_ptr<Underway> underway;  // the running exchange; the last replica to arrive finishes it
-    size_t last = 0;                     // the position of the last replica
-    size_t stride = 0;                   // of the positions' values in the total; 0 where it is the same for all
+    std::vector<Vector> made;  // combined vectors of several replicas, for the exchange
+    Underway underway;         // the running exchange; the last replica to arrive finishes it
+    size_t last = 0;           // the position of the last replica
+    size_t stride = 0;         // of the positions' values in the total; 0 where it is the same for all
     bool done = false;
     bool warned = false;  // a waiting replica has warned
     Total total;
@@ -180,8 +180,8 @@ class Rendezvous {
     // in the next function.
     void check_step(const LayerConfig& config, const Key& key);
     Place join_locked(const LayerConfigPtr& config, const Key& key, int64_t caller);
-    // Called by the last replica. Begins the exchange, and returns whether all come within so many seconds. Then, or if
-    // it is called again, makes the total, without a limit.
+    // Called by the last replica: begins the exchange, and returns whether there is a total, for which it waits at most so
+    // many seconds.
     bool exchange(Meeting& meeting, Phase& phase, double seconds) const;
 
     mutable std::mutex mutex_;

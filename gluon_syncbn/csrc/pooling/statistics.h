@@ -38,7 +38,7 @@ inline int64_t first_not_finite(const Vector& values) {
 
 // The moments of all values, the sum of the vectors, or the vectors themselves.
 enum class Combine { kMerge, kAdd, kSideBySide };
-// Merges or adds `part` into `total`, which begins as zeros.
+// Merges or adds `part` into `total`, which begins as zeros or as another part.
 inline void put(Combine combine, double* total, const double* part, size_t length) {
     if (combine == Combine::kMerge) return merge_moments(total, part, static_cast<int64_t>(length / 2));
     for (size_t i = 0; i < length; ++i) total[i] += part[i];

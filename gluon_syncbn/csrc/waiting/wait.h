@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cmath>
 #include <deque>
+#include <limits>
 #include <string>
 #include <utility>
 
@@ -16,6 +17,7 @@ inline double seconds() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
+constexpr double kForEver = std::numeric_limits<double>::infinity();
 constexpr auto kSlice = std::chrono::milliseconds(50);
 
 // The number of SIGINT so far. A wait counts them before the installed handler, which is called as before. Otherwise
