@@ -18,9 +18,7 @@
 #include "meeting/registry.h"
 #include "meeting/scope.h"
 #include "mxnet_api.h"
-#include "native/calls.h"
-#include "native/gradients.h"
-#include "native/resources.h"
+#include "native/native.h"
 #include "operator/call.h"
 #include "operator/op.h"
 #include "operator/tape.h"
@@ -143,7 +141,7 @@ SYNCBN_API const char* syncbn_take_calls(const char* device) {
     return text([&] { return syncbn::native::take_calls(device); });
 }
 
-// See native/resources.h.
+// See native/resources.cc.
 SYNCBN_API const char* syncbn_separate_resources() { return text(syncbn::native::separate_resources); }
 SYNCBN_API int syncbn_renew_resources() { return done(syncbn::native::renew_resources); }
 // After true, `syncbn_issue_on` follows, with -1.
@@ -360,7 +358,7 @@ SYNCBN_API int syncbn_allreduce(void* exchange, bool merges, const syncbn::CallI
     });
 }
 
-// Begins the sum of arrays over the processes of an exchange in shared memory: see native/gradients.h.
+// Begins the sum of arrays over the processes of an exchange in shared memory: see native/gradients.cc.
 SYNCBN_API int syncbn_sum(void* exchange, int64_t channel, int64_t number, double timeout,
                           const Span<const char*>& names, const int* types, const int64_t* sizes, int64_t contexts,
                           void** arrays, void* gpus) {
