@@ -6,7 +6,6 @@ Texts, lists, truth values and arrays are passed as Python has them. Some functi
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import re
 import weakref
@@ -72,7 +71,6 @@ class _List:
 _TEXTS = _List(ctypes.c_char_p, _bytes)
 #: The types of ``csrc`` that are not pointers. A pointer to anything but a text is an address.
 _TYPES = {
-    "void": None,
     "bool": ctypes.c_bool,
     "int": ctypes.c_int,
     "long": ctypes.c_long,
@@ -150,9 +148,10 @@ _GIVEN = {
     "const Span<const int>&": _List(ctypes.c_int),
     "const Span<const int64_t>&": _List(ctypes.c_int64),
     "const Span<const size_t>&": _List(ctypes.c_size_t),
-    "const Span<void*>&": _List(ctypes.c_void_p),
     "const Span<NDArrayHandle>&": _List(ctypes.c_void_p, lambda array: array.handle.value),
 }
+#: The results of `csrc/api.cc` that it hands over as something else.
+_HANDED = {"void": ctypes.c_int, "bool": ctypes.c_int, "std::string": ctypes.c_char_p, "Asked": ctypes.c_void_p}
 #: Their results may be -1.
 _UNCHECKED = {"issue_on", "tape_end"}
 
@@ -163,17 +162,18 @@ def _load() -> ctypes.CDLL:
     except OSError as error:
         raise _unusable(error) from None
     source = (_SOURCES / "api.cc").read_text(encoding="utf-8")
-    # a result, a name, and parameters, each a type and a name
-    for result, name, given in re.findall(r"^SYNCBN_API ([^(]+?) ?syncbn_(\w+)\(([^)]*)\)", source, re.MULTILINE):
+    for declared in re.findall(r"^SYNCBN_API\(([^)]*)\)", source, re.MULTILINE):
+        result, name, *given = (one.strip() for one in declared.split(","))
         try:
-            function = getattr(core, f"syncbn_{name}")
-        except AttributeError as error:  # the core is older than its source
+            function = core._FuncPtr(ctypes.c_void_p.in_dll(core, f"syncbn_{name}").value or 0)
+        except ValueError as error:  # the core is older than its source
             raise _unusable(error) from None
-        function.restype = _type(result)
-        types = [one.strip().rpartition(" ")[0] for one in given.split(",") if given]
+        function.restype = _HANDED.get(result) or _type(result)
+        types = [one.rpartition(" ")[0] for one in given]
         function.argtypes = [_GIVEN.get(one) or _type(one) for one in types]
         if name not in _UNCHECKED:
             function.errcheck = _checked
+        setattr(core, f"syncbn_{name}", function)
     return core
 
 
@@ -194,13 +194,10 @@ def __getattr__(name: str) -> Any:
 
 def register() -> None:
     """Registers the operator ``gluon_syncbn`` with the MXNet library that Python has loaded."""
-    names = re.findall(r"\*\s*(MX\w+)[);]", (_SOURCES / "mxnet_api.h").read_text(encoding="utf-8"))
-    functions = [ctypes.cast(getattr(_mxnet, name), ctypes.c_void_p).value for name in names]
     cache = os.path.join(read("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"), "gluon_syncbn")
     _core.syncbn_find_in(_mxnet._handle, os.fsencode(_SOURCES), os.fsencode(cache))
-    _core.syncbn_register(functions, PROCESS)
-    global _why_custom
-    _why_custom = _ways_of_calls(read("GLUON_SYNCBN_OPERATOR"))
+    _core.syncbn_register(PROCESS)
+    _why_custom.update(_ways_of_calls(read("GLUON_SYNCBN_OPERATOR")))
 
 
 _why_custom: Dict[str, str] = {}
@@ -260,9 +257,6 @@ def call_attributes(number: int) -> Dict[str, str]:
     return call
 
 
-timeout_of: Callable[[], float] = _core.syncbn_timeout_of  # seconds that a layer waits without a setting of its own
-
-
 class Tape:
     """Stores what the calls of a forward pass to their repetition: see ``csrc/operator/tape.h``."""
 
@@ -292,7 +286,6 @@ Backward = Callable[[List[NDArray], List[NDArray], List[int]], None]
 
 
 _functions: Dict[int, Tuple[Any, Any]] = {}  # in graphs: what MXNet has pointers to
-_keys = itertools.count(1)
 
 
 def record_function(what: str, inputs: Sequence[NDArray], outputs: Sequence[NDArray], backward: Backward) -> None:
@@ -316,7 +309,7 @@ def record_function(what: str, inputs: Sequence[NDArray], outputs: Sequence[NDAr
             _core.syncbn_gate(arrays[heads:])
         return 1
 
-    key, kind = next(_keys), ctypes.CFUNCTYPE(ctypes.c_int)
+    key, kind = id(run), ctypes.CFUNCTYPE(ctypes.c_int)
     functions = c_array(kind, [ctypes.cast(function, kind) for function in (run, _forget)])
     callbacks = MXCallbackList(2, functions, (ctypes.c_void_p * 2)(key, key))
     _functions[key] = run, callbacks
@@ -338,15 +331,13 @@ def _forget(key: int) -> int:
 Handle = int
 
 
-_exchanges: Dict[int, Any] = {}  # Python exchanges; the core may call one for as long as it lives
-_numbers = itertools.count(1)
+_exchanges: Dict[int, Any] = {}  # Python exchanges, which stay, because the core may call one at any time
 
 
 def python_exchange(exchange: Any) -> int:
     """Registers an exchange, some of whose methods the core calls. Returns its number."""
-    number = next(_numbers)
-    _exchanges[number] = exchange
-    return number
+    _exchanges[id(exchange)] = exchange
+    return id(exchange)
 
 
 def _guarded(call: Callable[..., None]) -> Callable[..., int]:
@@ -400,7 +391,7 @@ def bytes_of(processes: Handle, ranks: int, key: int, what: str, own: Sequence[b
     MXNetError: some rank does not come, or has failed.
     """
     sizes, size = list(map(len, own)), ctypes.c_int64()
-    address = _core.syncbn_bytes_of(processes, key, what, timeout_of(), sizes, b"".join(own), ctypes.byref(size))
+    address = _core.syncbn_bytes_of(processes, key, what, sizes, b"".join(own), ctypes.byref(size))
     found = np.frombuffer(ctypes.string_at(address, size.value), np.uint8)
     return np.split(found[8 * ranks :], np.cumsum(found[: 8 * ranks].view(np.int64))[:-1])
 
@@ -420,16 +411,10 @@ def merge_moments(total: np.ndarray, part: np.ndarray) -> np.ndarray:
 
 
 class Summands:
-    """Arrays of a sum, as the core takes them: see `sum_arrays`.
+    """Arrays of sums, as the core takes them: see `sum_arrays`.
 
-    Parameters
-    ----------
-    names : list of str
-        A name for each sum, for messages.
-    arrays : list of list of NDArray
-        For each sum as many arrays as for the others, of float type and dense.
-    gpus : Handle or None
-        What `gpus` returned, for arrays on these GPUs. None: they are on CPUs.
+    For each sum there are a name, for messages, and as many dense arrays of float type as for the others. They are on
+    CPUs, or on the GPUs for which `gpus` has returned this handle.
     """
 
     def __init__(
@@ -450,4 +435,4 @@ def sum_arrays(exchange: Handle, channel: int, number: int, summands: Summands) 
     Does not wait. The arrays become the sums together, or all of them raise the failure. Rounds of one ``channel`` come
     in the same order in all processes, and ``number`` counts them for messages.
     """
-    _core.syncbn_sum(exchange, channel, number, timeout_of(), *summands.given)
+    _core.syncbn_sum(exchange, channel, number, *summands.given)

@@ -67,19 +67,19 @@ int agreed(int64_t, const syncbn::CallId* id, int64_t, syncbn::Agreed* out, sync
 std::mutex& gathering_mutex = *new std::mutex;
 std::set<int64_t>& gathering = *new std::set<int64_t>;  // for a thread that outlives main
 
-void* in_memory = nullptr;
-void* of_contexts = nullptr;
-void* of_processes = nullptr;
-std::atomic<void*> current{nullptr};  // the same, for threads of earlier ones
+Asked* in_memory = nullptr;
+Asked* of_contexts = nullptr;
+Asked* of_processes = nullptr;
+std::atomic<Asked*> current{nullptr};  // the same, for threads of earlier ones
 
 // Whether rank 0 has not failed.
-bool is_open(void* processes) {
-    const auto& exchange = static_cast<const syncbn::Asked*>(processes)->host;
-    return static_cast<syncbn::Processes&>(*exchange).job()->all->state_of(0) == syncbn::Mailbox::State::kPresent;
+bool is_open(const Asked* processes) {
+    return static_cast<syncbn::Processes&>(*processes->host).job()->all->state_of(0) ==
+           syncbn::Mailbox::State::kPresent;
 }
 
 // Rank 1 answers each vector of rank 0 with one of an empty batch, until rank 0 fails. It may fail itself.
-void carry(void* processes) {
+void carry(Asked* processes) {
     int64_t size = 0;
     while (true) {
         const auto* message = static_cast<const char*>(syncbn_next_message(processes, 0.05, &size));
@@ -123,9 +123,9 @@ void play_rank_1(syncbn::Segment& segment) {
     }
 }
 
-void* of_machine = nullptr;
+Asked* of_machine = nullptr;
 const syncbn::Segment* shared = nullptr;  // by of_machine
-auto& made = *new std::vector<void*>;     // all of them, so that none counts as lost
+auto& made = *new std::vector<Asked*>;    // all of them, so that none counts as lost
 
 void make_exchanges_of_processes() {
     of_processes = syncbn_processes(2, 0, 2, nullptr);
@@ -163,13 +163,13 @@ void renew_exchanges() {
         make_exchanges_of_processes();
 }
 
-void* const* any_exchange(Random& random) {
-    return random.one_of<void* const*>({&in_memory, &of_contexts, &of_processes, &of_machine});
+Asked* const* any_exchange(Random& random) {
+    return random.one_of<Asked* const*>({&in_memory, &of_contexts, &of_processes, &of_machine});
 }
 
-void* const* exchange_in_memory() { return &in_memory; }
+Asked* const* exchange_in_memory() { return &in_memory; }
 
-void* const* exchange_of_processes() { return &of_processes; }
+Asked* const* exchange_of_processes() { return &of_processes; }
 
 void fail_exchanges(int count) { failing = count; }
 

@@ -28,7 +28,7 @@ struct Spec {
     bool channels_last = false, fix_gamma = false;
     double slope = 1;  // of the activation, below 0
     bool adds = false, inplace = false;
-    void* const* exchange = nullptr;  // where the one of its own stands
+    syncbn::Asked* const* exchange = nullptr;  // where the one of its own stands
 
     int per_context() const { return replicas / contexts; }
     // One operator does everything; otherwise one meets and one tracks.
