@@ -237,26 +237,6 @@ def _ways_of_calls(asked: str) -> Dict[str, str]:
     return problems
 
 
-class Call(Dict[str, str]):
-    """The attributes of eager calls. The core has them too, by their number, until the layer is dropped."""
-
-    def __init__(self, attributes: Dict[str, str]) -> None:
-        super().__init__(attributes)
-        self.number = _core.syncbn_call_create(list(self), list(self.values()))
-        _calls[self.number] = self
-
-
-_calls: weakref.WeakValueDictionary[int, Call] = weakref.WeakValueDictionary()
-
-
-def call_attributes(number: int) -> Dict[str, str]:
-    """Returns the attributes that a number stands for. MXNetError: their layer is gone."""
-    call = _calls.get(number)
-    if call is None:
-        raise MXNetError("a SyncBatchNorm that this graph has recorded is gone. Keep the layer as long as the graph.")
-    return call
-
-
 class Tape:
     """Stores what the calls of a forward pass to their repetition: see ``csrc/operator/tape.h``."""
 

@@ -99,6 +99,8 @@ class Replicas:
 
     #: By the tokens that nodes of graphs have: those of this process that still exist.
     by_token: ClassVar[weakref.WeakValueDictionary[str, Replicas]] = weakref.WeakValueDictionary()
+    #: By the numbers of their eager calls in the core.
+    by_call: ClassVar[weakref.WeakValueDictionary[str, Replicas]] = weakref.WeakValueDictionary()
     #: Whether any layer of the process has trained, and with several replicas.
     any_ran: ClassVar[bool] = False
     any_met: ClassVar[bool] = False
@@ -119,7 +121,8 @@ class Replicas:
         self.contexts: List[Context] = []  # the same, without repetitions
         self.on_cpus = True  # some of them may be
         self.of_context = 1  # `per_context` of these
-        self.calls: Dict[Any, _native.Call] = {}  # eager ones, by their settings
+        self.calls: Dict[Any, int] = {}  # the numbers of eager ones in the core, by their settings
+        self.attributes: Dict[str, Dict[str, str]] = {}  # of these, by their numbers
         self.problem = ""  # why these contexts cannot train
         self.running: weakref.WeakSet[Parameter] = weakref.WeakSet()  # the parameters of the running statistics
         self.ran = NEVER  # how the last training call came
