@@ -69,116 +69,58 @@ class _List:
 
 
 _TEXTS = _List(ctypes.c_char_p, _bytes)
-#: The types of ``csrc`` that are not pointers. A pointer to anything but a text is an address.
-_TYPES = {
-    "bool": ctypes.c_bool,
-    "int": ctypes.c_int,
-    "long": ctypes.c_long,
-    "int64_t": ctypes.c_int64,
-    "uint64_t": ctypes.c_uint64,
-    "double": ctypes.c_double,
-    "Handle": ctypes.c_ssize_t,  # of MPI
+_NUMBERS = {"int": ctypes.c_int, "int64_t": ctypes.c_int64, "uint64_t": ctypes.c_uint64, "double": ctypes.c_double}
+#: The results of `csrc/api.cc`, as it hands them over, and its parameters. Any other pointer is an address.
+_RESULTS = {
+    **_NUMBERS,
+    "void": ctypes.c_int,
+    "bool": ctypes.c_int,
     "const char*": ctypes.c_char_p,
+    "std::string": ctypes.c_char_p,
+    "Asked": ctypes.c_void_p,
 }
-
-
-def _type(text: str) -> Any:
-    return _TYPES[text] if text in _TYPES or not text.endswith("*") else ctypes.c_void_p
-
-
-def _members(header: str, name: str) -> List[Tuple[str, Any]]:
-    """Returns the members of a structure of ``csrc``, up to its first blank line."""
-    text = (_SOURCES / header).read_text(encoding="utf-8")
-    (body,) = re.findall(rf"^struct {name} {{$(.*?)^(?:$|}};)", text, re.MULTILINE | re.DOTALL)
-    found: List[Tuple[str, Any]] = []
-    for declared in re.sub(r"//.*|using .*", "", body).split(";"):
-        words = " ".join(declared.split())
-        function = re.fullmatch(r"(\w+) \(\*(\w+)\)\((.*)\)", words)
-        if function:
-            given = [one if one.endswith("*") else one.rpartition(" ")[0] for one in function[3].split(", ")]
-            found.append((function[2], ctypes.CFUNCTYPE(_type(function[1]), *map(_type, given))))
-        elif words:
-            kind, _, first = words.partition(",")[0].rpartition(" ")
-            found += [(one, _type(kind)) for one in [first, *words.split(", ")[1:]]]
-    return found
-
-
-class CallId(ctypes.Structure):
-    """Identifies a contribution; phase 0 is the forward of a call, 1, 2 ... its backwards."""
-
-    _fields_ = _members("exchange/exchange.h", "CallId")
-
-
-class Mpi(ctypes.Structure):
-    """MPI's functions and handles: see ``csrc/exchange/mpi.h``."""
-
-    _FUNCTIONS = ("Isend", "Improbe", "Imrecv", "Get_count", "Test", "Iallreduce")  # the first members
-    _fields_ = _members("exchange/mpi.h", "Mpi")
-
-    @classmethod
-    def from_library(cls, file: str, **fields: int) -> Mpi:
-        """Finds the functions in the libraries of this file. MXNetError: one of them is missing."""
-        library = ctypes.CDLL(file)
-        try:
-            found = [ctypes.cast(library[f"MPI_{name}"], kind) for name, (_, kind) in zip(cls._FUNCTIONS, cls._fields_)]
-        except AttributeError as error:
-            raise MXNetError(f"kvstore 'mpi' needs functions of MPI 3 that this library lacks: {error}") from None
-        return cls(*found, **fields)
-
-
-class _Functions(ctypes.Structure):
-    _fields_ = _members("exchange/python.h", "PythonFunctions")
-
-
-def _unusable(error: Exception) -> ImportError:
-    return ImportError(
-        f"gluon_syncbn's native core {PATH} cannot be loaded ({error}); build it with `pip install .` "
-        "in the checkout (needs g++ with C++17 and OpenMP)",
-        name=__package__,
-    )
-
-
-#: The parameters of `csrc/api.cc` that come as another object of Python's.
-_GIVEN = {
+_GIVEN: Dict[str, Any] = {
+    **_NUMBERS,
+    "bool": ctypes.c_bool,
     "const char*": SimpleNamespace(from_param=_bytes),
     "NDArrayHandle": SimpleNamespace(from_param=lambda array: array.handle),
-    "const syncbn::CallId*": ctypes.POINTER(CallId),
-    "const syncbn::Mpi*": ctypes.POINTER(Mpi),
+    "const syncbn::Mpi*": SimpleNamespace(from_param=lambda words: (ctypes.c_int64 * len(words))(*words) or None),
     "const Span<const char*>&": _TEXTS,
     "const Span<const int>&": _List(ctypes.c_int),
-    "const Span<const int64_t>&": _List(ctypes.c_int64),
     "const Span<const size_t>&": _List(ctypes.c_size_t),
     "const Span<NDArrayHandle>&": _List(ctypes.c_void_p, lambda array: array.handle.value),
 }
-#: The results of `csrc/api.cc` that it hands over as something else.
-_HANDED = {"void": ctypes.c_int, "bool": ctypes.c_int, "std::string": ctypes.c_char_p, "Asked": ctypes.c_void_p}
 #: Their results may be -1.
 _UNCHECKED = {"issue_on", "tape_end"}
 
 
+def _type(text: str, known: Dict[str, Any]) -> Any:
+    return ctypes.c_void_p if text.endswith("*") and text not in known else known[text]
+
+
 def _load() -> ctypes.CDLL:
+    source = (_SOURCES / "api.cc").read_text(encoding="utf-8")
     try:
         core = ctypes.CDLL(str(PATH))
-    except OSError as error:
-        raise _unusable(error) from None
-    source = (_SOURCES / "api.cc").read_text(encoding="utf-8")
-    for declared in re.findall(r"^SYNCBN_API\(([^)]*)\)", source, re.MULTILINE):
-        result, name, *given = (one.strip() for one in declared.split(","))
-        try:
+        for declared in re.findall(r"^SYNCBN_API\(([^)]*)\)", source, re.MULTILINE):
+            result, name, *given = (one.strip() for one in declared.split(","))
             function = core._FuncPtr(ctypes.c_void_p.in_dll(core, f"syncbn_{name}").value or 0)
-        except ValueError as error:  # the core is older than its source
-            raise _unusable(error) from None
-        function.restype = _HANDED.get(result) or _type(result)
-        types = [one.rpartition(" ")[0] for one in given]
-        function.argtypes = [_GIVEN.get(one) or _type(one) for one in types]
-        if name not in _UNCHECKED:
-            function.errcheck = _checked
-        setattr(core, f"syncbn_{name}", function)
+            function.restype = _type(result, _RESULTS)
+            function.argtypes = [_type(one.rpartition(" ")[0], _GIVEN) for one in given]
+            if name not in _UNCHECKED:
+                function.errcheck = _checked
+            setattr(core, f"syncbn_{name}", function)
+    except (OSError, ValueError) as error:  # ValueError: the core is older than its source
+        raise ImportError(
+            f"gluon_syncbn's native core {PATH} cannot be loaded ({error}); build it with `pip install .` "
+            "in the checkout (needs g++ with C++17 and OpenMP)",
+            name=__package__,
+        ) from None
     return core
 
 
 def _checked(result: Any, function: Any, given: Any) -> Any:
-    if (result is None and function.restype is not None) or result == -1:
+    if result is None or result == -1:
         raise MXNetError(_core.syncbn_problem())
     return result.decode(errors="replace") if isinstance(result, bytes) else result
 
@@ -320,19 +262,16 @@ def python_exchange(exchange: Any) -> int:
     return id(exchange)
 
 
-def _guarded(call: Callable[..., None]) -> Callable[..., int]:
+def _guarded(call: Callable[..., None]) -> Callable[..., bool]:
     """Returns what the core calls: a failure becomes a text."""
 
-    def function(*arguments: Any) -> int:
-        *given, problem = arguments
+    def function(*arguments: Any) -> bool:
         try:
-            call(*given)
-            return 0
+            call(*arguments)
+            return True
         except BaseException as error:  # it must not pass through C++; its text goes to every replica
-            text = _bytes(f"{type(error).__name__}: {error}")
-            words = text[:1023].decode(errors="ignore").encode()  # no part of a character
-            ctypes.memmove(problem, words, len(words) + 1)
-            return 1
+            _core.syncbn_failed_in_python(f"{type(error).__name__}: {error}")
+            return False
 
     return function
 
@@ -343,25 +282,35 @@ def array_at(address: int, count: int, size: int = 8) -> np.ndarray:
     return np.ctypeslib.as_array((kind * count).from_address(address)) if count else np.empty(0)
 
 
-def set_layers(layer_of: Callable[[Any, CallId], Any]) -> None:
-    """Sets, once, the function that gives an exchange the layer of a call before a call."""
+def set_layers(layer_of: Callable[[Any, int], Any]) -> None:
+    """Sets, once, the function that gives an exchange a layer, by its number, before a call of the layer."""
 
-    def add(number: int, id: int, count: int, length: int, rows: int, out: int) -> None:
+    def add(number: int, layer: int, count: int, length: int, rows: int, out: int) -> None:
         exchange, values = _exchanges[number], array_at(rows, count * length).reshape(count, length)
-        array_at(out, length)[:] = exchange.add(layer_of(exchange, CallId.from_address(id)), values)
+        array_at(out, length)[:] = exchange.add(layer_of(exchange, layer), values)
 
-    def agreed(number: int, id: int, here: int, out: int) -> None:
+    def agreed(number: int, layer: int, here: int, out: int) -> None:
         exchange = _exchanges[number]
-        _core.syncbn_agreed(out, *exchange.agreed(layer_of(exchange, CallId.from_address(id)), here))
+        _core.syncbn_agreed(out, *exchange.agreed(layer_of(exchange, layer), here))
 
-    global _functions_of_exchanges
-    assert _functions_of_exchanges is None
-    calls = [_guarded(add), _guarded(agreed)]
-    _functions_of_exchanges = _Functions(*[kind(call) for (_, kind), call in zip(_Functions._fields_, calls)])
-    _core.syncbn_python_functions(ctypes.byref(_functions_of_exchanges))
+    assert not _of_exchanges
+    _of_exchanges.extend([_ADD(_guarded(add)), _AGREED(_guarded(agreed))])
+    _core.syncbn_python_functions(*_of_exchanges)
 
 
-_functions_of_exchanges: Optional[_Functions] = None  # the core keeps pointers into it, so it is never replaced
+# The types of `AddInPython` and `AgreedInPython` in csrc/exchange/python.h.
+_ADD = ctypes.CFUNCTYPE(ctypes.c_bool, *[ctypes.c_int64] * 4, *[ctypes.c_void_p] * 2)
+_AGREED = ctypes.CFUNCTYPE(ctypes.c_bool, *[ctypes.c_int64] * 3, ctypes.c_void_p)
+_of_exchanges: List[Any] = []  # the core keeps pointers to them
+
+
+def addresses(file: str, names: Sequence[str]) -> List[int]:
+    """Finds functions in the libraries of this file. MXNetError: one of them is missing."""
+    library = ctypes.CDLL(file)
+    try:
+        return [ctypes.cast(library[name], ctypes.c_void_p).value or 0 for name in names]
+    except AttributeError as error:
+        raise MXNetError(f"kvstore 'mpi' needs functions of MPI 3 that this library lacks: {error}") from None
 
 
 def bytes_of(processes: Handle, ranks: int, key: int, what: str, own: Sequence[bytes]) -> List[np.ndarray]:

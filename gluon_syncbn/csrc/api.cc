@@ -231,11 +231,11 @@ SYNCBN_API(Asked, memory_exchange, const char* gpus) {
 SYNCBN_API(Asked, kvstore_exchange, int64_t number) { return {syncbn::kvstore_exchange(number), Nccl::kNever}; }
 
 // Called once, before the first use; the functions must stay as long as the process.
-SYNCBN_API(void, python_functions, const syncbn::PythonFunctions* functions) {
-    syncbn::set_python_functions(*functions);
+SYNCBN_API(void, python_functions, syncbn::AddInPython* add, syncbn::AgreedInPython* agreed) {
+    syncbn::set_python_functions(add, agreed);
 }
-
-// For those functions: fills in their results. `ranks`: without groups none.
+// For those functions: says why one fails, or fills in the result. `ranks`: without groups none.
+SYNCBN_API(void, failed_in_python, const char* problem) { syncbn::python_problem = problem; }
 SYNCBN_API(void, agreed, syncbn::Agreed* out, int64_t key, const Span<const size_t>& ranks, int64_t channels,
            int64_t replicas, const Span<const int>& members, const Span<const int>& groups, int64_t first) {
     *out = {key,      {ranks.begin(), ranks.end()},     channels,
@@ -310,10 +310,11 @@ SYNCBN_API(void, merge_moments, double* total, const double* part, int64_t chann
 }
 
 // Computes an exchange's result for the one row of this process, for tests and benchmarks.
-SYNCBN_API(void, allreduce, Asked* exchange, bool merges, const syncbn::CallId* id, int64_t length, const double* row,
-           double* out) {
+SYNCBN_API(void, allreduce, Asked* exchange, bool merges, int64_t layer, int64_t node, int64_t call, int64_t phase,
+           const char* name, double timeout, int64_t length, const double* row, double* out) {
     const auto combine = merges ? syncbn::Combine::kMerge : syncbn::Combine::kAdd;
-    const auto total = exchange->host->begin(combine, *id, {{row}, static_cast<size_t>(length)})->total();
+    const syncbn::CallId id{layer, node, call, phase, name, timeout, 0};
+    const auto total = exchange->host->begin(combine, id, {{row}, static_cast<size_t>(length)})->total();
     std::copy(total.values.begin(), total.values.end(), out);
 }
 

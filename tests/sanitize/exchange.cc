@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdio>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -44,24 +43,21 @@ void wait_for_others() {
 
 constexpr char kFault[] = "the cable is out";
 
-int refused(syncbn::Problem* problem) {
-    std::snprintf(problem->text, sizeof problem->text, "%s", kFault);
-    return 1;
-}
-
-int add(int64_t, const syncbn::CallId*, int64_t rows, int64_t length, const double* values, double* total,
-        syncbn::Problem* problem) {
+bool add(int64_t, int64_t, int64_t rows, int64_t length, const double* values, double* total) {
     const Within program(false);
     wait_for_others();
-    if (fails()) return refused(problem);
+    if (fails()) {
+        syncbn_failed_in_python(kFault);
+        return false;
+    }
     std::copy(values, values + length, total);
     for (int64_t i = length; i < rows * length; ++i) total[i % length] += values[i];
-    return 0;
+    return true;
 }
 
-int agreed(int64_t, const syncbn::CallId* id, int64_t, syncbn::Agreed* out, syncbn::Problem*) {
-    out->key = id->layer;
-    return 0;
+bool agreed(int64_t, int64_t layer, int64_t, syncbn::Agreed* out) {
+    out->key = layer;
+    return true;
 }
 
 std::mutex& gathering_mutex = *new std::mutex;
@@ -149,10 +145,7 @@ void gathers(int64_t layer) {
 }
 
 void make_exchanges() {
-    syncbn::PythonFunctions functions{};
-    functions.add = add;
-    functions.agreed = agreed;
-    syncbn_python_functions(&functions);
+    syncbn_python_functions(add, agreed);
     in_memory = syncbn_memory_exchange("");
     of_contexts = syncbn_kvstore_exchange(1);
     make_exchanges_of_processes();

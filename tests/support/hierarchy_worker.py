@@ -91,7 +91,7 @@ def work(rank, folder, machines, fault, faulty, timeout):
 
     def exchange(step, i):
         limit = timeout if step >= FAULT_AT else 60.0  # the first one waits for the others to start
-        id = _native.CallId(layers[i], -1, step, 0, f"layer{i}".encode(), limit)
+        id = (layers[i], -1, step, 0, f"layer{i}", limit)
         got = allreduce(store.handle, id, vector(rank, step, LENGTHS[i]))
         np.testing.assert_array_equal(got, total(machines, step, LENGTHS[i]))
 

@@ -596,7 +596,7 @@ def of_many():
     session.register(LayerInfo(layer, "a test", CONTEXTS[:1], 1, 3, "sync", 1, None), kv)
     for call, size in enumerate((1, 7, 3000)):
         parts = [np.random.RandomState(rank).randn(size) for rank in range(kv.num_workers)]
-        id = _native.CallId(layer, -1, call, 1, b"a test", 60.0)
+        id = (layer, -1, call, 1, "a test", 60.0)
         total = allreduce(kv._transport.handle, id, parts[kv.rank])
         np.testing.assert_allclose(total, sum(parts), rtol=1e-12, atol=1e-12)
         everyone = kv.allgather("a test", total)
@@ -604,7 +604,7 @@ def of_many():
     # The order counts for the bits of merged moments.
     rows = [np.concatenate([[3 + r], np.random.RandomState(r).randn(3) * 10**r, [1, 2, 3]]) for r in range(8)]
     rows = rows[: kv.num_workers]
-    merged = allreduce(kv._transport.handle, _native.CallId(layer, -1, 9, 0, b"a test", 60.0), rows[kv.rank], True)
+    merged = allreduce(kv._transport.handle, (layer, -1, 9, 0, "a test", 60.0), rows[kv.rank], True)
     np.testing.assert_allclose(merged, functools.reduce(_native.merge_moments, rows), rtol=1e-12)
     assert all((theirs == merged).all() for theirs in kv.allgather("a test", merged)), "other bits"
     rows_of_any_type()

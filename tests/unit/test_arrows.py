@@ -122,7 +122,7 @@ def test_each_function_of_the_core_has_the_types_of_its_source():
     )
     assert _native.nobody_reads.restype == ctypes.c_int and _native.nobody_reads.argtypes == []
     with pytest.raises(KeyError, match="float"):  # a type that nobody has thought of is not guessed
-        _native._type("float")
+        _native._type("float", given)
 
 
 def test_the_package_calls_only_functions_that_the_core_has():

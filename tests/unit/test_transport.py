@@ -75,7 +75,7 @@ def test_moments_of_all_processes(size):
         session.register(info(number, 1), store)
 
     def work(rank, store):
-        id = _native.CallId(ids[rank], -1, 0, 0, b"bn", 60.0)
+        id = (ids[rank], -1, 0, 0, "bn", 60.0)
         return allreduce(store.handle, id, moments(shards[rank]), True)
 
     totals = everywhere(all_stores, work)

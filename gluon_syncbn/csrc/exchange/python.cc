@@ -14,14 +14,14 @@
 namespace syncbn {
 namespace {
 
-PythonFunctions functions;
+AddInPython* add;
+AgreedInPython* agreed;
 
 template <typename Function, typename... Arguments>
 void call(const char* what, int64_t exchange, Function* function, Arguments... arguments) {
     SYNCBN_POINT("before_exchange");
-    Problem problem{};
-    if (function(exchange, arguments..., &problem) != 0)
-        throw std::runtime_error(std::string("the KVStore ") + what + ": " + problem.text);
+    if (!function(exchange, arguments...))
+        throw std::runtime_error(std::string("the KVStore ") + what + ": " + python_problem);
     SYNCBN_POINT("after_exchange");
 }
 
@@ -99,19 +99,22 @@ void deliver(Mailbox& mailbox, const char* message, size_t size) {
     static_cast<Carried&>(mailbox).deliver(message, size);
 }
 
-void set_python_functions(const PythonFunctions& given) { functions = given; }
+void set_python_functions(AddInPython* given_add, AgreedInPython* given_agreed) {
+    add = given_add;
+    agreed = given_agreed;
+}
 
 Vector add_in_python(int64_t exchange, const CallId& id, const Vector& rows, size_t length) {
     Vector total(length);
-    call("could not add the statistics", exchange, functions.add, &id, static_cast<int64_t>(rows.size() / length),
+    call("could not add the statistics", exchange, add, id.layer, static_cast<int64_t>(rows.size() / length),
          static_cast<int64_t>(length), rows.data(), total.data());
     return total;
 }
 
 Agreed agreed_in_python(int64_t exchange, const CallId& id, int64_t replicas) {
-    Agreed agreed;
-    call("could not agree on the net", exchange, functions.agreed, &id, replicas, &agreed);
-    return agreed;
+    Agreed found;
+    call("could not agree on the net", exchange, agreed, id.layer, replicas, &found);
+    return found;
 }
 
 }  // namespace syncbn
