@@ -69,7 +69,13 @@ class _List:
 
 
 _TEXTS = _List(ctypes.c_char_p, _bytes)
-_NUMBERS = {"int": ctypes.c_int, "int64_t": ctypes.c_int64, "uint64_t": ctypes.c_uint64, "double": ctypes.c_double}
+_NUMBERS = {
+    "int": ctypes.c_int,
+    "int64_t": ctypes.c_int64,
+    "uint64_t": ctypes.c_uint64,
+    "size_t": ctypes.c_size_t,
+    "double": ctypes.c_double,
+}
 #: The results of `csrc/api.cc`, as it hands them over, and its parameters. Any other pointer is an address.
 _RESULTS = {
     **_NUMBERS,
@@ -351,7 +357,7 @@ class Summands:
     ) -> None:
         self.arrays = [array for of_one in arrays for array in of_one]  # whose handles stay as long as they do
         count, contexts = len(names), len(arrays[0]) if arrays else 1
-        types, sizes = (ctypes.c_int * count)(), (ctypes.c_int64 * count)()
+        types, sizes = (ctypes.c_int * count)(), (ctypes.c_size_t * count)()
         for i, (array, *_) in enumerate(arrays):
             check_call(_mxnet.MXNDArrayGetDType(array.handle, ctypes.byref(types, i * ctypes.sizeof(ctypes.c_int))))
             sizes[i] = array.size

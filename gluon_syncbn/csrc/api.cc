@@ -150,7 +150,7 @@ SYNCBN_API(std::string, nccl_problem) { return syncbn::cuda::why_no_collective()
 SYNCBN_API(int64_t, layer_create, const char* name, int mode, int64_t virtual_devices, int64_t group,
            const Span<const int>& groups) {
     const auto known = static_cast<syncbn::Mode>(mode);
-    return registry().create(name, {known, virtual_devices, group, {groups.begin(), groups.end()}})->id;
+    return registry().create(name, {known, virtual_devices, group, groups})->id;
 }
 
 // The number of layers.
@@ -169,8 +169,8 @@ SYNCBN_API(int64_t, call_create, const Span<const char*>& keys, const Span<const
 }
 
 // Sets the contexts that hold a layer's parameters, and the number of their replicas.
-SYNCBN_API(void, layer_place, int64_t id, const Span<const char*>& contexts, int64_t replicas) {
-    registry().place(*found(id), {contexts.begin(), contexts.end()}, static_cast<size_t>(replicas));
+SYNCBN_API(void, layer_place, int64_t id, const Span<const char*>& contexts, size_t replicas) {
+    registry().place(*found(id), {contexts.begin(), contexts.end()}, replicas);
 }
 
 // Says that this thread is about to execute a training call of a node whose operator MXNet has made before. It fails if
@@ -238,28 +238,23 @@ SYNCBN_API(void, python_functions, syncbn::AddInPython* add, syncbn::AgreedInPyt
 SYNCBN_API(void, failed_in_python, const char* problem) { syncbn::python_problem = problem; }
 SYNCBN_API(void, agreed, syncbn::Agreed* out, int64_t key, const Span<const size_t>& ranks, int64_t channels,
            int64_t replicas, const Span<const int>& members, const Span<const int>& groups, int64_t first) {
-    *out = {key,      {ranks.begin(), ranks.end()},     channels,
-            replicas, {members.begin(), members.end()}, {groups.begin(), groups.end()},
-            first};
+    *out = {key, ranks, channels, replicas, members, groups, first};
 }
 
 // Memory that the processes of this machine share: see exchange/segment.h. Rank 0 creates it, and the others open it by
 // rank 0's process, and by its number and token there.
-SYNCBN_API(Segment*, segment_create, int64_t ranks) { return Segment::create(static_cast<size_t>(ranks)).release(); }
-SYNCBN_API(Segment*, segment_open, int64_t ranks, int64_t rank, int64_t process, int64_t number, const char* token) {
-    return Segment::open(static_cast<size_t>(ranks), static_cast<size_t>(rank), process, static_cast<int>(number),
-                         unhex(token))
-        .release();
+SYNCBN_API(Segment*, segment_create, size_t ranks) { return Segment::create(ranks).release(); }
+SYNCBN_API(Segment*, segment_open, size_t ranks, size_t rank, int64_t process, int number, const char* token) {
+    return Segment::open(ranks, rank, process, number, unhex(token)).release();
 }
-SYNCBN_API(int64_t, segment_number, Segment* segment) { return segment->number(); }
+SYNCBN_API(int, segment_number, Segment* segment) { return segment->number(); }
 SYNCBN_API(std::string, segment_token, Segment* segment) { return hex(segment->token()); }
 SYNCBN_API(void, segment_free, Segment* segment) { delete segment; }
 
 // Over the processes of a job. `number` identifies an exchange in Python, which knows the layers. It also carries
 // vectors, if `mpi` is null.
-SYNCBN_API(Asked, processes, int64_t number, int64_t rank, int64_t ranks, const syncbn::Mpi* mpi) {
-    const auto own = static_cast<size_t>(rank), count = static_cast<size_t>(ranks);
-    auto mail = mpi != nullptr ? syncbn::mailbox(*mpi, own, count) : syncbn::mailbox(own, count);
+SYNCBN_API(Asked, processes, int64_t number, size_t rank, size_t ranks, const syncbn::Mpi* mpi) {
+    auto mail = mpi != nullptr ? syncbn::mailbox(*mpi, rank, ranks) : syncbn::mailbox(rank, ranks);
     return {std::make_shared<syncbn::Processes>(std::make_shared<syncbn::Job>(number, std::move(mail)))};
 }
 // For a carrier in Python: see exchange/python.h. The first returns bytes, until this thread's next call; a size of -1
@@ -270,23 +265,21 @@ SYNCBN_API(const void*, next_message, Asked* processes, double seconds, int64_t*
     *size = goes_on ? static_cast<int64_t>(message.size()) : -1;
     return handed(std::move(message));
 }
-SYNCBN_API(void, deliver, Asked* processes, int64_t size, const char* message) {
-    syncbn::deliver(*of_processes(processes).job()->all, message, static_cast<size_t>(size));
+SYNCBN_API(void, deliver, Asked* processes, size_t size, const char* message) {
+    syncbn::deliver(*of_processes(processes).job()->all, message, size);
 }
 // What has become of a rank: "has ended"; empty if it is there.
-SYNCBN_API(std::string, fate_of, Asked* processes, int64_t rank) {
-    return of_processes(processes).job()->all->fate_of(static_cast<size_t>(rank));
+SYNCBN_API(std::string, fate_of, Asked* processes, size_t rank) {
+    return of_processes(processes).job()->all->fate_of(rank);
 }
 // The same with memory of this machine. Takes ownership of the segment, which `ranks` share. `leaders`: of all machines.
 // They add gradients by MPI; if `mpi` is null, see exchange/machines.h.
 SYNCBN_API(Asked, exchange_machine, Asked* processes, Segment* segment, const Span<const size_t>& ranks,
-           const Span<const size_t>& leaders, const syncbn::Mpi* mpi, int64_t carried_from) {
+           const Span<const size_t>& leaders, const syncbn::Mpi* mpi, size_t carried_from) {
     std::unique_ptr<Segment> machine(segment);
     auto job = of_processes(processes).job();
-    machine->members = {{ranks.begin(), ranks.end()}, job->all->ranks()};
-    return {std::make_shared<syncbn::Processes>(std::move(job), std::move(machine),
-                                                syncbn::Ranks(leaders.begin(), leaders.end()), mpi,
-                                                static_cast<size_t>(carried_from))};
+    machine->members = {ranks, job->all->ranks()};
+    return {std::make_shared<syncbn::Processes>(std::move(job), std::move(machine), leaders, mpi, carried_from)};
 }
 
 // Sends bytes to all ranks, in parts of these `sizes`: one for each rank, or one for all. Returns theirs until this
@@ -311,22 +304,22 @@ SYNCBN_API(void, merge_moments, double* total, const double* part, int64_t chann
 
 // Computes an exchange's result for the one row of this process, for tests and benchmarks.
 SYNCBN_API(void, allreduce, Asked* exchange, bool merges, int64_t layer, int64_t node, int64_t call, int64_t phase,
-           const char* name, double timeout, int64_t length, const double* row, double* out) {
+           const char* name, double timeout, size_t length, const double* row, double* out) {
     const auto combine = merges ? syncbn::Combine::kMerge : syncbn::Combine::kAdd;
     const syncbn::CallId id{layer, node, call, phase, name, timeout, 0};
-    const auto total = exchange->host->begin(combine, id, {{row}, static_cast<size_t>(length)})->total();
+    const auto total = exchange->host->begin(combine, id, {{row}, length})->total();
     std::copy(total.values.begin(), total.values.end(), out);
 }
 
 // Begins the sum of arrays over the processes of an exchange in shared memory: see native/gradients.cc.
 SYNCBN_API(void, sum, Asked* exchange, int64_t channel, int64_t number, const Span<const char*>& names,
-           const int* types, const int64_t* sizes, int64_t contexts, void** arrays, syncbn::cuda::AllReduce* gpus) {
+           const int* types, const size_t* sizes, size_t contexts, void** arrays, syncbn::cuda::AllReduce* gpus) {
     std::vector<syncbn::Summand> summands;
     for (int64_t i = 0; i < names.count; ++i)
-        summands.push_back({names.values[i], static_cast<syncbn::Type>(types[i]), static_cast<size_t>(sizes[i])});
+        summands.push_back({names.values[i], static_cast<syncbn::Type>(types[i]), sizes[i]});
     of_processes(exchange).job()->all->check_open();
     syncbn::native::sum_gradients(of_processes(exchange).sums(), channel, number, registry().defaults().timeout,
-                                  std::move(summands), static_cast<size_t>(contexts), arrays, gpus);
+                                  std::move(summands), contexts, arrays, gpus);
 }
 
 // What identifies a GPU; a new id for `gpus`.
@@ -335,9 +328,8 @@ SYNCBN_API(std::string, new_id) { return hex(syncbn::cuda::new_id()); }
 // The way of sums between the GPUs of several processes: see cuda/collective.h. `id` is the same in all of them, and used
 // once; `first` is the place of the first of these devices among `ranks`; `bucket`: bytes, a multiple of 8.
 SYNCBN_API(syncbn::cuda::AllReduce*, gpus, const Span<const int>& devices, const char* id, int first, int ranks,
-           int64_t bucket) {
-    const auto size = static_cast<size_t>(bucket);
-    return syncbn::cuda::AllReduce::create({devices.begin(), devices.end()}, unhex(id), first, ranks, size);
+           size_t bucket) {
+    return syncbn::cuda::AllReduce::create(devices, unhex(id), first, ranks, bucket);
 }
 
 // Reports that this process has failed, or ends.
