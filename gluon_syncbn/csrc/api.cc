@@ -146,11 +146,16 @@ SYNCBN_API(std::string, nccl_problem) { return syncbn::cuda::why_no_collective()
 
 // ---- layers ----
 
-// `groups`: the group of each replica, where groups are named.
+// `groups`: the group of each replica, where groups are named. Without a timeout or an exchange, the defaults hold.
 SYNCBN_API(int64_t, layer_create, const char* name, int mode, int64_t virtual_devices, int64_t group,
-           const Span<const int>& groups) {
+           const Span<const int>& groups, double timeout, Asked* exchange) {
     const auto known = static_cast<syncbn::Mode>(mode);
-    return registry().create(name, {known, virtual_devices, group, groups})->id;
+    const auto layer = registry().create(name, {known, virtual_devices, group, groups});
+    registry().change(*layer, [&](auto& own) {
+        own.timeout = timeout;
+        if (exchange != nullptr) own.exchange = *exchange;
+    });
+    return layer->id;
 }
 
 // The number of layers.
@@ -182,15 +187,6 @@ SYNCBN_API(void, layer_called, int64_t id, int64_t node, const char* context) {
 
 // Says that this thread begins or ends to execute a graph of which it has said that.
 SYNCBN_API(void, within_graph, bool inside) { syncbn::within_graph = inside; }
-
-SYNCBN_API(void, layer_timeout, int64_t id, double seconds) {
-    registry().change(*found(id), [&](auto& own) { own.timeout = seconds; });
-}
-
-// Gives a layer an exchange of its own.
-SYNCBN_API(void, layer_exchange, int64_t id, Asked* exchange) {
-    registry().change(*found(id), [&](auto& own) { own.exchange = *exchange; });
-}
 
 // ---- defaults ----
 
@@ -311,7 +307,7 @@ SYNCBN_API(void, allreduce, Asked* exchange, bool merges, int64_t layer, int64_t
     std::copy(total.values.begin(), total.values.end(), out);
 }
 
-// Begins the sum of arrays over the processes of an exchange in shared memory: see native/gradients.cc.
+// Begins the sum of arrays over the processes of an exchange in shared memory: see native/native.h.
 SYNCBN_API(void, sum, Asked* exchange, int64_t channel, int64_t number, const Span<const char*>& names,
            const int* types, const size_t* sizes, size_t contexts, void** arrays, syncbn::cuda::AllReduce* gpus) {
     std::vector<syncbn::Summand> summands;

@@ -129,17 +129,15 @@ class Replicas:
         self.taken_in = ""  # names the operators that the layer absorbed in the graph that was recorded last
         mode = MODES.index(pooling.mode)
         groups = exchange_groups.group_of_each(exchange_groups.named_replicas(pooling.groups), 0, pooling.groups)
-        self.id = _native.layer_create(name, mode, pooling.virtual_devices, pooling.group_size or 0, groups.tolist())
+        handle = None if exchange is None else exchange.handle
+        numbers = mode, pooling.virtual_devices, pooling.group_size or 0, groups.tolist()
+        self.id = _native.layer_create(name, *numbers, timeout or 0, handle)
         self.token = f"{_native.PROCESS}{self.id}"
         self.by_token[self.token] = self
         if pooling.mode != "local":
             session.to_come.add(self)
         # At exit a daemon thread may still use it.
         weakref.finalize(self, _native.layer_drop, self.id).atexit = False
-        if timeout is not None:
-            _native.layer_timeout(self.id, timeout)
-        if exchange is not None:
-            _native.layer_exchange(self.id, exchange.handle)
 
     def spread_running(self, trained: Sequence[Context]) -> None:
         """After steps on some contexts, gives the others their running statistics, if all share one statistic."""

@@ -66,6 +66,7 @@ class Layer {
     // As the parameters' contexts and num_devices say.
     void place(int contexts, int replicas) const;
     void set_timeout(double seconds) const;
+    void set_exchange(syncbn::Asked* const* exchange) const;
     // Python holds on to it no longer. What is in flight goes on.
     void drop() const;
     // Settings as they were, after a step that has failed. Those that were left alone stay alone: `syncbn_reset` has to do.

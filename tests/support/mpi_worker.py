@@ -592,12 +592,11 @@ def of_many():
     pushpull_and_broadcast()
     if kv.num_workers <= 5:  # there are batches for so many
         same_bits_on_repetition()
-    layer = _native.layer_create("a test", 0, 1, 0, [])
+    layer = _native.layer_create("a test", 0, 1, 0, [], 0, None)
     session.register(LayerInfo(layer, "a test", CONTEXTS[:1], 1, 3, "sync", 1, None), kv)
     for call, size in enumerate((1, 7, 3000)):
         parts = [np.random.RandomState(rank).randn(size) for rank in range(kv.num_workers)]
-        id = (layer, -1, call, 1, "a test", 60.0)
-        total = allreduce(kv._transport.handle, id, parts[kv.rank])
+        total = allreduce(kv._transport.handle, (layer, -1, call, 1, "a test", 60.0), parts[kv.rank])
         np.testing.assert_allclose(total, sum(parts), rtol=1e-12, atol=1e-12)
         everyone = kv.allgather("a test", total)
         assert all((theirs == total).all() for theirs in everyone), "other bits"
