@@ -345,29 +345,16 @@ def merge_moments(total: np.ndarray, part: np.ndarray) -> np.ndarray:
     return merged
 
 
-class Summands:
-    """Arrays of sums, as the core takes them: see `sum_arrays`.
+def summands(names: Sequence[str], arrays: List[List[NDArray]], gpus: Optional[Handle] = None) -> Tuple[Any, ...]:
+    """Returns the arrays of some sums as ``sum`` of the core takes them. They have to live as long.
 
     For each sum there are a name, for messages, and as many dense arrays of float type as for the others. They are on
     CPUs, or on the GPUs for which `gpus` has returned this handle.
     """
-
-    def __init__(
-        self, names: Sequence[str], arrays: Sequence[Sequence[NDArray]], gpus: Optional[Handle] = None
-    ) -> None:
-        self.arrays = [array for of_one in arrays for array in of_one]  # whose handles stay as long as they do
-        count, contexts = len(names), len(arrays[0]) if arrays else 1
-        types, sizes = (ctypes.c_int * count)(), (ctypes.c_size_t * count)()
-        for i, (array, *_) in enumerate(arrays):
-            check_call(_mxnet.MXNDArrayGetDType(array.handle, ctypes.byref(types, i * ctypes.sizeof(ctypes.c_int))))
-            sizes[i] = array.size
-        self.given = _TEXTS.span(names), types, sizes, contexts, c_handle_array(self.arrays), gpus
-
-
-def sum_arrays(exchange: Handle, channel: int, number: int, summands: Summands) -> None:
-    """Pushes operations to MXNet's engine that sum arrays over the contexts and the processes of an exchange in memory.
-
-    Does not wait. The arrays become the sums together, or all of them raise the failure. Rounds of one ``channel`` come
-    in the same order in all processes, and ``number`` counts them for messages.
-    """
-    _core.syncbn_sum(exchange, channel, number, *summands.given)
+    count, contexts = len(names), len(arrays[0]) if arrays else 1
+    types, sizes = (ctypes.c_int * count)(), (ctypes.c_size_t * count)()
+    for i, (array, *_) in enumerate(arrays):
+        check_call(_mxnet.MXNDArrayGetDType(array.handle, ctypes.byref(types, i * ctypes.sizeof(ctypes.c_int))))
+        sizes[i] = array.size
+    handles = c_handle_array([array for of_sum in arrays for array in of_sum])
+    return _TEXTS.span(names), types, sizes, contexts, handles, gpus
