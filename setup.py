@@ -163,9 +163,6 @@ class BuildPy(build_py):
         if not getattr(self, "editable_mode", False):
             Path(self.build_lib, AT_START[0]).write_text(AT_START[1])
 
-    def get_outputs(self, include_bytecode=1):
-        return [*super().get_outputs(include_bytecode), os.path.join(self.build_lib, AT_START[0])]
-
 
 class EditableWheel(editable_wheel):
     """Adds the file that Python reads at its start, which comes behind setuptools' own in the alphabet."""

@@ -82,7 +82,7 @@ def new_layer(store: Any) -> int:
     from gluon_syncbn.exchange.base import LayerInfo
     from gluon_syncbn.training.session import session
 
-    layer = _native.layer_create("a benchmark", 0, 1, 0, [])
+    layer = _native.layer_create("a benchmark", 0, 1, 0, [], 0, None)
     session.register(LayerInfo(layer, "a benchmark", [mx.cpu()], 1, 1, "sync", 1, None), store)
     return layer
 
@@ -117,18 +117,16 @@ def sizes(over: str, store: Any, work: Dict[str, Any]) -> Dict[str, Any]:
     for size in work["sizes"]:
         values, total = np.ones(size // 8), np.empty(size // 8)
         calls = iter(range(10**9))
-        # As in a step, nothing is made for a call; there, no Python is on the way either.
-        ids = {handle: _native.CallId(layer, size, 0, 0, b"a benchmark", 120.0) for handle, layer in layers.items()}
 
+        # As in a step, nothing is made for a call; there, no Python is on the way either.
         def call(
             handle: int,
-            id: Any,
             calls: Any = calls,
             size: int = size,
             data: Any = (values.ctypes.data, total.ctypes.data),
         ) -> None:
-            id.call = next(calls)
-            _native.allreduce(handle, False, id, size // 8, *data)
+            id = layer, size, next(calls), 0, b"a benchmark", 120.0
+            _native.allreduce(handle, False, *id, size // 8, *data)
 
         steps: Dict[str, Callable[[], None]] = {
             "bare": _measuring.bare_sum(over, values),

@@ -6,7 +6,6 @@ Texts, lists, truth values and arrays are passed as Python has them. Some functi
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import re
 import weakref
@@ -70,115 +69,64 @@ class _List:
 
 
 _TEXTS = _List(ctypes.c_char_p, _bytes)
-#: The types of ``csrc`` that are not pointers. A pointer to anything but a text is an address.
-_TYPES = {
-    "void": None,
-    "bool": ctypes.c_bool,
+_NUMBERS = {
     "int": ctypes.c_int,
-    "long": ctypes.c_long,
     "int64_t": ctypes.c_int64,
     "uint64_t": ctypes.c_uint64,
+    "size_t": ctypes.c_size_t,
     "double": ctypes.c_double,
-    "Handle": ctypes.c_ssize_t,  # of MPI
-    "const char*": ctypes.c_char_p,
 }
-
-
-def _type(text: str) -> Any:
-    return _TYPES[text] if text in _TYPES or not text.endswith("*") else ctypes.c_void_p
-
-
-def _members(header: str, name: str) -> List[Tuple[str, Any]]:
-    """Returns the members of a structure of ``csrc``, up to its first blank line."""
-    text = (_SOURCES / header).read_text(encoding="utf-8")
-    (body,) = re.findall(rf"^struct {name} {{$(.*?)^(?:$|}};)", text, re.MULTILINE | re.DOTALL)
-    found: List[Tuple[str, Any]] = []
-    for declared in re.sub(r"//.*|using .*", "", body).split(";"):
-        words = " ".join(declared.split())
-        function = re.fullmatch(r"(\w+) \(\*(\w+)\)\((.*)\)", words)
-        if function:
-            given = [one if one.endswith("*") else one.rpartition(" ")[0] for one in function[3].split(", ")]
-            found.append((function[2], ctypes.CFUNCTYPE(_type(function[1]), *map(_type, given))))
-        elif words:
-            kind, _, first = words.partition(",")[0].rpartition(" ")
-            found += [(one, _type(kind)) for one in [first, *words.split(", ")[1:]]]
-    return found
-
-
-class CallId(ctypes.Structure):
-    """Identifies a contribution; phase 0 is the forward of a call, 1, 2 ... its backwards."""
-
-    _fields_ = _members("exchange/exchange.h", "CallId")
-
-
-class Mpi(ctypes.Structure):
-    """MPI's functions and handles: see ``csrc/exchange/mpi.h``."""
-
-    _FUNCTIONS = ("Isend", "Improbe", "Imrecv", "Get_count", "Test", "Iallreduce")  # the first members
-    _fields_ = _members("exchange/mpi.h", "Mpi")
-
-    @classmethod
-    def from_library(cls, file: str, **fields: int) -> Mpi:
-        """Finds the functions in the libraries of this file. MXNetError: one of them is missing."""
-        library = ctypes.CDLL(file)
-        try:
-            found = [ctypes.cast(library[f"MPI_{name}"], kind) for name, (_, kind) in zip(cls._FUNCTIONS, cls._fields_)]
-        except AttributeError as error:
-            raise MXNetError(f"kvstore 'mpi' needs functions of MPI 3 that this library lacks: {error}") from None
-        return cls(*found, **fields)
-
-
-class _Functions(ctypes.Structure):
-    _fields_ = _members("exchange/python.h", "PythonFunctions")
-
-
-def _unusable(error: Exception) -> ImportError:
-    return ImportError(
-        f"gluon_syncbn's native core {PATH} cannot be loaded ({error}); build it with `pip install .` "
-        "in the checkout (needs g++ with C++17 and OpenMP)",
-        name=__package__,
-    )
-
-
-#: The parameters of `csrc/api.cc` that come as another object of Python's.
-_GIVEN = {
+#: The results of `csrc/api.cc`, as it hands them over, and its parameters. Any other pointer is an address.
+_RESULTS = {
+    **_NUMBERS,
+    "void": ctypes.c_int,
+    "bool": ctypes.c_int,
+    "const char*": ctypes.c_char_p,
+    "std::string": ctypes.c_char_p,
+    "Asked": ctypes.c_void_p,
+}
+_GIVEN: Dict[str, Any] = {
+    **_NUMBERS,
+    "bool": ctypes.c_bool,
     "const char*": SimpleNamespace(from_param=_bytes),
     "NDArrayHandle": SimpleNamespace(from_param=lambda array: array.handle),
-    "const syncbn::CallId*": ctypes.POINTER(CallId),
-    "const syncbn::Mpi*": ctypes.POINTER(Mpi),
+    "const syncbn::Mpi*": SimpleNamespace(from_param=lambda words: (ctypes.c_int64 * len(words))(*words) or None),
     "const Span<const char*>&": _TEXTS,
     "const Span<const int>&": _List(ctypes.c_int),
-    "const Span<const int64_t>&": _List(ctypes.c_int64),
     "const Span<const size_t>&": _List(ctypes.c_size_t),
-    "const Span<void*>&": _List(ctypes.c_void_p),
     "const Span<NDArrayHandle>&": _List(ctypes.c_void_p, lambda array: array.handle.value),
 }
 #: Their results may be -1.
 _UNCHECKED = {"issue_on", "tape_end"}
 
 
+def _type(text: str, known: Dict[str, Any]) -> Any:
+    return ctypes.c_void_p if text.endswith("*") and text not in known else known[text]
+
+
 def _load() -> ctypes.CDLL:
+    source = (_SOURCES / "api.cc").read_text(encoding="utf-8")
     try:
         core = ctypes.CDLL(str(PATH))
-    except OSError as error:
-        raise _unusable(error) from None
-    source = (_SOURCES / "api.cc").read_text(encoding="utf-8")
-    # a result, a name, and parameters, each a type and a name
-    for result, name, given in re.findall(r"^SYNCBN_API ([^(]+?) ?syncbn_(\w+)\(([^)]*)\)", source, re.MULTILINE):
-        try:
-            function = getattr(core, f"syncbn_{name}")
-        except AttributeError as error:  # the core is older than its source
-            raise _unusable(error) from None
-        function.restype = _type(result)
-        types = [one.strip().rpartition(" ")[0] for one in given.split(",") if given]
-        function.argtypes = [_GIVEN.get(one) or _type(one) for one in types]
-        if name not in _UNCHECKED:
-            function.errcheck = _checked
+        for declared in re.findall(r"^SYNCBN_API\(([^)]*)\)", source, re.MULTILINE):
+            result, name, *given = (one.strip() for one in declared.split(","))
+            function = core._FuncPtr(ctypes.c_void_p.in_dll(core, f"syncbn_{name}").value or 0)
+            function.restype = _type(result, _RESULTS)
+            function.argtypes = [_type(one.rpartition(" ")[0], _GIVEN) for one in given]
+            if name not in _UNCHECKED:
+                function.errcheck = _checked
+            setattr(core, f"syncbn_{name}", function)
+    except (OSError, ValueError) as error:  # ValueError: the core is older than its source
+        raise ImportError(
+            f"gluon_syncbn's native core {PATH} cannot be loaded ({error}); build it with `pip install .` "
+            "in the checkout (needs g++ with C++17 and OpenMP)",
+            name=__package__,
+        ) from None
     return core
 
 
 def _checked(result: Any, function: Any, given: Any) -> Any:
-    if (result is None and function.restype is not None) or result == -1:
+    if result is None or result == -1:
         raise MXNetError(_core.syncbn_problem())
     return result.decode(errors="replace") if isinstance(result, bytes) else result
 
@@ -194,13 +142,10 @@ def __getattr__(name: str) -> Any:
 
 def register() -> None:
     """Registers the operator ``gluon_syncbn`` with the MXNet library that Python has loaded."""
-    names = re.findall(r"\*\s*(MX\w+)[);]", (_SOURCES / "mxnet_api.h").read_text(encoding="utf-8"))
-    functions = [ctypes.cast(getattr(_mxnet, name), ctypes.c_void_p).value for name in names]
     cache = os.path.join(read("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"), "gluon_syncbn")
     _core.syncbn_find_in(_mxnet._handle, os.fsencode(_SOURCES), os.fsencode(cache))
-    _core.syncbn_register(functions, PROCESS)
-    global _why_custom
-    _why_custom = _ways_of_calls(read("GLUON_SYNCBN_OPERATOR"))
+    _core.syncbn_register(PROCESS)
+    _why_custom.update(_ways_of_calls(read("GLUON_SYNCBN_OPERATOR")))
 
 
 _why_custom: Dict[str, str] = {}
@@ -240,29 +185,6 @@ def _ways_of_calls(asked: str) -> Dict[str, str]:
     return problems
 
 
-class Call(Dict[str, str]):
-    """The attributes of eager calls. The core has them too, by their number, until the layer is dropped."""
-
-    def __init__(self, attributes: Dict[str, str]) -> None:
-        super().__init__(attributes)
-        self.number = _core.syncbn_call_create(list(self), list(self.values()))
-        _calls[self.number] = self
-
-
-_calls: weakref.WeakValueDictionary[int, Call] = weakref.WeakValueDictionary()
-
-
-def call_attributes(number: int) -> Dict[str, str]:
-    """Returns the attributes that a number stands for. MXNetError: their layer is gone."""
-    call = _calls.get(number)
-    if call is None:
-        raise MXNetError("a SyncBatchNorm that this graph has recorded is gone. Keep the layer as long as the graph.")
-    return call
-
-
-timeout_of: Callable[[], float] = _core.syncbn_timeout_of  # seconds that a layer waits without a setting of its own
-
-
 class Tape:
     """Stores what the calls of a forward pass to their repetition: see ``csrc/operator/tape.h``."""
 
@@ -292,7 +214,6 @@ Backward = Callable[[List[NDArray], List[NDArray], List[int]], None]
 
 
 _functions: Dict[int, Tuple[Any, Any]] = {}  # in graphs: what MXNet has pointers to
-_keys = itertools.count(1)
 
 
 def record_function(what: str, inputs: Sequence[NDArray], outputs: Sequence[NDArray], backward: Backward) -> None:
@@ -316,7 +237,7 @@ def record_function(what: str, inputs: Sequence[NDArray], outputs: Sequence[NDAr
             _core.syncbn_gate(arrays[heads:])
         return 1
 
-    key, kind = next(_keys), ctypes.CFUNCTYPE(ctypes.c_int)
+    key, kind = id(run), ctypes.CFUNCTYPE(ctypes.c_int)
     functions = c_array(kind, [ctypes.cast(function, kind) for function in (run, _forget)])
     callbacks = MXCallbackList(2, functions, (ctypes.c_void_p * 2)(key, key))
     _functions[key] = run, callbacks
@@ -338,30 +259,25 @@ def _forget(key: int) -> int:
 Handle = int
 
 
-_exchanges: Dict[int, Any] = {}  # Python exchanges; the core may call one for as long as it lives
-_numbers = itertools.count(1)
+_exchanges: Dict[int, Any] = {}  # Python exchanges, which stay, because the core may call one at any time
 
 
 def python_exchange(exchange: Any) -> int:
     """Registers an exchange, some of whose methods the core calls. Returns its number."""
-    number = next(_numbers)
-    _exchanges[number] = exchange
-    return number
+    _exchanges[id(exchange)] = exchange
+    return id(exchange)
 
 
-def _guarded(call: Callable[..., None]) -> Callable[..., int]:
+def _guarded(call: Callable[..., None]) -> Callable[..., bool]:
     """Returns what the core calls: a failure becomes a text."""
 
-    def function(*arguments: Any) -> int:
-        *given, problem = arguments
+    def function(*arguments: Any) -> bool:
         try:
-            call(*given)
-            return 0
+            call(*arguments)
+            return True
         except BaseException as error:  # it must not pass through C++; its text goes to every replica
-            text = _bytes(f"{type(error).__name__}: {error}")
-            words = text[:1023].decode(errors="ignore").encode()  # no part of a character
-            ctypes.memmove(problem, words, len(words) + 1)
-            return 1
+            _core.syncbn_failed_in_python(f"{type(error).__name__}: {error}")
+            return False
 
     return function
 
@@ -372,25 +288,35 @@ def array_at(address: int, count: int, size: int = 8) -> np.ndarray:
     return np.ctypeslib.as_array((kind * count).from_address(address)) if count else np.empty(0)
 
 
-def set_layers(layer_of: Callable[[Any, CallId], Any]) -> None:
-    """Sets, once, the function that gives an exchange the layer of a call before a call."""
+def set_layers(layer_of: Callable[[Any, int], Any]) -> None:
+    """Sets, once, the function that gives an exchange a layer, by its number, before a call of the layer."""
 
-    def add(number: int, id: int, count: int, length: int, rows: int, out: int) -> None:
+    def add(number: int, layer: int, count: int, length: int, rows: int, out: int) -> None:
         exchange, values = _exchanges[number], array_at(rows, count * length).reshape(count, length)
-        array_at(out, length)[:] = exchange.add(layer_of(exchange, CallId.from_address(id)), values)
+        array_at(out, length)[:] = exchange.add(layer_of(exchange, layer), values)
 
-    def agreed(number: int, id: int, here: int, out: int) -> None:
+    def agreed(number: int, layer: int, here: int, out: int) -> None:
         exchange = _exchanges[number]
-        _core.syncbn_agreed(out, *exchange.agreed(layer_of(exchange, CallId.from_address(id)), here))
+        _core.syncbn_agreed(out, *exchange.agreed(layer_of(exchange, layer), here))
 
-    global _functions_of_exchanges
-    assert _functions_of_exchanges is None
-    calls = [_guarded(add), _guarded(agreed)]
-    _functions_of_exchanges = _Functions(*[kind(call) for (_, kind), call in zip(_Functions._fields_, calls)])
-    _core.syncbn_python_functions(ctypes.byref(_functions_of_exchanges))
+    assert not _of_exchanges
+    _of_exchanges.extend([_ADD(_guarded(add)), _AGREED(_guarded(agreed))])
+    _core.syncbn_python_functions(*_of_exchanges)
 
 
-_functions_of_exchanges: Optional[_Functions] = None  # the core keeps pointers into it, so it is never replaced
+# The types of `AddInPython` and `AgreedInPython` in csrc/exchange/python.h.
+_ADD = ctypes.CFUNCTYPE(ctypes.c_bool, *[ctypes.c_int64] * 4, *[ctypes.c_void_p] * 2)
+_AGREED = ctypes.CFUNCTYPE(ctypes.c_bool, *[ctypes.c_int64] * 3, ctypes.c_void_p)
+_of_exchanges: List[Any] = []  # the core keeps pointers to them
+
+
+def addresses(file: str, names: Sequence[str]) -> List[int]:
+    """Finds functions in the libraries of this file. MXNetError: one of them is missing."""
+    library = ctypes.CDLL(file)
+    try:
+        return [ctypes.cast(library[name], ctypes.c_void_p).value or 0 for name in names]
+    except AttributeError as error:
+        raise MXNetError(f"kvstore 'mpi' needs functions of MPI 3 that this library lacks: {error}") from None
 
 
 def bytes_of(processes: Handle, ranks: int, key: int, what: str, own: Sequence[bytes]) -> List[np.ndarray]:
@@ -400,7 +326,7 @@ def bytes_of(processes: Handle, ranks: int, key: int, what: str, own: Sequence[b
     MXNetError: some rank does not come, or has failed.
     """
     sizes, size = list(map(len, own)), ctypes.c_int64()
-    address = _core.syncbn_bytes_of(processes, key, what, timeout_of(), sizes, b"".join(own), ctypes.byref(size))
+    address = _core.syncbn_bytes_of(processes, key, what, sizes, b"".join(own), ctypes.byref(size))
     found = np.frombuffer(ctypes.string_at(address, size.value), np.uint8)
     return np.split(found[8 * ranks :], np.cumsum(found[: 8 * ranks].view(np.int64))[:-1])
 
@@ -419,35 +345,16 @@ def merge_moments(total: np.ndarray, part: np.ndarray) -> np.ndarray:
     return merged
 
 
-class Summands:
-    """Arrays of a sum, as the core takes them: see `sum_arrays`.
+def summands(names: Sequence[str], arrays: List[List[NDArray]], gpus: Optional[Handle] = None) -> Tuple[Any, ...]:
+    """Returns the arrays of some sums as ``sum`` of the core takes them. They have to live as long.
 
-    Parameters
-    ----------
-    names : list of str
-        A name for each sum, for messages.
-    arrays : list of list of NDArray
-        For each sum as many arrays as for the others, of float type and dense.
-    gpus : Handle or None
-        What `gpus` returned, for arrays on these GPUs. None: they are on CPUs.
+    For each sum there are a name, for messages, and as many dense arrays of float type as for the others. They are on
+    CPUs, or on the GPUs for which `gpus` has returned this handle.
     """
-
-    def __init__(
-        self, names: Sequence[str], arrays: Sequence[Sequence[NDArray]], gpus: Optional[Handle] = None
-    ) -> None:
-        self.arrays = [array for of_one in arrays for array in of_one]  # whose handles stay as long as they do
-        count, contexts = len(names), len(arrays[0]) if arrays else 1
-        types, sizes = (ctypes.c_int * count)(), (ctypes.c_int64 * count)()
-        for i, (array, *_) in enumerate(arrays):
-            check_call(_mxnet.MXNDArrayGetDType(array.handle, ctypes.byref(types, i * ctypes.sizeof(ctypes.c_int))))
-            sizes[i] = array.size
-        self.given = _TEXTS.span(names), types, sizes, contexts, c_handle_array(self.arrays), gpus
-
-
-def sum_arrays(exchange: Handle, channel: int, number: int, summands: Summands) -> None:
-    """Pushes operations to MXNet's engine that sum arrays over the contexts and the processes of an exchange in memory.
-
-    Does not wait. The arrays become the sums together, or all of them raise the failure. Rounds of one ``channel`` come
-    in the same order in all processes, and ``number`` counts them for messages.
-    """
-    _core.syncbn_sum(exchange, channel, number, timeout_of(), *summands.given)
+    count, contexts = len(names), len(arrays[0]) if arrays else 1
+    types, sizes = (ctypes.c_int * count)(), (ctypes.c_size_t * count)()
+    for i, (array, *_) in enumerate(arrays):
+        check_call(_mxnet.MXNDArrayGetDType(array.handle, ctypes.byref(types, i * ctypes.sizeof(ctypes.c_int))))
+        sizes[i] = array.size
+    handles = c_handle_array([array for of_sum in arrays for array in of_sum])
+    return _TEXTS.span(names), types, sizes, contexts, handles, gpus

@@ -1,10 +1,9 @@
-// The functions that Python calls as those of `_native`, which reads their types here. They have plain values and no
-// exceptions. After an exception, a function returns null or -1, and Python raises an MXNetError with the text of
-// `syncbn_problem`.
+// The functions that Python calls as those of `_native`, which reads their types here. They may throw: `Caught` hands
+// their results and exceptions to Python.
 #include <algorithm>
-#include <cstring>
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "cpu/kernels.h"
@@ -18,9 +17,7 @@
 #include "meeting/registry.h"
 #include "meeting/scope.h"
 #include "mxnet_api.h"
-#include "native/calls.h"
-#include "native/gradients.h"
-#include "native/resources.h"
+#include "native/native.h"
 #include "operator/call.h"
 #include "operator/op.h"
 #include "operator/tape.h"
@@ -28,16 +25,68 @@
 #include "waiting/callers.h"
 #include "waiting/step.h"
 
-#define SYNCBN_API extern "C" __attribute__((visibility("default")))
+// Begins a function, which Python finds by its name as a pointer.
+#define SYNCBN_API(result, name, ...)                                                      \
+    static result api_##name(__VA_ARGS__);                                                 \
+    extern "C" {                                                                           \
+    __attribute__((visibility("default"))) auto syncbn_##name = &Caught<api_##name>::call; \
+    }                                                                                      \
+    static result api_##name(__VA_ARGS__)
 
 namespace {
 
+using syncbn::Asked;
 using syncbn::Nccl;
 using syncbn::registry;
 using syncbn::Segment;
 using syncbn::Span;
 
 using NDArrayHandle = void*;  // MXNet's; in Python an NDArray
+
+thread_local std::string kept_problem;
+thread_local const char* problem = "";
+
+// What Python gets of a result: -1 or null after an exception. Texts stay until this thread's next call, exchanges as
+// long as the process.
+const char* handed(std::string text) {
+    static thread_local std::string kept;
+    kept = std::move(text);
+    return kept.c_str();
+}
+Asked* handed(Asked exchange) { return new Asked{std::move(exchange)}; }
+int handed(bool value) { return value; }
+template <typename Value>
+Value handed(Value value) {
+    return value;
+}
+
+// A function of C that catches what this one throws.
+template <auto function>
+struct Caught;
+template <typename Result, typename... Parameters, Result (*function)(Parameters...)>
+struct Caught<function> {
+    static auto call(Parameters... parameters) noexcept {
+        const auto run = [&] {
+            if constexpr (std::is_void_v<Result>)
+                return function(parameters...), 0;
+            else
+                return handed(function(parameters...));
+        };
+        try {
+            return run();
+        } catch (const std::exception& e) {
+            try {
+                problem = (kept_problem = syncbn::reason_of(e)).c_str();
+            } catch (const std::bad_alloc&) {
+                problem = syncbn::kNoMemory;
+            }
+        }
+        if constexpr (std::is_pointer_v<decltype(run())>)
+            return decltype(run()){nullptr};
+        else
+            return decltype(run()){-1};
+    }
+};
 
 void check(int status) {
     if (status != 0) throw syncbn::Failure(syncbn::mx.MXGetLastError());
@@ -47,44 +96,6 @@ std::shared_ptr<syncbn::Layer> found(int64_t id) {
     const auto layer = registry().find(id);
     if (!layer) throw syncbn::Failure("no layer has the number " + std::to_string(id));
     return layer;
-}
-
-thread_local std::string kept_problem;
-thread_local const char* problem = "";
-
-// Returns the result of `work`, or `instead` after an exception.
-template <typename Result, typename Work>
-Result guarded(Result instead, const Work& work) noexcept {
-    try {
-        return work();
-    } catch (const std::exception& e) {
-        try {
-            problem = (kept_problem = syncbn::reason_of(e)).c_str();
-        } catch (const std::bad_alloc&) {
-            problem = syncbn::kNoMemory;
-        }
-        return instead;
-    }
-}
-
-template <typename Work>
-int done(const Work& work) noexcept {
-    return guarded(-1, [&] {
-        work();
-        return 0;
-    });
-}
-
-// Keeps a text for Python until this thread's next call.
-const char* keep(std::string value) noexcept {
-    static thread_local std::string kept;
-    kept = std::move(value);
-    return kept.c_str();
-}
-
-template <typename Work>
-const char* text(const Work& work) noexcept {
-    return guarded<const char*>(nullptr, [&] { return keep(work()); });
 }
 
 // Bytes as text, with two digits for each.
@@ -101,326 +112,246 @@ std::string unhex(const std::string& text) {
     return bytes;
 }
 
-using ExchangeHandle = syncbn::Asked;
-
-syncbn::Processes& of_processes(void* exchange) {
-    return static_cast<syncbn::Processes&>(*static_cast<ExchangeHandle*>(exchange)->host);
-}
-
-// Makes a handle of the exchange that `make` returns; it lasts as long as the process.
-template <typename Make>
-void* handle(const Make& make) noexcept {
-    return guarded<void*>(nullptr, [&] { return new ExchangeHandle{make()}; });
-}
+syncbn::Processes& of_processes(Asked* exchange) { return static_cast<syncbn::Processes&>(*exchange->host); }
 
 }  // namespace
 
 // The error of this thread's last call that returned null or -1.
-SYNCBN_API const char* syncbn_problem() { return problem; }
+SYNCBN_API(const char*, problem) { return problem; }
 
-// Registers the operator. `functions` are the members of syncbn::MXNet, in that order. `process` begins the name of each
-// layer in graphs, and its number follows. After `syncbn_find_in`.
-SYNCBN_API int syncbn_register(const Span<void*>& functions, const char* process) {
-    return done([&] {
-        registry().process = process;
-        syncbn::MXNet mx;
-        if (functions.count * sizeof(void*) != sizeof mx) throw syncbn::Failure("MXNet's functions are others");
-        std::memcpy(&mx, functions.values, sizeof mx);
-        check(syncbn::register_operator(mx));
-    });
+// Registers the operator. `process` begins the name of each layer in graphs, and its number follows. After `find_in`.
+SYNCBN_API(void, register, const char* process) {
+    registry().process = process;
+    check(syncbn::register_operator(syncbn::MXNet()));
 }
 
 // Where the core finds MXNet's library, a handle of dlopen, the sources, and compiled kernels of GPUs.
-SYNCBN_API int syncbn_find_in(void* library, const char* csrc, const char* cache) {
-    return done([&] {
-        syncbn::mxnet_library = library;
-        syncbn::cuda::setup = {csrc, cache};
-    });
+SYNCBN_API(void, find_in, void* library, const char* csrc, const char* cache) {
+    syncbn::mxnet_library = library;
+    syncbn::cuda::setup = {csrc, cache};
 }
 
 // Returns why calls on "cpu" or "gpu" contexts come through MXNet's `Custom`; empty if they do not, from now on.
-SYNCBN_API const char* syncbn_take_calls(const char* device) {
-    return text([&] { return syncbn::native::take_calls(device); });
-}
+SYNCBN_API(std::string, take_calls, const char* device) { return syncbn::native::take_calls(device); }
 
-// See native/resources.h.
-SYNCBN_API const char* syncbn_separate_resources() { return text(syncbn::native::separate_resources); }
-SYNCBN_API int syncbn_renew_resources() { return done(syncbn::native::renew_resources); }
-// After true, `syncbn_issue_on` follows, with -1.
-SYNCBN_API bool syncbn_issue_for(NDArrayHandle data) { return syncbn::native::issue_for(data); }
-SYNCBN_API int syncbn_issue_on(int context) { return syncbn::native::issue_on(context); }
+// See native/resources.cc.
+SYNCBN_API(std::string, separate_resources) { return syncbn::native::separate_resources(); }
+SYNCBN_API(void, renew_resources) { syncbn::native::renew_resources(); }
+// After true, `issue_on` follows, with -1.
+SYNCBN_API(bool, issue_for, NDArrayHandle data) { return syncbn::native::issue_for(data); }
+SYNCBN_API(int, issue_on, int context) { return syncbn::native::issue_on(context); }
 
 // Why GPUs cannot exchange their statistics by NCCL; empty if they can.
-SYNCBN_API const char* syncbn_nccl_problem() { return text(syncbn::cuda::why_no_collective); }
+SYNCBN_API(std::string, nccl_problem) { return syncbn::cuda::why_no_collective(); }
 
 // ---- layers ----
 
-// `groups`: the group of each replica, where groups are named.
-SYNCBN_API int64_t syncbn_layer_create(const char* name, int mode, int64_t virtual_devices, int64_t group,
-                                       const Span<const int>& groups) {
-    return guarded<int64_t>(-1, [&] {
-        const auto known = static_cast<syncbn::Mode>(mode);
-        return registry().create(name, {known, virtual_devices, group, {groups.begin(), groups.end()}})->id;
+// `groups`: the group of each replica, where groups are named. Without a timeout or an exchange, the defaults hold.
+SYNCBN_API(int64_t, layer_create, const char* name, int mode, int64_t virtual_devices, int64_t group,
+           const Span<const int>& groups, double timeout, Asked* exchange) {
+    const auto known = static_cast<syncbn::Mode>(mode);
+    const auto layer = registry().create(name, {known, virtual_devices, group, groups});
+    registry().change(*layer, [&](auto& own) {
+        own.timeout = timeout;
+        if (exchange != nullptr) own.exchange = *exchange;
     });
+    return layer->id;
 }
 
 // The number of layers.
-SYNCBN_API int64_t syncbn_layers() { return static_cast<int64_t>(registry().all().size()); }
+SYNCBN_API(int64_t, layers) { return static_cast<int64_t>(registry().all().size()); }
 
 // Whether some layer has several replicas on a context.
-SYNCBN_API bool syncbn_contexts_are_shared() { return registry().contexts_are_shared(); }
+SYNCBN_API(bool, contexts_are_shared) { return registry().contexts_are_shared(); }
 
-SYNCBN_API void syncbn_layer_drop(int64_t id) {
+SYNCBN_API(void, layer_drop, int64_t id) {
     syncbn::forget_calls(id);
     registry().drop(id);
 }
 
-SYNCBN_API int64_t syncbn_call_create(const Span<const char*>& keys, const Span<const char*>& values) {
-    return guarded<int64_t>(
-        -1, [&] { return syncbn::create_call(static_cast<int>(keys.count), keys.values, values.values); });
+SYNCBN_API(int64_t, call_create, const Span<const char*>& keys, const Span<const char*>& values) {
+    return syncbn::create_call(static_cast<int>(keys.count), keys.values, values.values);
 }
 
 // Sets the contexts that hold a layer's parameters, and the number of their replicas.
-SYNCBN_API int syncbn_layer_place(int64_t id, const Span<const char*>& contexts, int64_t replicas) {
-    return done(
-        [&] { registry().place(*found(id), {contexts.begin(), contexts.end()}, static_cast<size_t>(replicas)); });
+SYNCBN_API(void, layer_place, int64_t id, const Span<const char*>& contexts, size_t replicas) {
+    registry().place(*found(id), {contexts.begin(), contexts.end()}, replicas);
 }
 
 // Says that this thread is about to execute a training call of a node whose operator MXNet has made before. It fails if
 // the layer is in the middle of a step of another thread.
-SYNCBN_API int syncbn_layer_called(int64_t id, int64_t node, const char* context) {
-    return done([&] {
-        const auto layer = found(id);
-        layer->rendezvous.join(layer->config(), context, node, true);
-    });
+SYNCBN_API(void, layer_called, int64_t id, int64_t node, const char* context) {
+    const auto layer = found(id);
+    layer->rendezvous.join(layer->config(), context, node, true);
 }
 
 // Says that this thread begins or ends to execute a graph of which it has said that.
-SYNCBN_API void syncbn_within_graph(bool inside) { syncbn::within_graph = inside; }
-
-SYNCBN_API int syncbn_layer_timeout(int64_t id, double seconds) {
-    return done([&] { registry().change(*found(id), [&](auto& own) { own.timeout = seconds; }); });
-}
-
-// Gives a layer an exchange of its own.
-SYNCBN_API int syncbn_layer_exchange(int64_t id, void* exchange) {
-    const auto& given = *static_cast<ExchangeHandle*>(exchange);
-    return done([&] { registry().change(*found(id), [&](auto& own) { own.exchange = given; }); });
-}
+SYNCBN_API(void, within_graph, bool inside) { syncbn::within_graph = inside; }
 
 // ---- defaults ----
 
-SYNCBN_API int syncbn_default_timeout(double seconds) {
-    return done([&] { registry().change([&](auto& all) { all.timeout = seconds; }); });
+SYNCBN_API(void, default_timeout, double seconds) {
+    registry().change([&](auto& all) { all.timeout = seconds; });
 }
-SYNCBN_API double syncbn_timeout_of() { return registry().defaults().timeout; }
+SYNCBN_API(double, timeout_of) { return registry().defaults().timeout; }
 
-SYNCBN_API int syncbn_devices(const Span<const char*>& contexts) {
-    return done([&] { registry().change([&](auto& all) { all.devices = {contexts.begin(), contexts.end()}; }); });
+SYNCBN_API(void, devices, const Span<const char*>& contexts) {
+    registry().change([&](auto& all) { all.devices = {contexts.begin(), contexts.end()}; });
 }
 
 // The values are those of syncbn::Nonfinite.
-SYNCBN_API int syncbn_nonfinite(int what) {
+SYNCBN_API(void, nonfinite, int what) {
     syncbn::speak_of_nonfinite_again();
-    return done([&] { registry().change([&](auto& all) { all.nonfinite = static_cast<syncbn::Nonfinite>(what); }); });
+    registry().change([&](auto& all) { all.nonfinite = static_cast<syncbn::Nonfinite>(what); });
 }
 
-SYNCBN_API int syncbn_seed(uint64_t seed) {
-    return done([&] {
-        registry().change([&](auto& all) { all.seed = seed; });
-        for (const auto& layer : registry().all()) layer->rendezvous.restart_calls();
-    });
+SYNCBN_API(void, seed, uint64_t seed) {
+    registry().change([&](auto& all) { all.seed = seed; });
+    for (const auto& layer : registry().all()) layer->rendezvous.restart_calls();
 }
 
 // ---- exchanges ----
 
 // Sets the exchange of layers without one of their own.
-SYNCBN_API int syncbn_default_exchange(void* exchange) {
-    return done([&] { registry().change([&](auto& all) { all.exchange = *static_cast<ExchangeHandle*>(exchange); }); });
+SYNCBN_API(void, default_exchange, Asked* exchange) {
+    registry().change([&](auto& all) { all.exchange = *exchange; });
 }
 
 // In memory of this process. `gpus`: "nccl", the "host", or either if empty.
-SYNCBN_API void* syncbn_memory_exchange(const char* gpus) {
+SYNCBN_API(Asked, memory_exchange, const char* gpus) {
     const std::string way = gpus;
-    const Nccl nccl = way == "nccl" ? Nccl::kRequired : way == "host" ? Nccl::kNever : Nccl::kIfThere;
-    return handle([&] { return ExchangeHandle{syncbn::memory_exchange(), nccl}; });
+    return {syncbn::memory_exchange(), way == "nccl" ? Nccl::kRequired : way == "host" ? Nccl::kNever : Nccl::kIfThere};
 }
 
 // Over the contexts of this process, by a store of MXNet's: an exchange in Python, identified by its number.
-SYNCBN_API void* syncbn_kvstore_exchange(int64_t number) {
-    return handle([&] { return ExchangeHandle{syncbn::kvstore_exchange(number), Nccl::kNever}; });
-}
+SYNCBN_API(Asked, kvstore_exchange, int64_t number) { return {syncbn::kvstore_exchange(number), Nccl::kNever}; }
 
 // Called once, before the first use; the functions must stay as long as the process.
-SYNCBN_API void syncbn_python_functions(const syncbn::PythonFunctions* functions) {
-    syncbn::set_python_functions(*functions);
+SYNCBN_API(void, python_functions, syncbn::AddInPython* add, syncbn::AgreedInPython* agreed) {
+    syncbn::set_python_functions(add, agreed);
 }
-
-// For those functions: fill in their results. `ranks`: without groups none.
-SYNCBN_API int syncbn_agreed(syncbn::Agreed* out, int64_t key, const Span<const size_t>& ranks, int64_t channels,
-                             int64_t replicas, const Span<const int>& members, const Span<const int>& groups,
-                             int64_t first) {
-    return done([&] {
-        *out = {key,      {ranks.begin(), ranks.end()},     channels,
-                replicas, {members.begin(), members.end()}, {groups.begin(), groups.end()},
-                first};
-    });
+// For those functions: says why one fails, or fills in the result. `ranks`: without groups none.
+SYNCBN_API(void, failed_in_python, const char* problem) { syncbn::python_problem = problem; }
+SYNCBN_API(void, agreed, syncbn::Agreed* out, int64_t key, const Span<const size_t>& ranks, int64_t channels,
+           int64_t replicas, const Span<const int>& members, const Span<const int>& groups, int64_t first) {
+    *out = {key, ranks, channels, replicas, members, groups, first};
 }
 
 // Memory that the processes of this machine share: see exchange/segment.h. `token`: 32 letters. `path`: empty in rank 0.
-SYNCBN_API void* syncbn_segment(int64_t ranks, int64_t rank, const char* token, const char* path) {
-    return guarded<void*>(
-        nullptr, [&] { return new Segment(static_cast<size_t>(ranks), static_cast<size_t>(rank), token, path); });
+SYNCBN_API(Segment*, segment, size_t ranks, size_t rank, const char* token, const char* path) {
+    return new Segment(ranks, rank, token, path);
 }
-SYNCBN_API int syncbn_segment_number(void* segment) { return static_cast<Segment*>(segment)->number(); }
-SYNCBN_API void syncbn_segment_free(void* segment) { delete static_cast<Segment*>(segment); }
+SYNCBN_API(int, segment_number, Segment* segment) { return segment->number(); }
+SYNCBN_API(void, segment_free, Segment* segment) { delete segment; }
 
 // Over the processes of a job. `number` identifies an exchange in Python, which knows the layers. It also carries
 // vectors, if `mpi` is null.
-SYNCBN_API void* syncbn_processes(int64_t number, int64_t rank, int64_t ranks, const syncbn::Mpi* mpi) {
-    return handle([&] {
-        const auto own = static_cast<size_t>(rank), count = static_cast<size_t>(ranks);
-        auto mail = mpi != nullptr ? syncbn::mailbox(*mpi, own, count) : syncbn::mailbox(own, count);
-        return ExchangeHandle{std::make_shared<syncbn::Processes>(number, std::move(mail))};
-    });
+SYNCBN_API(Asked, processes, int64_t number, size_t rank, size_t ranks, const syncbn::Mpi* mpi) {
+    auto mail = mpi != nullptr ? syncbn::mailbox(*mpi, rank, ranks) : syncbn::mailbox(rank, ranks);
+    return {std::make_shared<syncbn::Processes>(number, std::move(mail))};
 }
 // For a carrier in Python: see exchange/python.h. The first returns bytes, until this thread's next call; a size of -1
 // stands for the end.
-SYNCBN_API const void* syncbn_next_message(void* processes, double seconds, int64_t* size) {
-    return text([&] {
-        std::string message;
-        const bool goes_on = syncbn::next_message(of_processes(processes).job(), seconds, &message);
-        *size = goes_on ? static_cast<int64_t>(message.size()) : -1;
-        return message;
-    });
+SYNCBN_API(const void*, next_message, Asked* processes, double seconds, int64_t* size) {
+    std::string message;
+    const bool goes_on = syncbn::next_message(of_processes(processes).job(), seconds, &message);
+    *size = goes_on ? static_cast<int64_t>(message.size()) : -1;
+    return handed(std::move(message));
 }
-SYNCBN_API int syncbn_deliver(void* processes, int64_t size, const char* message) {
-    return done([&] { syncbn::deliver(of_processes(processes).job(), message, static_cast<size_t>(size)); });
+SYNCBN_API(void, deliver, Asked* processes, size_t size, const char* message) {
+    syncbn::deliver(of_processes(processes).job(), message, size);
 }
 // What has become of a rank: "has ended"; empty if it is there.
-SYNCBN_API const char* syncbn_fate_of(void* processes, int64_t rank) {
-    return text([&] { return of_processes(processes).job().fate_of(static_cast<size_t>(rank)); });
-}
+SYNCBN_API(std::string, fate_of, Asked* processes, size_t rank) { return of_processes(processes).job().fate_of(rank); }
 // Takes ownership of the segment, which `ranks` share, or null, where only gradients are exchanged by these `leaders`: see
 // exchange/processes.h. `crowded`: there are more ranks than cores.
-SYNCBN_API int syncbn_meet(void* processes, void* segment, const Span<const size_t>& ranks,
-                           const Span<const size_t>& leaders, const syncbn::Mpi* mpi, int64_t carried_from,
-                           bool crowded) {
-    return done([&] {
-        std::shared_ptr<Segment> memory(static_cast<Segment*>(segment));
-        if (memory != nullptr) memory->crowded = crowded;
-        of_processes(processes).meet(std::move(memory), {ranks.begin(), ranks.end()}, {leaders.begin(), leaders.end()},
-                                     mpi, static_cast<size_t>(carried_from));
-    });
+SYNCBN_API(void, meet, Asked* processes, Segment* segment, const Span<const size_t>& ranks,
+           const Span<const size_t>& leaders, const syncbn::Mpi* mpi, size_t carried_from, bool crowded) {
+    std::shared_ptr<Segment> memory(segment);
+    if (memory != nullptr) memory->crowded = crowded;
+    of_processes(processes).meet(std::move(memory), ranks, leaders, mpi, carried_from);
 }
 
 // Sends bytes to all ranks, in parts of these `sizes`: one for each rank, or one for all. Returns theirs until this
 // thread's next call: see exchange/processes.h.
-SYNCBN_API const void* syncbn_bytes_of(void* processes, int64_t key, const char* what, double timeout,
-                                       const Span<const size_t>& sizes, const char* bytes, int64_t* size) {
-    return text([&] {
-        std::vector<std::string> own;
-        for (const size_t of_part : sizes) {
-            own.emplace_back(bytes, of_part);
-            bytes += of_part;
-        }
-        std::string all = of_processes(processes).bytes_of(key, what, timeout, own);
-        *size = static_cast<int64_t>(all.size());
-        return all;
-    });
+SYNCBN_API(const void*, bytes_of, Asked* processes, int64_t key, const char* what, const Span<const size_t>& sizes,
+           const char* bytes, int64_t* size) {
+    std::vector<std::string> own;
+    for (const size_t of_part : sizes) {
+        own.emplace_back(bytes, of_part);
+        bytes += of_part;
+    }
+    std::string all = of_processes(processes).bytes_of(key, what, registry().defaults().timeout, own);
+    *size = static_cast<int64_t>(all.size());
+    return handed(std::move(all));
 }
 // The number of messages, for tests.
-SYNCBN_API int64_t syncbn_sent(void* processes) { return of_processes(processes).job().sent; }
+SYNCBN_API(int64_t, sent, Asked* processes) { return of_processes(processes).job().sent; }
 
-SYNCBN_API void syncbn_merge_moments(double* total, const double* part, int64_t channels) {
+SYNCBN_API(void, merge_moments, double* total, const double* part, int64_t channels) {
     syncbn::merge_moments(total, part, channels);
 }
 
-// Returns an exchange's result for the one row of this process.
-SYNCBN_API int syncbn_allreduce(void* exchange, bool merges, const syncbn::CallId* id, int64_t length,
-                                const double* row, double* out) {
-    return done([&] {
-        const auto combine = merges ? syncbn::Combine::kMerge : syncbn::Combine::kAdd;
-        syncbn::Exchange& host = *static_cast<ExchangeHandle*>(exchange)->host;
-        const auto total = host.begin(combine, *id, {{row}, static_cast<size_t>(length)})(syncbn::kForEver);
-        std::copy(total->values.begin(), total->values.end(), out);
-    });
+// Computes an exchange's result for the one row of this process, for tests and benchmarks.
+SYNCBN_API(void, allreduce, Asked* exchange, bool merges, int64_t layer, int64_t node, int64_t call, int64_t phase,
+           const char* name, double timeout, size_t length, const double* row, double* out) {
+    const auto combine = merges ? syncbn::Combine::kMerge : syncbn::Combine::kAdd;
+    const syncbn::CallId id{layer, node, call, phase, name, timeout, 0};
+    const auto total = exchange->host->begin(combine, id, {{row}, length})(syncbn::kForEver);
+    std::copy(total->values.begin(), total->values.end(), out);
 }
 
-// Begins the sum of arrays over the processes of an exchange in shared memory: see native/gradients.h.
-SYNCBN_API int syncbn_sum(void* exchange, int64_t channel, int64_t number, double timeout,
-                          const Span<const char*>& names, const int* types, const int64_t* sizes, int64_t contexts,
-                          void** arrays, void* gpus) {
-    return done([&] {
-        std::vector<syncbn::Summand> summands;
-        for (int64_t i = 0; i < names.count; ++i)
-            summands.push_back({names.values[i], static_cast<syncbn::Type>(types[i]), static_cast<size_t>(sizes[i])});
-        of_processes(exchange).job().check_open();
-        syncbn::native::sum_gradients(of_processes(exchange).sums(), channel, number, timeout, std::move(summands),
-                                      static_cast<size_t>(contexts), arrays,
-                                      static_cast<syncbn::cuda::AllReduce*>(gpus));
-    });
+// Begins the sum of arrays over the processes of an exchange in shared memory: see native/native.h.
+SYNCBN_API(void, sum, Asked* exchange, int64_t channel, int64_t number, const Span<const char*>& names,
+           const int* types, const size_t* sizes, size_t contexts, void** arrays, syncbn::cuda::AllReduce* gpus) {
+    std::vector<syncbn::Summand> summands;
+    for (int64_t i = 0; i < names.count; ++i)
+        summands.push_back({names.values[i], static_cast<syncbn::Type>(types[i]), sizes[i]});
+    of_processes(exchange).job().check_open();
+    syncbn::native::sum_gradients(of_processes(exchange).sums(), channel, number, registry().defaults().timeout,
+                                  std::move(summands), contexts, arrays, gpus);
 }
 
 // What identifies a GPU; a new id for `gpus`.
-SYNCBN_API const char* syncbn_gpu_identity(int device) {
-    return text([&] { return hex(syncbn::cuda::Device::get(device).identity()); });
-}
-SYNCBN_API const char* syncbn_new_id() {
-    return text([] { return hex(syncbn::cuda::new_id()); });
-}
+SYNCBN_API(std::string, gpu_identity, int device) { return hex(syncbn::cuda::Device::get(device).identity()); }
+SYNCBN_API(std::string, new_id) { return hex(syncbn::cuda::new_id()); }
 // The way of sums between the GPUs of several processes: see cuda/collective.h. `id` is the same in all of them, and used
 // once; `first` is the place of the first of these devices among `ranks`; `bucket`: bytes, a multiple of 8.
-SYNCBN_API void* syncbn_gpus(const Span<const int>& devices, const char* id, int first, int ranks, int64_t bucket) {
-    return guarded<void*>(nullptr, [&] {
-        const auto size = static_cast<size_t>(bucket);
-        return syncbn::cuda::AllReduce::create({devices.begin(), devices.end()}, unhex(id), first, ranks, size);
-    });
+SYNCBN_API(syncbn::cuda::AllReduce*, gpus, const Span<const int>& devices, const char* id, int first, int ranks,
+           size_t bucket) {
+    return syncbn::cuda::AllReduce::create(devices, unhex(id), first, ranks, bucket);
 }
 
 // Reports that this process has failed, or ends.
-SYNCBN_API int syncbn_processes_failed(void* exchange, const char* reason) {
-    return done([&] { of_processes(exchange).leave(Segment::State::kFailed, reason); });
+SYNCBN_API(void, processes_failed, Asked* exchange, const char* reason) {
+    of_processes(exchange).leave(Segment::State::kFailed, reason);
 }
-SYNCBN_API int syncbn_processes_ended(void* exchange) {
-    return done([&] { of_processes(exchange).leave(Segment::State::kEnded, ""); });
-}
+SYNCBN_API(void, processes_ended, Asked* exchange) { of_processes(exchange).leave(Segment::State::kEnded, ""); }
 
 // ---- recomputation: see operator/tape.h ----
 
-SYNCBN_API void* syncbn_tape_create() {
-    return guarded<void*>(nullptr, [] { return new syncbn::Tape; });
-}
-
-SYNCBN_API void syncbn_tape_free(void* tape) { delete static_cast<syncbn::Tape*>(tape); }
-
-SYNCBN_API int syncbn_tape_begin(void* tape, bool again) {
-    return done([&] { syncbn::begin_tape(*static_cast<syncbn::Tape*>(tape), again); });
-}
-
-SYNCBN_API int64_t syncbn_tape_end() { return syncbn::end_tape(); }
-SYNCBN_API bool syncbn_tape_runs() { return !syncbn::tapes.empty(); }
+SYNCBN_API(syncbn::Tape*, tape_create) { return new syncbn::Tape; }
+SYNCBN_API(void, tape_free, syncbn::Tape* tape) { delete tape; }
+SYNCBN_API(void, tape_begin, syncbn::Tape* tape, bool again) { syncbn::begin_tape(*tape, again); }
+SYNCBN_API(int64_t, tape_end) { return syncbn::end_tape(); }
+SYNCBN_API(bool, tape_runs) { return !syncbn::tapes.empty(); }
 
 // ---- the step ----
 
 // A thread of this name enters its outermost scope: see meeting/scope.h.
-SYNCBN_API int syncbn_scope_enter(const char* thread) {
-    return done([&] { syncbn::enter_scope(thread); });
-}
+SYNCBN_API(void, scope_enter, const char* thread) { syncbn::enter_scope(thread); }
 
 // Whether that scope is part of the current step. It is not if that step began later.
-SYNCBN_API bool syncbn_scope_is_current() { return syncbn::current_scope()->step == syncbn::step().number; }
+SYNCBN_API(bool, scope_is_current) { return syncbn::current_scope()->step == syncbn::step().number; }
 // The thread leaves that scope. Returns why its step failed, empty if it did not.
-SYNCBN_API const char* syncbn_scope_leave() {
-    return text([&] {
-        const auto scope = syncbn::current_scope();
-        syncbn::leave_scope();
-        const syncbn::Failure* why = scope->why_ended();
-        return std::string(why == nullptr ? "" : why->what());
-    });
+SYNCBN_API(std::string, scope_leave) {
+    const auto scope = syncbn::current_scope();
+    syncbn::leave_scope();
+    const syncbn::Failure* why = scope->why_ended();
+    return why == nullptr ? "" : why->what();
 }
 
-SYNCBN_API void syncbn_fail(const char* reason) {
+SYNCBN_API(void, fail, const char* reason) {
     try {
         syncbn::step().fail(syncbn::Failure(reason));
     } catch (const std::exception& e) {  // no memory for the reason
@@ -429,71 +360,61 @@ SYNCBN_API void syncbn_fail(const char* reason) {
 }
 
 // Empty without a failure.
-SYNCBN_API const char* syncbn_failure() {
-    return text([] {
-        const auto failure = syncbn::step().failure();
-        return std::string(failure ? failure->what() : "");
-    });
+SYNCBN_API(std::string, failure) {
+    const auto failure = syncbn::step().failure();
+    return failure ? failure->what() : "";
 }
 
 // Forgets the failure and all unfinished meetings. No operator may be in flight.
-SYNCBN_API int syncbn_reset() {
-    return done([&] {
-        ++syncbn::step().number;
-        for (const auto& layer : registry().all()) layer->rendezvous.forget();
-        syncbn::step().clear();  // nothing meets before
-    });
+SYNCBN_API(void, reset) {
+    ++syncbn::step().number;
+    for (const auto& layer : registry().all()) layer->rendezvous.forget();
+    syncbn::step().clear();  // nothing meets before
 }
 
 // Makes later users of these arrays fail if the step has failed by then. Does not wait.
-SYNCBN_API int syncbn_gate(const Span<NDArrayHandle>& arrays) {
-    return done([&] { check(syncbn::fail_arrays(arrays.values, arrays.count, nullptr)); });
+SYNCBN_API(void, gate, const Span<NDArrayHandle>& arrays) {
+    check(syncbn::fail_arrays(arrays.values, arrays.count, nullptr));
 }
 
 // Lets readers of these arrays fail.
-SYNCBN_API int syncbn_fail_arrays(const Span<NDArrayHandle>& arrays) {
-    return done([&] { check(syncbn::fail_arrays(arrays.values, arrays.count, "no value")); });
+SYNCBN_API(void, fail_arrays, const Span<NDArrayHandle>& arrays) {
+    check(syncbn::fail_arrays(arrays.values, arrays.count, "no value"));
 }
 
 // ---- the process ----
 
 // See waiting/callers.h.
-SYNCBN_API bool syncbn_asked_for_callers(double seconds) { return syncbn::asked_for_callers(seconds); }
-SYNCBN_API int syncbn_answer_callers(const char* wait, bool for_all) {
-    return done([&] { syncbn::answer_callers(wait, for_all); });
-}
+SYNCBN_API(bool, asked_for_callers, double seconds) { return syncbn::asked_for_callers(seconds); }
+SYNCBN_API(void, answer_callers, const char* wait, bool for_all) { syncbn::answer_callers(wait, for_all); }
 
 // See waiting/step.h.
-SYNCBN_API void syncbn_nobody_left(bool is_nobody_left) { syncbn::step().nobody_left = is_nobody_left; }
-SYNCBN_API void syncbn_nobody_reads() { syncbn::step().unread = true; }
-SYNCBN_API int syncbn_close() {
+SYNCBN_API(void, nobody_left, bool is_nobody_left) { syncbn::step().nobody_left = is_nobody_left; }
+SYNCBN_API(void, nobody_reads) { syncbn::step().unread = true; }
+SYNCBN_API(void, close) {
     syncbn::step().closed = true;
-    return done(syncbn::cuda::close_collectives);
+    syncbn::cuda::close_collectives();
 }
 // Called before a fork, and, with false, after it. `inside`: the forking thread is in a step.
-SYNCBN_API void syncbn_forking(bool inside) { syncbn::step().forking = inside; }
-SYNCBN_API void syncbn_out_of_batches(bool is_out) { syncbn::step().out_of_batches = is_out; }
+SYNCBN_API(void, forking, bool inside) { syncbn::step().forking = inside; }
+SYNCBN_API(void, out_of_batches, bool is_out) { syncbn::step().out_of_batches = is_out; }
 
 // Called in the child of a fork.
-SYNCBN_API int syncbn_forked() {
-    return done([&] {
-        syncbn::step().forking = syncbn::step().unread = syncbn::step().nobody_left = false;
-        syncbn::forget_callers();
-        syncbn::forget_records();
-        syncbn::native::forget_workers();
-        syncbn::native::forget_resources();
-        registry().forked();
-        syncbn::step().clear();
-    });
+SYNCBN_API(void, forked) {
+    syncbn::step().forking = syncbn::step().unread = syncbn::step().nobody_left = false;
+    syncbn::forget_callers();
+    syncbn::forget_records();
+    syncbn::native::forget_workers();
+    syncbn::native::forget_resources();
+    registry().forked();
+    syncbn::step().clear();
 }
 
 // ---- records ----
 
 // See log.h and meeting/diagnosis.h.
-SYNCBN_API void syncbn_debug(bool enabled) { syncbn::wants_debug = enabled; }
-SYNCBN_API const char* syncbn_next_record(double seconds) {
-    return text([&] { return syncbn::next_record(seconds); });
-}
-SYNCBN_API const char* syncbn_slowest() { return text(syncbn::slowest); }
+SYNCBN_API(void, debug, bool enabled) { syncbn::wants_debug = enabled; }
+SYNCBN_API(std::string, next_record, double seconds) { return syncbn::next_record(seconds); }
+SYNCBN_API(std::string, slowest) { return syncbn::slowest(); }
 
-SYNCBN_API const char* syncbn_instruction_set() { return syncbn::cpu::instruction_set(); }
+SYNCBN_API(const char*, instruction_set) { return syncbn::cpu::instruction_set(); }

@@ -41,31 +41,7 @@ inline dmlc::Error error_with(const char* text) noexcept {
     }
 }
 
-// `_native.py` passes the functions with these names, in this order, before the operator is registered. All but the
-// first return 0 or fail.
-struct MXNet {
-    const char* (*MXGetLastError)();
-    int (*MXCustomOpRegister)(const char* op_type, CustomOpPropCreator creator);
-    int (*MXAutogradIsTraining)(bool* training);
-    int (*MXAutogradIsRecording)(bool* recording);
-    int (*MXNDArrayGetData)(void* handle, void** data);
-    int (*MXNDArrayGetContext)(void* handle, int* device_type, int* number);
-    int (*MXNDArrayFree)(void* handle);
-    using Push = int(void (*run)(void* context, void* parameter), void* parameter, void (*deleter)(void* parameter),
-                     const void* context, void** reads, int read_count, void** writes, int write_count,
-                     const void* property, int priority, const char* name);
-    Push* MXEnginePushSync;
-    Push* MXEnginePushSyncND;  // of arrays
-    // The function calls `complete` later.
-    int (*MXEnginePushAsyncND)(void (*run)(void* context, void* complete, void* parameter), void* parameter,
-                               void (*deleter)(void* parameter), const void* context, void** reads, int read_count,
-                               void** writes, int write_count, const void* property, int priority, const char* name,
-                               bool wait);
-    int (*MXShallowCopyNDArray)(void* handle, void** out);  // the same memory under a handle of its own
-};
-extern MXNet mx;
-
-// MXNet's library, a handle of dlopen; null before `syncbn_find_in`.
+// MXNet's library, a handle of dlopen; null before `find_in` of api.cc.
 inline void* mxnet_library = nullptr;
 // A function, which converts to the type of its pointer; it may be null.
 struct Function {
@@ -77,6 +53,29 @@ struct Function {
 };
 // Finds a function of MXNet's or of a library that it is linked against.
 inline Function find(const char* name) { return {mxnet_library == nullptr ? nullptr : dlsym(mxnet_library, name)}; }
+
+// All but the first return 0 or fail.
+struct MXNet {
+    const char* (*MXGetLastError)() = find("MXGetLastError");
+    int (*MXCustomOpRegister)(const char* op_type, CustomOpPropCreator creator) = find("MXCustomOpRegister");
+    int (*MXAutogradIsTraining)(bool* training) = find("MXAutogradIsTraining");
+    int (*MXAutogradIsRecording)(bool* recording) = find("MXAutogradIsRecording");
+    int (*MXNDArrayGetData)(void* handle, void** data) = find("MXNDArrayGetData");
+    int (*MXNDArrayGetContext)(void* handle, int* device_type, int* number) = find("MXNDArrayGetContext");
+    int (*MXNDArrayFree)(void* handle) = find("MXNDArrayFree");
+    using Push = int(void (*run)(void* context, void* parameter), void* parameter, void (*deleter)(void* parameter),
+                     const void* context, void** reads, int read_count, void** writes, int write_count,
+                     const void* property, int priority, const char* name);
+    Push* MXEnginePushSync = find("MXEnginePushSync");
+    Push* MXEnginePushSyncND = find("MXEnginePushSyncND");  // of arrays
+    // The function calls `complete` later.
+    int (*MXEnginePushAsyncND)(void (*run)(void* context, void* complete, void* parameter), void* parameter,
+                               void (*deleter)(void* parameter), const void* context, void** reads, int read_count,
+                               void** writes, int write_count, const void* property, int priority, const char* name,
+                               bool wait) = find("MXEnginePushAsyncND");
+    int (*MXShallowCopyNDArray)(void* handle, void** out) = find("MXShallowCopyNDArray");  // a handle of its own
+};
+inline MXNet mx;  // empty until `register_operator`
 
 const struct {
     int device_type, device_id;

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "activation.h"
@@ -19,6 +20,7 @@ struct Span {
     T* values;
     T* begin() const { return values; }
     T* end() const { return values + count; }
+    operator std::vector<std::remove_const_t<T>>() const { return {begin(), end()}; }
 };
 
 // The types of data, by MXNet's own flags.

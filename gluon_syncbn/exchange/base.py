@@ -7,7 +7,7 @@ import itertools
 import os
 import sys
 import threading
-from typing import Dict, NamedTuple, NoReturn, Optional, Sequence, Tuple
+from typing import Dict, List, NamedTuple, NoReturn, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -81,8 +81,8 @@ class Transport:
     them to the transport (`next_message`), which brings them to the core of their readers (`deliver`).
     """
 
-    #: What the core needs to send over MPI itself.
-    mpi: Optional[_native.Mpi] = None
+    #: What the core needs to send over MPI itself: the members of `Mpi` in csrc/exchange/mpi.h, or none.
+    mpi: List[int] = []
     #: Bytes from which the transport itself adds arrays of gradients, of all ranks only; None: it adds none.
     adds_from: Optional[int] = None
     #: The core's exchange over this transport alone, which `open` gives.

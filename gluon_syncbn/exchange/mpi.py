@@ -36,18 +36,16 @@ class MPITransport(Transport):
             if time.monotonic() > deadline:
                 raise mx.MXNetError("kvstore 'mpi': not every process has created one. Create it in all, at the start.")
             time.sleep(1e-4)
-        numbers = {"any_rank": MPI.ANY_SOURCE, "any_tag": MPI.ANY_TAG, "in_place": int(MPI.IN_PLACE) % 2**64}
-        types = {"bytes": MPI.BYTE, "float32": MPI.FLOAT, "float64": MPI.DOUBLE}
-        handles = {**types, "add": MPI.SUM, "communicator": self._comm}
-        found = {name: MPI._handleof(handle) for name, handle in handles.items()}
-        self.mpi = _native.Mpi.from_library(MPI.__file__, **numbers, **found)
+        functions = ("MPI_Isend", "MPI_Improbe", "MPI_Imrecv", "MPI_Get_count", "MPI_Test", "MPI_Iallreduce")
+        handles = map(MPI._handleof, (MPI.BYTE, MPI.FLOAT, MPI.DOUBLE, MPI.SUM, self._comm))
+        constants = int(MPI.IN_PLACE), MPI.ANY_SOURCE, MPI.ANY_TAG
+        self.mpi = [*_native.addresses(MPI.__file__, functions), *constants, *handles, 0]
 
     def split(self, leaders: Sequence[int]) -> None:
         # All ranks have answered a moment ago, so none waits long in this.
         MPI = self._MPI
         self._leaders = MPI.COMM_WORLD.Split(0 if self.rank in leaders else MPI.UNDEFINED, self.rank)
-        assert self.mpi is not None
-        self.mpi.leaders = MPI._handleof(self._leaders)
+        self.mpi[-1] = MPI._handleof(self._leaders)
 
     def close(self) -> None:
         if self.size > 1 and self.has_failed():

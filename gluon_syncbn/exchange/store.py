@@ -80,7 +80,7 @@ class _TrainerState:
         self.way: Optional[_native.Handle] = None
         # Its gradients, as the core takes them, until other arrays take their place.
         self.given: List[mx.nd.NDArray] = []
-        self.summands: Optional[_native.Summands] = None
+        self.summands: Optional[Tuple[Any, ...]] = None
 
 
 class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
@@ -182,7 +182,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             if known.way is None and not all(_in_place(arrays) for arrays in gradients.values()):
                 self._sum(what, sums)
                 return
-            known.summands = _native.Summands(list(sums), [arrays for arrays, _ in sums.values()], known.way)
+            known.summands = _native.summands(list(sums), [arrays for arrays, _ in sums.values()], known.way)
             known.given = given
         self._begin_sum(what, known.summands)
 
@@ -279,13 +279,13 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             arrays.append(values if values is targets and _in_place(values) else list(map(_copied, values)))
             if arrays[-1] is not values:
                 copies.append((arrays[-1][0], targets))
-        self._begin_sum(what, _native.Summands(list(sums), arrays))
+        self._begin_sum(what, _native.summands(list(sums), arrays))
         for total, targets in copies:
             for target in targets:
                 kinds.classic(total.astype(target.dtype)).copyto(kinds.classic(target))
 
-    def _begin_sum(self, what: str, summands: _native.Summands) -> None:
-        _native.sum_arrays(self.handle, _hash(what.encode()), self._count(what) - 1, summands)
+    def _begin_sum(self, what: str, summands: Tuple[Any, ...]) -> None:
+        _native.sum(self.handle, _hash(what.encode()), self._count(what) - 1, *summands)
 
     # ---- vectors of all processes ----------------------------------------------------------------------------
 

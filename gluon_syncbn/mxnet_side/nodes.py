@@ -8,7 +8,6 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import mxnet as mx
 
-from .. import _native
 from ..training.replicas import Replicas
 
 Json = Dict[str, Any]
@@ -61,7 +60,12 @@ def json_of(symbol: mx.sym.Symbol, casts: bool = True) -> Json:
     recorded: Json = json.loads(_tojson(symbol, remove_amp_cast=False))
     for node in recorded["nodes"]:
         if node["op"] == "Custom" and "call" in node["attrs"]:  # an eager call; see op.py
-            node["attrs"].update(_native.call_attributes(int(node["attrs"].pop("call"))))
+            number = node["attrs"].pop("call")
+            layer = Replicas.by_call.get(number)
+            if layer is None:
+                gone = "a SyncBatchNorm that this graph has recorded is gone. Keep the layer as long as the graph."
+                raise mx.MXNetError(gone)
+            node["attrs"].update(layer.attributes[number])
     if casts:
         return recorded
     return Graph().rewrite(recorded, lambda _, node, given: given if node["op"].startswith("amp_") else None)

@@ -101,9 +101,9 @@ def sync_batch_norm(
 
     def custom(*given: Any, role: int, adds: bool = addend is not None, masks: bool = mask is not None) -> Any:
         # An eager call has a number in place of the attributes, which would become texts, and be parsed again.
-        call = replicas.calls.get((settings, role, adds, masks)) if node < 0 else None
-        if call is not None:
-            return F.Custom(*given, op_type=NAME, call=call.number)
+        number = replicas.calls.get((settings, role, adds, masks)) if node < 0 else None
+        if number is not None:
+            return F.Custom(*given, op_type=NAME, call=number)
         attributes = {
             "layer": replicas.token,
             "per_context": per_context,
@@ -125,7 +125,9 @@ def sync_batch_norm(
         if node >= 0:
             return F.Custom(*given, op_type=NAME, name="track" if role == Role.TRACK else "fwd", **attributes)
         texts = {key: str(value) for key, value in attributes.items()}
-        replicas.calls[settings, role, adds, masks] = _native.Call(texts)
+        number = _native.call_create(list(texts), list(texts.values()))
+        replicas.attributes[str(number)], replicas.by_call[str(number)] = texts, replicas
+        replicas.calls[settings, role, adds, masks] = number
         return custom(*given, role=role, adds=adds, masks=masks)
 
     if running_mean is None:

@@ -135,7 +135,7 @@ _of_thread = threading.local()
 
 def for_replica(call: Callable, block: gluon.Block, *args: Any) -> Any:
     """For layers on several CPU contexts: the outermost block that is called in training issues the operators of a
-    replica. These take resources of their own (csrc/native/resources.h).
+    replica. These take resources of their own (csrc/native/resources.cc).
     """
     if getattr(_of_thread, "issues", False) or not _begins(args):
         return call(block, *args)

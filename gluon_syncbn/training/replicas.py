@@ -99,6 +99,8 @@ class Replicas:
 
     #: By the tokens that nodes of graphs have: those of this process that still exist.
     by_token: ClassVar[weakref.WeakValueDictionary[str, Replicas]] = weakref.WeakValueDictionary()
+    #: By the numbers of their eager calls in the core.
+    by_call: ClassVar[weakref.WeakValueDictionary[str, Replicas]] = weakref.WeakValueDictionary()
     #: Whether any layer of the process has trained, and with several replicas.
     any_ran: ClassVar[bool] = False
     any_met: ClassVar[bool] = False
@@ -119,24 +121,23 @@ class Replicas:
         self.contexts: List[Context] = []  # the same, without repetitions
         self.on_cpus = True  # some of them may be
         self.of_context = 1  # `per_context` of these
-        self.calls: Dict[Any, _native.Call] = {}  # eager ones, by their settings
+        self.calls: Dict[Any, int] = {}  # the numbers of eager ones in the core, by their settings
+        self.attributes: Dict[str, Dict[str, str]] = {}  # of these, by their numbers
         self.problem = ""  # why these contexts cannot train
         self.running: weakref.WeakSet[Parameter] = weakref.WeakSet()  # the parameters of the running statistics
         self.ran = NEVER  # how the last training call came
         self.taken_in = ""  # names the operators that the layer absorbed in the graph that was recorded last
         mode = MODES.index(pooling.mode)
         groups = exchange_groups.group_of_each(exchange_groups.named_replicas(pooling.groups), 0, pooling.groups)
-        self.id = _native.layer_create(name, mode, pooling.virtual_devices, pooling.group_size or 0, groups.tolist())
+        handle = None if exchange is None else exchange.handle
+        numbers = mode, pooling.virtual_devices, pooling.group_size or 0, groups.tolist()
+        self.id = _native.layer_create(name, *numbers, timeout or 0, handle)
         self.token = f"{_native.PROCESS}{self.id}"
         self.by_token[self.token] = self
         if pooling.mode != "local":
             session.to_come.add(self)
         # At exit a daemon thread may still use it.
         weakref.finalize(self, _native.layer_drop, self.id).atexit = False
-        if timeout is not None:
-            _native.layer_timeout(self.id, timeout)
-        if exchange is not None:
-            _native.layer_exchange(self.id, exchange.handle)
 
     def spread_running(self, trained: Sequence[Context]) -> None:
         """After steps on some contexts, gives the others their running statistics, if all share one statistic."""

@@ -69,9 +69,9 @@ class Session:
         self.exchange = exchange
         _native.default_exchange((exchange or self._in_core).handle)
 
-    def layer_of(self, exchange: Exchange, id: _native.CallId) -> LayerInfo:
+    def layer_of(self, exchange: Exchange, number: int) -> LayerInfo:
         """For the core: returns the layer of a call. The exchange knows the layer from now on."""
-        layer, _ = self._layers[id.layer]
+        layer, _ = self._layers[number]
         while isinstance(exchange, ProcessStore) and not exchange.knows(layer):
             more = len(self.to_come) > 0  # before the look at the layers, because the user's thread may add one
             exchange.learn(self._layers_of(exchange), more)

@@ -42,7 +42,7 @@ std::vector<Hands::Turn> harmless(const Layer& layer, bool steps_fail) {
         [](Random& random) { syncbn_default_timeout(kPatience * random.whole(1, 2)); },
         [&](Random& random) { layer.set_timeout(kPatience * random.whole(0, 1)); },
         [](Random& random) { syncbn_default_exchange(*any_exchange(random)); },
-        [&](Random& random) { syncbn_layer_exchange(layer.id, *any_exchange(random)); },
+        [&](Random& random) { layer.set_exchange(any_exchange(random)); },
         [](Random&) { expect(syncbn_timeout_of() > 0, "there is a time limit"); },
         [steps_fail](Random&) {
             WaitForOthers wait;

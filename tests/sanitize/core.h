@@ -5,13 +5,18 @@
 
 #include "exchange/machines.h"
 #include "exchange/python.h"
+#include "exchange/segment.h"
+#include "operator/tape.h"
 #include "types.h"
 
+using syncbn::Asked;
+using syncbn::Segment;
 using syncbn::Span;
 using NDArrayHandle = void*;
 
 constexpr char kProcess[] = "this:";  // begins the names of layers in graphs
 
+#define SYNCBN_API(result, name, ...) extern result (*syncbn_##name)(__VA_ARGS__)
 extern "C" {
 #include "functions.h"
 }

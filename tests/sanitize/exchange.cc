@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdio>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -44,42 +43,38 @@ void wait_for_others() {
 
 constexpr char kFault[] = "the cable is out";
 
-int refused(syncbn::Problem* problem) {
-    std::snprintf(problem->text, sizeof problem->text, "%s", kFault);
-    return 1;
-}
-
-int add(int64_t, const syncbn::CallId*, int64_t rows, int64_t length, const double* values, double* total,
-        syncbn::Problem* problem) {
+bool add(int64_t, int64_t, int64_t rows, int64_t length, const double* values, double* total) {
     const Within program(false);
     wait_for_others();
-    if (fails()) return refused(problem);
+    if (fails()) {
+        syncbn_failed_in_python(kFault);
+        return false;
+    }
     std::copy(values, values + length, total);
     for (int64_t i = length; i < rows * length; ++i) total[i % length] += values[i];
-    return 0;
+    return true;
 }
 
-int agreed(int64_t, const syncbn::CallId* id, int64_t, syncbn::Agreed* out, syncbn::Problem*) {
-    out->key = id->layer;
-    return 0;
+bool agreed(int64_t, int64_t layer, int64_t, syncbn::Agreed* out) {
+    out->key = layer;
+    return true;
 }
 
 std::mutex& gathering_mutex = *new std::mutex;
 std::set<int64_t>& gathering = *new std::set<int64_t>;  // for a thread that outlives main
 
-void* in_memory = nullptr;
-void* of_contexts = nullptr;
-void* of_processes = nullptr;
-std::atomic<void*> current{nullptr};  // the same, for threads of earlier ones
+Asked* in_memory = nullptr;
+Asked* of_contexts = nullptr;
+Asked* of_processes = nullptr;
+std::atomic<Asked*> current{nullptr};  // the same, for threads of earlier ones
 
 // Whether rank 0 has not failed.
-bool is_open(void* processes) {
-    const auto& exchange = static_cast<const syncbn::Asked*>(processes)->host;
-    return static_cast<syncbn::Processes&>(*exchange).job().state_of(0) == syncbn::Mailbox::State::kPresent;
+bool is_open(const Asked* processes) {
+    return static_cast<syncbn::Processes&>(*processes->host).job().state_of(0) == syncbn::Mailbox::State::kPresent;
 }
 
 // Rank 1 answers each vector of rank 0 with one of an empty batch, until rank 0 fails. It may fail itself.
-void carry(void* processes) {
+void carry(Asked* processes) {
     int64_t size = 0;
     while (true) {
         const auto* message = static_cast<const char*>(syncbn_next_message(processes, 0.05, &size));
@@ -123,9 +118,9 @@ void play_rank_1(syncbn::Segment& segment) {
     }
 }
 
-void* of_machine = nullptr;
+Asked* of_machine = nullptr;
 const syncbn::Segment* shared = nullptr;  // by of_machine
-auto& made = *new std::vector<void*>;     // all of them, so that none counts as lost
+auto& made = *new std::vector<Asked*>;    // all of them, so that none counts as lost
 
 void make_exchanges_of_processes() {
     of_processes = syncbn_processes(2, 0, 2, nullptr);
@@ -151,10 +146,7 @@ void gathers(int64_t layer) {
 }
 
 void make_exchanges() {
-    syncbn::PythonFunctions functions{};
-    functions.add = add;
-    functions.agreed = agreed;
-    syncbn_python_functions(&functions);
+    syncbn_python_functions(add, agreed);
     in_memory = syncbn_memory_exchange("");
     of_contexts = syncbn_kvstore_exchange(1);
     make_exchanges_of_processes();
@@ -165,13 +157,13 @@ void renew_exchanges() {
         make_exchanges_of_processes();
 }
 
-void* const* any_exchange(Random& random) {
-    return random.one_of<void* const*>({&in_memory, &of_contexts, &of_processes, &of_machine});
+Asked* const* any_exchange(Random& random) {
+    return random.one_of<Asked* const*>({&in_memory, &of_contexts, &of_processes, &of_machine});
 }
 
-void* const* exchange_in_memory() { return &in_memory; }
+Asked* const* exchange_in_memory() { return &in_memory; }
 
-void* const* exchange_of_processes() { return &of_processes; }
+Asked* const* exchange_of_processes() { return &of_processes; }
 
 void fail_exchanges(int count) { failing = count; }
 

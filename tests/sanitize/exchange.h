@@ -1,6 +1,7 @@
 // The exchanges: in memory; those that Python has, played here; and with another process, which a thread plays.
 #pragma once
 
+#include "exchange/exchange.h"
 #include "random.h"
 #include "waiting/wait.h"
 
@@ -26,9 +27,9 @@ void make_exchanges();
 // A failure in shared memory is for good, since a job starts again then. This replaces that exchange.
 void renew_exchanges();
 // Each returns where the exchange stands.
-void* const* any_exchange(Random& random);
-void* const* exchange_in_memory();
-void* const* exchange_of_processes();
+syncbn::Asked* const* any_exchange(Random& random);
+syncbn::Asked* const* exchange_in_memory();
+syncbn::Asked* const* exchange_of_processes();
 // The vectors of this layer are put side by side: the other process has none.
 void gathers(int64_t layer);
 // So many of the next exchanges fail.

@@ -38,7 +38,8 @@ Spec any_meeting_spec(Random& random, int contexts, int per_context, bool positi
 Layer::Layer(Random& random, const Spec& spec, const std::string& name)
     : spec(spec),
       name(name),
-      id(syncbn_layer_create(name.c_str(), static_cast<int>(spec.mode), spec.virtual_devices, spec.group, {})),
+      id(syncbn_layer_create(name.c_str(), static_cast<int>(spec.mode), spec.virtual_devices, spec.group, {}, 0,
+                             spec.exchange != nullptr ? *spec.exchange : nullptr)),
       token_(kProcess + std::to_string(id)) {
     if (syncbn::sharing_of({spec.mode, spec.virtual_devices, spec.group, {}}) == syncbn::Sharing::kEach) gathers(id);
     const auto vector = [&](double value) { return make_array(spec.parameter_type(), spec.channels, value); };
@@ -50,7 +51,6 @@ Layer::Layer(Random& random, const Spec& spec, const std::string& name)
         }
     }
     place(spec.contexts, spec.replicas);
-    if (spec.exchange != nullptr) syncbn_layer_exchange(id, *spec.exchange);
     for (int node = 0; node < kNodes; ++node)
         for (Role role : {Role::kWhole, Role::kMeet, Role::kTrack})
             if (spec.whole() == (role == Role::kWhole)) graph_[{node, role}] = property(node, role);
@@ -85,7 +85,13 @@ void Layer::place(int contexts, int replicas) const {
     syncbn_layer_place(id, {contexts, names.data()}, replicas);
 }
 
-void Layer::set_timeout(double seconds) const { syncbn_layer_timeout(id, seconds); }
+void Layer::set_timeout(double seconds) const {
+    syncbn::registry().change(*syncbn::registry().find(id), [&](auto& own) { own.timeout = seconds; });
+}
+
+void Layer::set_exchange(Asked* const* exchange) const {
+    syncbn::registry().change(*syncbn::registry().find(id), [&](auto& own) { own.exchange = **exchange; });
+}
 
 void Layer::drop() const { syncbn_layer_drop(id); }
 
@@ -93,7 +99,7 @@ void Layer::restore() {
     if (replaced_) place(spec.contexts, spec.replicas);
     renew_exchanges();
     // Also where the layer had none of its own: it may have been given one that is broken by now.
-    syncbn_layer_exchange(id, spec.exchange != nullptr ? *spec.exchange : *exchange_in_memory());
+    set_exchange(spec.exchange != nullptr ? spec.exchange : exchange_in_memory());
     set_timeout(0);
     syncbn_seed(kSeed);
     take_running_statistics();

@@ -28,7 +28,7 @@ struct Spec {
     bool channels_last = false, fix_gamma = false;
     double slope = 1;  // of the activation, below 0
     bool adds = false, inplace = false;
-    void* const* exchange = nullptr;  // where the one of its own stands
+    syncbn::Asked* const* exchange = nullptr;  // where the one of its own stands
 
     int per_context() const { return replicas / contexts; }
     // One operator does everything; otherwise one meets and one tracks.
@@ -66,6 +66,7 @@ class Layer {
     // As the parameters' contexts and num_devices say.
     void place(int contexts, int replicas) const;
     void set_timeout(double seconds) const;
+    void set_exchange(syncbn::Asked* const* exchange) const;
     // Python holds on to it no longer. What is in flight goes on.
     void drop() const;
     // Settings as they were, after a step that has failed. Those that were left alone stay alone: `syncbn_reset` has to do.

@@ -6,7 +6,9 @@
 #include "core.h"
 #include "cpu/numbers.h"
 #include "figures.h"
+#include "meeting/registry.h"
 #include "memory.h"
+#include "operator/op.h"
 
 namespace driver {
 
@@ -103,10 +105,8 @@ void load_core() {
     functions.MXNDArrayGetData = ndarray_get_data;
     functions.MXNDArrayFree = ndarray_free;
     functions.MXEnginePushSyncND = engine_push;
-    const int64_t count = sizeof functions / sizeof(void*);
-    auto** const all = reinterpret_cast<void**>(&functions);
-    expect(syncbn_register({count - 1, all}, kProcess) != 0, "a list that is too short is refused");
-    expect(syncbn_register({count, all}, kProcess) == 0, "the operator is registered");
+    syncbn::registry().process = kProcess;
+    expect(syncbn::register_operator(functions) == 0, "the operator is registered");
 }
 
 CustomOpPropCreator operator_creator() { return creator; }

@@ -86,13 +86,12 @@ def work(rank, folder, machines, fault, faulty, timeout):
     assert store.why_not_in_memory is None, store.why_not_in_memory
     layers = []
     for i in range(len(LENGTHS)):
-        layers.append(_native.layer_create(f"layer{i}", 0, 1, 0, []))
+        layers.append(_native.layer_create(f"layer{i}", 0, 1, 0, [], 0, None))
         session.register(LayerInfo(layers[i], f"layer{i}", [mx.cpu(0)], 1, 3, "sync", 1, None), store)
 
     def exchange(step, i):
         limit = timeout if step >= FAULT_AT else 60.0  # the first one waits for the others to start
-        id = _native.CallId(layers[i], -1, step, 0, f"layer{i}".encode(), limit)
-        got = allreduce(store.handle, id, vector(rank, step, LENGTHS[i]))
+        got = allreduce(store.handle, (layers[i], -1, step, 0, f"layer{i}", limit), vector(rank, step, LENGTHS[i]))
         np.testing.assert_array_equal(got, total(machines, step, LENGTHS[i]))
 
     before, began = 0, time.monotonic()

@@ -592,20 +592,19 @@ def of_many():
     pushpull_and_broadcast()
     if kv.num_workers <= 5:  # there are batches for so many
         same_bits_on_repetition()
-    layer = _native.layer_create("a test", 0, 1, 0, [])
+    layer = _native.layer_create("a test", 0, 1, 0, [], 0, None)
     alone = store.ProcessStore("mpi", named.transport("mpi"))  # which does not meet in memory
     session.register(LayerInfo(layer, "a test", CONTEXTS[:1], 1, 3, "sync", 1, None), alone)
     for call, size in enumerate((1, 7, 3000)):
         parts = [np.random.RandomState(rank).randn(size) for rank in range(kv.num_workers)]
-        id = _native.CallId(layer, -1, call, 1, b"a test", 60.0)
-        total = allreduce(alone.handle, id, parts[kv.rank])
+        total = allreduce(alone.handle, (layer, -1, call, 1, "a test", 60.0), parts[kv.rank])
         np.testing.assert_allclose(total, sum(parts), rtol=1e-12, atol=1e-12)
         everyone = kv.allgather("a test", total)
         assert all((theirs == total).all() for theirs in everyone), "other bits"
     # The order counts for the bits of merged moments.
     rows = [np.concatenate([[3 + r], np.random.RandomState(r).randn(3) * 10**r, [1, 2, 3]]) for r in range(8)]
     rows = rows[: kv.num_workers]
-    merged = allreduce(alone.handle, _native.CallId(layer, -1, 9, 0, b"a test", 60.0), rows[kv.rank], True)
+    merged = allreduce(alone.handle, (layer, -1, 9, 0, "a test", 60.0), rows[kv.rank], True)
     np.testing.assert_allclose(merged, functools.reduce(_native.merge_moments, rows), rtol=1e-12)
     assert all((theirs == merged).all() for theirs in kv.allgather("a test", merged)), "other bits"
     rows_of_any_type()

@@ -111,19 +111,16 @@ def test_imports_within_a_folder_point_one_way():
 
 def test_each_function_of_the_core_has_the_types_of_its_source():
     source = (SOURCES / "api.cc").read_text(encoding="utf-8")
-    functions = [
-        getattr(_native._core, name) for name in re.findall(r"^SYNCBN_API .*?(syncbn_\w+)", source, re.MULTILINE)
-    ]
-    assert len(functions) == len(re.findall(r"^SYNCBN_API ", source, re.MULTILINE)) > 50
+    names = re.findall(r"^SYNCBN_API\(.*?, (\w+)", source, re.MULTILINE)
+    functions = [getattr(_native._core, f"syncbn_{name}") for name in names]
+    assert len(functions) == len(re.findall(r"^SYNCBN_API\(", source, re.MULTILINE)) > 50
     assert all(function.argtypes is not None for function in functions)
     made, given = _native.layer_create, _native._GIVEN
-    assert (made.restype, made.argtypes) == (
-        ctypes.c_int64,
-        [given["const char*"], ctypes.c_int, *[ctypes.c_int64] * 2, given["const Span<const int>&"]],
-    )
-    assert _native.nobody_reads.restype is None and _native.nobody_reads.argtypes == []
+    types = [given["const char*"], ctypes.c_int, *[ctypes.c_int64] * 2, given["const Span<const int>&"]]
+    assert (made.restype, made.argtypes) == (ctypes.c_int64, [*types, ctypes.c_double, ctypes.c_void_p])
+    assert _native.nobody_reads.restype == ctypes.c_int and _native.nobody_reads.argtypes == []
     with pytest.raises(KeyError, match="float"):  # a type that nobody has thought of is not guessed
-        _native._type("float")
+        _native._type("float", given)
 
 
 def test_the_package_calls_only_functions_that_the_core_has():

@@ -22,7 +22,7 @@ CHANNELS = 3
 @pytest.fixture
 def layer_id():
     """Of a layer in the native core, for its time limit."""
-    number = _native.layer_create("bn", 0, 1, 0, [])
+    number = _native.layer_create("bn", 0, 1, 0, [], 0, None)
     yield number
     _native.layer_drop(number)
 
@@ -70,13 +70,12 @@ def test_moments_of_all_processes(size):
     rng = np.random.RandomState(0)
     shards = [1e4 + (rank + 1) * rng.randn(2 + rank % 2, CHANNELS, 3) for rank in range(size)]
     all_stores = stores(size)
-    ids = [_native.layer_create("bn", 0, 1, 0, []) for _ in all_stores]
+    ids = [_native.layer_create("bn", 0, 1, 0, [], 0, None) for _ in all_stores]
     for number, store in zip(ids, all_stores):
         session.register(info(number, 1), store)
 
     def work(rank, store):
-        id = _native.CallId(ids[rank], -1, 0, 0, b"bn", 60.0)
-        return allreduce(store.handle, id, moments(shards[rank]), True)
+        return allreduce(store.handle, (ids[rank], -1, 0, 0, "bn", 60.0), moments(shards[rank]), True)
 
     totals = everywhere(all_stores, work)
     want = moments(np.concatenate(shards))

@@ -14,7 +14,7 @@ namespace syncbn {
 // either in the register of a pointer, and reads the part that it needs.
 struct Mpi {
     using Handle = intptr_t;
-    // The order is that of `Mpi` in _native.py.
+    // The order is that of exchange/mpi.py.
     int (*send)(const void* from, int count, Handle type, int to, int tag, Handle communicator, void* request);
     int (*probe)(int from, int tag, Handle communicator, int* found, void* message, void* status);
     int (*receive)(void* to, int count, Handle type, void* message, void* request);
@@ -23,8 +23,8 @@ struct Mpi {
     int (*all_reduce)(const void* from, void* to, int count, Handle type, Handle add, Handle communicator,
                       void* request);
     void* in_place;
-    Handle bytes, float32, float64, add;
     int64_t any_rank, any_tag;
+    Handle bytes, float32, float64, add;
     Handle communicator;  // of all
     Handle leaders;       // of the leaders of machines; 0 in others
 

@@ -14,14 +14,14 @@
 namespace syncbn {
 namespace {
 
-PythonFunctions functions;
+AddInPython* add;
+AgreedInPython* agreed;
 
 template <typename Function, typename... Arguments>
 void call(const char* what, int64_t exchange, Function* function, Arguments... arguments) {
     SYNCBN_POINT("before_exchange");
-    Problem problem{};
-    if (function(exchange, arguments..., &problem) != 0)
-        throw std::runtime_error(std::string("the KVStore ") + what + ": " + problem.text);
+    if (!function(exchange, arguments...))
+        throw std::runtime_error(std::string("the KVStore ") + what + ": " + python_problem);
     SYNCBN_POINT("after_exchange");
 }
 
@@ -44,7 +44,7 @@ class MxnetKvstore : public Exchange {
     // Of rows of this length, one after the other.
     Vector sum(const CallId& id, const Vector& rows, size_t length) const {
         Vector total(length);
-        call("could not add the statistics", number_, functions.add, &id, static_cast<int64_t>(rows.size() / length),
+        call("could not add the statistics", number_, add, id.layer, static_cast<int64_t>(rows.size() / length),
              static_cast<int64_t>(length), rows.data(), total.data());
         return total;
     }
@@ -146,7 +146,10 @@ std::shared_ptr<Exchange> kvstore_exchange(int64_t number) { return std::make_sh
 
 std::unique_ptr<Mailbox> mailbox(size_t rank, size_t ranks) { return std::make_unique<Carried>(rank, ranks); }
 
-void set_python_functions(const PythonFunctions& given) { functions = given; }
+void set_python_functions(AddInPython* given_add, AgreedInPython* given_agreed) {
+    add = given_add;
+    agreed = given_agreed;
+}
 
 bool next_message(Mailbox& mailbox, double seconds, std::string* message) {
     return static_cast<Carried&>(mailbox).next(seconds, message);
@@ -157,9 +160,9 @@ void deliver(Mailbox& mailbox, const char* message, size_t size) {
 }
 
 Agreed agreed_in_python(int64_t exchange, const CallId& id, int64_t replicas) {
-    Agreed agreed;
-    call("could not agree on the net", exchange, functions.agreed, &id, replicas, &agreed);
-    return agreed;
+    Agreed found;
+    call("could not agree on the net", exchange, agreed, id.layer, replicas, &found);
+    return found;
 }
 
 }  // namespace syncbn

@@ -10,22 +10,16 @@
 
 namespace syncbn {
 
-// A Python function writes its failure here, as text that ends in 0.
-struct Problem {
-    char text[1024];
-};
-
-// The functions of all exchanges in Python. `exchange` is the number of the exchange. Each returns 0, or 1 with the
-// reason in `problem`. Several threads call at once.
-struct PythonFunctions {
-    // The sum over the contexts of this process, from [rows][length].
-    int (*add)(int64_t exchange, const CallId*, int64_t rows, int64_t length, const double*, double* total, Problem*);
-    // The agreement about a layer, for a step with so many replicas in this process; 0: with all.
-    int (*agreed)(int64_t exchange, const CallId*, int64_t replicas, Agreed*, Problem*);
-};
+// Functions in Python. `exchange` is the number of the exchange. Several threads call at once. They return whether they
+// have succeeded. Otherwise the reason is in `python_problem`.
+inline thread_local std::string python_problem;
+// The sum over the contexts of this process, from [rows][length].
+using AddInPython = bool(int64_t exchange, int64_t layer, int64_t rows, int64_t length, const double*, double* total);
+// The agreement about a layer, for a step with so many replicas in this process; 0: with all.
+using AgreedInPython = bool(int64_t exchange, int64_t layer, int64_t replicas, Agreed*);
 
 // Called once, before the first use. The functions must stay as long as the process.
-void set_python_functions(const PythonFunctions& functions);
+void set_python_functions(AddInPython* add, AgreedInPython* agreed);
 
 Agreed agreed_in_python(int64_t exchange, const CallId& id, int64_t replicas);
 

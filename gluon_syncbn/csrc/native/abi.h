@@ -60,24 +60,7 @@ struct Chunk {
     std::shared_ptr<BlockedMemory> blocked;
 };
 
-// mxnet::NDArray. A copy keeps the memory.
-class NDArray {
-  public:
-    NDArray(const NDArray& other);
-    NDArray& operator=(const NDArray&) = delete;
-    ~NDArray();
-    // Returns the values in the order of the dimensions, as a copy if they are in another.
-    static NDArray plain(const NDArray& other);
-    bool is_plain() const;
-    Chunk& chunk() const { return *chunk_; }
-
-  private:
-    struct Plain {};
-    NDArray(Plain, const NDArray& other);
-
-    Chunk* chunk_;
-    char rest_[216];
-};
+class NDArray;
 using NDArrays = std::vector<NDArray>;
 
 // mxnet::op::custom::CustomParam of src/operator/custom/custom.cc, which no header has.
@@ -199,13 +182,24 @@ struct Library {
 // Empty until `take_calls` knows the library.
 inline Library library;
 
-inline NDArray::NDArray(const NDArray& other) { library.copy(this, &other); }
-inline NDArray::NDArray(Plain, const NDArray& other) { library.reorder(this, &other); }
-inline NDArray::~NDArray() { library.destroy(this); }
-inline bool NDArray::is_plain() const { return chunk_ == nullptr || !library.is_blocked(chunk_); }
-inline NDArray NDArray::plain(const NDArray& other) {
-    return other.is_plain() ? NDArray(other) : NDArray(Plain{}, other);
-}
+// mxnet::NDArray. A copy keeps the memory.
+class NDArray {
+  public:
+    NDArray(const NDArray& other) { library.copy(this, &other); }
+    NDArray& operator=(const NDArray&) = delete;
+    ~NDArray() { library.destroy(this); }
+    // Returns the values in the order of the dimensions, as a copy if they are in another.
+    static NDArray plain(const NDArray& other) { return other.is_plain() ? NDArray(other) : NDArray(Plain{}, other); }
+    bool is_plain() const { return chunk_ == nullptr || !library.is_blocked(chunk_); }
+    Chunk& chunk() const { return *chunk_; }
+
+  private:
+    struct Plain {};
+    NDArray(Plain, const NDArray& other) { library.reorder(this, &other); }
+
+    Chunk* chunk_;
+    char rest_[216];
+};
 
 }  // namespace native
 }  // namespace syncbn

@@ -1,5 +1,5 @@
-#include "native/calls.h"
-
+// Brings calls from MXNet's engine to the layer without MXNet's own `Custom`. That one copies arrays in oneDNN's
+// layouts and frees the copies while the operator still runs. It also takes three operations of the engine for one.
 #include <condition_variable>
 #include <exception>
 #include <memory>
@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "failure.h"
-#include "native/abi.h"
+#include "native/native.h"
 #include "operator/call.h"
 #include "operator/op.h"
 #include "point.h"

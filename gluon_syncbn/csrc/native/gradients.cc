@@ -1,5 +1,5 @@
-#include "native/gradients.h"
-
+// Sums gradients over processes as operations of MXNet's engine. An operation takes an array when the backward has
+// written it, and ends when the sum is there.
 #include <exception>
 #include <memory>
 #include <mutex>
@@ -8,8 +8,7 @@
 
 #include "failure.h"
 #include "mxnet_api.h"
-#include "native/abi.h"
-#include "native/calls.h"
+#include "native/native.h"
 #include "tensor.h"
 
 namespace syncbn {

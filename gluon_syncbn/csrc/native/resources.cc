@@ -1,5 +1,14 @@
-#include "native/resources.h"
-
+// Gives each CPU context temporary space and random states of its own, as MXNet gives them to each GPU.
+//
+// MXNet's operators on all CPU contexts share a few copies of temporary space and one random state. An operator takes
+// its copy when it is issued. So a later operator of the first replica can hold the copy that the second replica needs.
+// If the first replica waits for the second, this is a deadlock.
+//
+// MXNet keeps these resources in one object for each thread (`ResourceManager` in src/resource.cc). Here a
+// thread has one such object more for each replica that it issues. The thread's own object remains for all operators
+// that no replica issues, so that these take space and draw numbers as without this package. Where several replicas
+// share a context, nobody knows which of them an operator of the backward belongs to, so each operator takes a copy of
+// temporary space that is free.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -16,7 +25,7 @@
 #include "failure.h"
 #include "meeting/registry.h"
 #include "mxnet_api.h"
-#include "native/abi.h"
+#include "native/native.h"
 #include "point.h"
 
 SYNCBN_COUNTS syncbn_resources{0};  // MXNet's objects that were made for replicas

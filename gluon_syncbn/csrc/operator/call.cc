@@ -13,9 +13,6 @@
 #include "waiting/step.h"
 
 namespace syncbn {
-
-MXNet mx;
-
 namespace {
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();

@@ -1,0 +1,48 @@
+// Declares what goes past MXNet's C interface: calls, resources of CPU contexts, and sums of gradients.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <string>
+#include <vector>
+
+#include "exchange/sums.h"
+#include "native/abi.h"
+
+namespace syncbn {
+namespace native {
+
+// Takes over calls of our operator on "cpu" or "gpu" contexts; other custom operators are forwarded to MXNet's handler.
+// The build of MXNet's library is known. Returns the reason if it cannot; otherwise empty.
+std::string take_calls(const std::string& device);
+
+// Ends an operation of the engine with an error.
+void complete_with_error(const Completion& complete, const std::exception_ptr& reason) noexcept;
+
+// Gives each CPU context resources of its own from now on. Returns the reason if it cannot; otherwise empty.
+std::string separate_resources();
+
+// Lets the replicas of all threads take new resources. MXNet reads from the environment how many copies
+// these have.
+void renew_resources();
+
+// Says that this thread begins to issue the operators of a replica on this CPU context, on whatever context they run;
+// -1: of none. Returns the context before.
+int issue_on(int context) noexcept;
+// The same for the context of an array, if this thread trains there and issues for no replica yet. Returns whether it
+// is so.
+bool issue_for(void* array) noexcept;
+
+// Begins a round of sums, and does not wait. The arrays become the sums together, or all of them raise the failure.
+// `arrays`: of each summand a handle for each context, one summand after the other. They are dense, and on CPUs or the
+// devices of `gpus`. Rounds of a `channel` come in the same order in all processes, and `number` counts them for
+// messages. Throws Failure if MXNet refuses.
+void sum_gradients(Sums& sums, int64_t channel, int64_t number, double timeout, std::vector<Summand> summands,
+                   size_t contexts, void** arrays, cuda::AllReduce* gpus);
+
+// Called in the child of a fork, which has no other thread, and so none that calls run in.
+void forget_workers();
+void forget_resources();
+
+}  // namespace native
+}  // namespace syncbn
