@@ -25,7 +25,6 @@ from .._native import Agreed
 from ..system import arguments, environment, kinds
 from ..system.logs import log
 from .base import Exchange, LayerInfo, Transport
-from .groups import group_of_each, problem, shared
 
 #: Bytes of gradients that NCCL adds at once. Not measured: NCCL is said to need some MB for its full rate.
 _BUCKET = 8 << 20
@@ -403,19 +402,17 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
 
         With 0, all of them take part. ValueError: some members of a group are missing.
         """
-        agreed, size = self._agreed[layer.id], layer.group_size
+        agreed, pooling = self._agreed[layer.id], layer.pooling
         if not agreed.ranks or here in (0, agreed.replicas):
             return agreed
-        every = f"all {agreed.replicas} devices"
-        if size is None:
-            arguments.refuse("groups", layer.groups, f"{every} of this process in every step, not {here}")
-        if len(agreed.ranks) > 1:
-            reach = f"{every} in every step, not {here}: groups reach from rank {self.rank} to others"
-            arguments.refuse("group_size", size, reach)
-        if here % size:
-            arguments.refuse("group_size", size, f"a divisor of the {here} devices of this step")
-        groups = group_of_each(here, size, None)
-        return agreed._replace(replicas=here, members=np.arange(here), groups=groups, first=0)
+        if pooling.groups or len(agreed.ranks) > 1:
+            name = "groups" if pooling.groups else "group_size"
+            why = "groups name them" if pooling.groups else f"groups reach from rank {self.rank} to others"
+            every = f"all {agreed.replicas} devices of this process in every step, not {here}, because {why}"
+            arguments.refuse(name, getattr(pooling, name), every)
+        if pooling.problem(here):
+            raise ValueError(pooling.problem(here))
+        return pooling.agreed(agreed.key, layer.channels, [0] * self.rank + [here], self.rank)
 
     def fail(self, reason: str) -> None:
         for handle in {self.handle, self._sums}:
@@ -453,18 +450,13 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             log.info("the statistics of %d layers meet over %r: %d replicas", count, self, total)
             for layer, *of_ranks in zip(new, *everyone):
                 replicas = [one[2] for one in of_ranks]
-                text = problem(sum(replicas), layer.group_size, layer.groups)
-                if text:
-                    raise ValueError(text)
-                agreed = Agreed(len(self._agreed))
-                if layer.group_size or layer.groups:
-                    group_of = group_of_each(sum(replicas), layer.group_size or 0, layer.groups)
-                    agreed = shared(agreed.key, layer.channels, group_of, replicas, self.rank)
-                self._agreed[layer.id] = agreed  # last, because another thread goes on when it finds it
+                problem = layer.pooling.problem(sum(replicas))
+                if problem:
+                    raise ValueError(problem)
+                self._agreed[layer.id] = layer.pooling.agreed(len(self._agreed), layer.channels, replicas, self.rank)
 
 
 def _describe(layer: LayerInfo) -> Tuple[str, str, int]:
     """Returns the name of a layer, what has to be equal in all processes, and the number of replicas in this one."""
-    detail = f"{layer.channels} channels, mode {layer.mode!r}, virtual_devices {layer.virtual_devices}, "
-    detail += f"group_size {layer.group_size}" + (f", groups {[*map(list, layer.groups)]}" if layer.groups else "")
-    return f"SyncBatchNorm '{layer.name}'", f"({detail})", layer.replicas
+    settings = "".join(f", {name} {value!r}" for name, value in layer.pooling._asdict().items())
+    return f"SyncBatchNorm '{layer.name}'", f"({layer.channels} channels{settings})", layer.replicas

@@ -81,7 +81,7 @@ class Session:
         return [
             layer
             for layer, own in list(self._layers.values())
-            if (own or self.exchange) is exchange and layer.mode != "local"  # which is not counted
+            if (own or self.exchange) is exchange and layer.pooling.mode != "local"  # which is not counted
         ]
 
     def tell_others(self, reason: str) -> None:

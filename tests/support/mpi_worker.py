@@ -593,7 +593,7 @@ def of_many():
     if kv.num_workers <= 5:  # there are batches for so many
         same_bits_on_repetition()
     layer = _native.layer_create("a test", 0, 1, 0, [])
-    session.register(LayerInfo(layer, "a test", CONTEXTS[:1], 1, 3, "sync", 1, None), kv)
+    session.register(LayerInfo(layer, "a test", CONTEXTS[:1], 1, 3), kv)
     for call, size in enumerate((1, 7, 3000)):
         parts = [np.random.RandomState(rank).randn(size) for rank in range(kv.num_workers)]
         id = _native.CallId(layer, -1, call, 1, b"a test", 60.0)
