@@ -15,7 +15,7 @@ import re
 import socket
 import threading
 import weakref
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NoReturn, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -86,22 +86,15 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
     """Adds over the devices of all processes, for ``gluon.Trainer(kvstore=...)`` and ``SyncBatchNorm(kvstore=...)``.
 
     The Trainer's ``step(batch_size)`` takes the number of samples of all processes.
-
-    Parameters
-    ----------
-    name : str
-        Name of the transport.
-    transport : Transport
-        Carries what the processes tell each other.
     """
 
     def __init__(self, name: str, transport: Transport) -> None:
         self._name = name
         self._transport = transport
-        self._agreed: Dict[int, Agreed] = {}  # by layer
+        #: What the processes have agreed on, by layer.
+        self.known: Dict[int, Agreed] = {}
         self._rounds: Dict[str, Iterator[int]] = {}  # of exchanges, by their names
         self._trainers: weakref.WeakKeyDictionary[Any, _TrainerState] = weakref.WeakKeyDictionary()
-        self._numbers = itertools.count()  # of trainers; one that is gone keeps its own
         #: Whether gradients of GPUs may go over NCCL.
         self.nccl = True
         self._lock = threading.Lock()
@@ -116,17 +109,9 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
 
     # ---- KVStoreBase ---------------------------------------------------------------------------------------
 
-    @property
-    def type(self) -> str:
-        return f"gluon_syncbn_{self._name}"
-
-    @property
-    def rank(self) -> int:
-        return self._transport.rank
-
-    @property
-    def num_workers(self) -> int:
-        return self._transport.size
+    type = property(lambda self: f"gluon_syncbn_{self._name}")
+    rank = property(lambda self: self._transport.rank)
+    num_workers = property(lambda self: self._transport.size)
 
     @staticmethod
     def is_capable(capability: str) -> bool:
@@ -196,7 +181,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         devices = [context.device_id for context in contexts if context.device_type == "gpu"]
         everyone, problem = self._all_make(
             f"the GPUs of trainer {known.number}",
-            lambda: (list(map(_native.gpu_identity, devices)), _native.new_id()),
+            lambda: (list(map(_native.gpu_identity, devices)), self.rank == 0 and _native.new_id()),
             self._without_nccl(contexts, gradients),
         )
         gpus = [] if problem else [gpu for theirs, _ in everyone for gpu in theirs]
@@ -234,12 +219,10 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
                 one, another = (entry and (re.sub(r"\d+", "", entry[0]), entry[1]) for entry in entries)
                 if one != another:
                     here, there = (f"{entry[0]} {entry[1]}" if entry else "none" for entry in entries)
-                    reason = (
+                    self._give_up(
                         f"the processes disagree about {what} {number} is {here} on rank {self.rank} and {there} on "
                         f"rank {rank}. Build and initialise the same net in every process{advice}."
                     )
-                    self.fail(reason)
-                    raise mx.MXNetError(reason)
 
     def compare_weights(self, trainer: Any, parameters: Dict[str, Tuple[List[mx.nd.NDArray], bool]]) -> None:
         """Compares the parameters of a Trainer with those of the other processes, before its first update.
@@ -253,12 +236,10 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         for i, (name, (arrays, trained)) in enumerate(ordered):
             differing = [rank for rank, theirs in enumerate(everyone) if theirs[i] != everyone[0][i]]
             if differing and trained:
-                reason = (
+                self._give_up(
                     f"the processes begin with different weights: '{name}' of rank {differing[0]} is not that of rank "
                     "0. Call gluon_syncbn.broadcast_parameters(net) in every process, before the first step."
                 )
-                self.fail(reason)
-                raise mx.MXNetError(reason)
             if differing:
                 self.broadcast(f"parameter {i} of trainer {number}", arrays[0], arrays)
             for array in arrays[1:]:
@@ -268,7 +249,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         """Gives a Trainer the next number, unless it has one. All processes make theirs in the same order."""
         with self._lock:
             if trainer not in self._trainers:
-                self._trainers[trainer] = _TrainerState(next(self._numbers))
+                self._trainers[trainer] = _TrainerState(self._count("trainers"))
             return self._trainers[trainer]
 
     def _sum(self, what: str, sums: Dict[str, Tuple[List[mx.nd.NDArray], List[mx.nd.NDArray]]]) -> None:
@@ -314,12 +295,14 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
 
     def _check_alike(self, what: str, rank: int, theirs: np.ndarray, ours: np.ndarray) -> None:
         if (theirs.size, theirs.dtype) != (ours.size, ours.dtype):
-            reason = (
+            self._give_up(
                 f"in {what}, rank {rank} sent {theirs.size} values of {theirs.dtype} where rank {self.rank} has "
                 f"{ours.size} of {ours.dtype}. All processes must build the same net and cast it alike."
             )
-            self.fail(reason)
-            raise mx.MXNetError(reason)
+
+    def _give_up(self, reason: str) -> NoReturn:
+        self.fail(reason)
+        raise mx.MXNetError(reason)
 
     def tell_all(self, what: str, ours: Any) -> List[Any]:
         """Returns what each process tells, in the order of the ranks: all that JSON takes."""
@@ -402,7 +385,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
 
         With 0, all of them take part. ValueError: some members of a group are missing.
         """
-        agreed, pooling = self._agreed[layer.id], layer.pooling
+        agreed, pooling = self.known[layer.id], layer.pooling
         if not agreed.ranks or here in (0, agreed.replicas):
             return agreed
         if pooling.groups or len(agreed.ranks) > 1:
@@ -427,18 +410,14 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         self._lock = threading.Lock()  # a thread that the child does not have may have held it
         self._transport.forked()
 
-    def knows(self, layer: LayerInfo) -> bool:
-        return layer.id in self._agreed
-
     def learn(self, layers: Sequence[LayerInfo], more: bool = False) -> None:
         """Numbers the layers without a number, in their order, after a comparison with the other processes.
 
         Where ``more`` are to come, the processes agree on those that all have. The first forward of an eager net
-        initialises layers while another process is ahead. Names are compared without Gluon's counters, which depend on
-        what else a process has built.
+        initialises layers while another process is ahead.
         """
         with self._lock:
-            new = [layer for layer in layers if layer.id not in self._agreed]
+            new = [layer for layer in layers if layer.id not in self.known]
             if not new:
                 return
             answers = self.tell_all("the agreement on the layers of the net", [list(map(_describe, new)), more])
@@ -453,7 +432,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
                 problem = layer.pooling.problem(sum(replicas))
                 if problem:
                     raise ValueError(problem)
-                self._agreed[layer.id] = layer.pooling.agreed(len(self._agreed), layer.channels, replicas, self.rank)
+                self.known[layer.id] = layer.pooling.agreed(len(self.known), layer.channels, replicas, self.rank)
 
 
 def _describe(layer: LayerInfo) -> Tuple[str, str, int]:

@@ -72,7 +72,7 @@ class Session:
     def layer_of(self, exchange: Exchange, id: _native.CallId) -> LayerInfo:
         """For the core: returns the layer of a call. The exchange knows the layer from now on."""
         layer, _ = self._layers[id.layer]
-        while isinstance(exchange, ProcessStore) and not exchange.knows(layer):
+        while isinstance(exchange, ProcessStore) and id.layer not in exchange.known:
             more = len(self.to_come) > 0  # before the look at the layers, because the user's thread may add one
             exchange.learn(self._layers_of(exchange), more)
         return layer

@@ -101,8 +101,8 @@ def make_layer(batch, dtype="float64", way="eager", **settings):
 def specified(layer, batch, **settings):
     """What it computes, by the number that all processes have for it."""
     local = layer._replicas.id
-    if local in kv._agreed:
-        layer._replicas.id = kv._agreed[local].key
+    if local in kv.known:
+        layer._replicas.id = kv.known[local].key
     want = specification(layer, batch, **settings)
     layer._replicas.id = local
     return want
