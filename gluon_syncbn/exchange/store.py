@@ -28,6 +28,7 @@ from .base import Exchange, LayerInfo, Transport
 
 #: Bytes of gradients that NCCL adds at once. Not measured: NCCL is said to need some MB for its full rate.
 _BUCKET = 8 << 20
+_HEAD = 1000  # bytes that describe an array, at most: MXNet's have up to 32 dimensions
 _ON_GPUS = {"float16", "float32", "float64"}
 
 
@@ -137,9 +138,8 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         value = value[0] if isinstance(value, (list, tuple)) else value
         what = self.next_round(f"broadcast {key!r}")
         like = value.asnumpy()
-        array = self.exchange(what, [like.ravel()[: None if self.rank == 0 else 0]], equal=False)[0]
+        array = self.exchange(what, [like if self.rank == 0 else np.empty(0)], equal=False)[0]
         self._check_alike(what, 0, array, like)
-        array = array.reshape(like.shape)
         for target in out if isinstance(out, (list, tuple)) else [out]:
             mx.nd.array(array, dtype=array.dtype).copyto(kinds.classic(target))
 
@@ -267,37 +267,41 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
     def _begin_sum(self, what: str, summands: _native.Summands) -> None:
         _native.sum_arrays(self._sums, _hash(what.encode()), self._count(what) - 1, summands)
 
-    # ---- vectors of all processes ----------------------------------------------------------------------------
+    # ---- arrays of all processes -----------------------------------------------------------------------------
 
     def allgather(self, key: str, array: np.ndarray, *, equal: bool = True) -> List[np.ndarray]:
         """Returns the arrays of all processes, in the order of the ranks. All make the same calls with the same key.
 
-        ``equal``: an array of another size or type than ours is an error.
+        ``equal``: an array of another shape or type than ours is an error.
         """
         return self.exchange(self.next_round(f"exchange {key!r}"), [array], equal)
 
     def exchange(self, what: str, parts: Sequence[np.ndarray], equal: bool) -> List[np.ndarray]:
-        """Returns the vectors of all processes under a name that all use once, in the order of the ranks.
+        """Returns the arrays of all processes under a name that all use once, in the order of the ranks.
 
-        ``parts`` has one for each rank, or one for all. `MXNetError`: a process is late, has failed, or has a vector of
-        another size or type where it has to be ``equal``. After that, nothing is exchanged any more.
+        ``parts`` has one for each rank, or one for all. `MXNetError`: a process is late, has failed, or has an array of
+        another shape or type where it has to be ``equal``. After that, nothing is exchanged any more.
         """
-        messages = [part.dtype.str.encode().ljust(8) + np.ascontiguousarray(part).tobytes() for part in parts]
+        messages = [json.dumps([part.dtype.str, part.shape]).encode() + b"\n" + part.tobytes() for part in parts]
         try:
             found = _native.bytes_of(self._transport.handle, self.num_workers, _hash(what.encode()), what, messages)
         except mx.MXNetError as error:
             self.fail(str(error))
             raise
-        arrays = [part[8:].copy().view(bytes(part[:8]).decode().strip()) for part in found]
-        for rank, array in enumerate(arrays if equal else ()):
-            self._check_alike(what, rank, array, parts[self.rank % len(parts)])
+        arrays = []
+        for rank, part in enumerate(found):
+            head = part[:_HEAD].tobytes().partition(b"\n")[0]
+            kind, shape = json.loads(head)
+            arrays.append(part[len(head) + 1 :].copy().view(kind).reshape(shape))
+            if equal:
+                self._check_alike(what, rank, arrays[rank], parts[self.rank % len(parts)])
         return arrays
 
     def _check_alike(self, what: str, rank: int, theirs: np.ndarray, ours: np.ndarray) -> None:
-        if (theirs.size, theirs.dtype) != (ours.size, ours.dtype):
+        if (theirs.shape, theirs.dtype) != (ours.shape, ours.dtype):
             self._give_up(
-                f"in {what}, rank {rank} sent {theirs.size} values of {theirs.dtype} where rank {self.rank} has "
-                f"{ours.size} of {ours.dtype}. All processes must build the same net and cast it alike."
+                f"in {what}, rank {rank} sent values of {theirs.dtype} in shape {theirs.shape} where rank {self.rank} "
+                f"has {ours.dtype} in {ours.shape}. All processes must build the same net and cast it alike."
             )
 
     def _give_up(self, reason: str) -> NoReturn:
