@@ -13,7 +13,7 @@ import mxnet as mx
 import numpy as np
 
 from .. import _native
-from .groups import Groups
+from .pooling import Pooling
 
 # gluon.Trainer numbers its parameters from 0 in the same store; no net has this many parameters.
 _keys = itertools.count(1 << 24)
@@ -27,10 +27,7 @@ class LayerInfo(NamedTuple):
     contexts: Sequence[mx.Context]
     replicas: int
     channels: int
-    mode: str
-    virtual_devices: int
-    group_size: Optional[int]
-    groups: Optional[Groups] = None
+    pooling: Pooling = Pooling()
 
 
 class Exchange:

@@ -21,7 +21,7 @@ import time
 from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
-from typing import Callable, Dict, List, Optional, Sequence
+from typing import Any, Callable, List, Optional, Sequence
 
 import mxnet as mx
 import numpy as np
@@ -43,8 +43,8 @@ _STRANGE = OSError, EOFError, ValueError, AssertionError, AuthenticationError
 class Link:
     """One end of a connection. Threads of its own send and receive, so that nobody else waits for the other end.
 
-    ``following`` returns what is next: empty if nothing comes for a moment, None at the end. ``lost`` gets whether the
-    other end is silent, or else has closed the connection.
+    ``following`` returns what is next: empty if nothing comes for a moment, None at the end. ``take`` gets what comes,
+    and at last the ``loss`` of the other end, which is silent, or else has closed the connection.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class Link:
         connection: Connection,
         following: Callable[[], Optional[bytes]],
         take: Callable[[bytes], None],
-        lost: Callable[[bool], None],
+        loss: Callable[[bool], bytes],
     ) -> None:
-        self._connection, self._following, self._take, self._lost = connection, following, take, lost
+        self._connection, self._following, self._take, self._loss = connection, following, take, loss
         self._socket = socket.socket(fileno=os.dup(connection.fileno()))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small messages leave at once
         self.sender = threading.Thread(target=self._send, name="gluon_syncbn-link", daemon=True)
@@ -80,60 +80,57 @@ class Link:
                 if message:
                     self._take(message)
             silent = True
-        self._lost(silent)
+        self._take(self._loss(silent))
 
 
 def readers_of(message: bytes) -> List[int]:
     return np.frombuffer(message, np.int64, int.from_bytes(message[:8], "little"), 8).tolist()
 
 
-def _loss(rank: int, process: int, silent: bool) -> bytes:
-    """Returns the message that a rank is lost, unless it has said that it ends."""
+def _loss(size: int, rank: int, process: int, silent: bool) -> bytes:
+    """Returns the message to all ranks that one is lost, unless it has said that it ends."""
     text = f"nothing was heard of it for {_native.timeout_of() + _SILENCE:.0f} s".encode() * silent
     kind, number = (_FAILED, len(text)) if silent else (_DIED, process)
-    return np.array([0, *[0] * 5, kind, rank, number, 0, 0], np.int64).tobytes() + text + bytes(-len(text) % 8)
+    numbers = [size, *range(size), *[0] * 5, kind, rank, number, 0, 0]
+    return np.array(numbers, np.int64).tobytes() + text + bytes(-len(text) % 8)
 
 
-class Relay:
-    """Passes messages on between ranks, and tells them whose connection has ended. It ends when all have."""
+def relay(towards: str, size: int, links: List[Link]) -> List[Any]:
+    """Passes messages on between ranks, until all have come to their end. Puts their links into a list.
 
-    def __init__(self, towards: str, size: int) -> None:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((towards, 9))  # sends nothing, and finds the interface that leads there
-            host = probe.getsockname()[0]
-        key = os.urandom(16)
-        self._listener = Listener((host, 0), backlog=size, authkey=key)
-        self.introduction = [*self._listener.address, key.hex(), os.getpid()]
-        self._outboxes: List[queue.SimpleQueue[Optional[bytes]]] = [queue.SimpleQueue() for _ in range(size)]
-        self._lost: List[int] = []
-        self.links: Dict[int, Link] = {}
-        threading.Thread(target=self._accept, name="gluon_syncbn-relay", daemon=True).start()
+    Returns the introduction: host and port, the job's key, and this process.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((towards, 9))  # sends nothing, and finds the interface that leads there
+        host = probe.getsockname()[0]
+    key = os.urandom(16)
+    listener = Listener((host, 0), backlog=size, authkey=key)
+    outboxes: List[queue.SimpleQueue[Optional[bytes]]] = [queue.SimpleQueue() for _ in range(size)]
 
-    def _accept(self) -> None:
-        while len(self.links) < len(self._outboxes):
-            with contextlib.suppress(*_STRANGE):
-                connection = self._listener.accept()
-                rank, process = json.loads(connection.recv_bytes(64))
-                following, lost = partial(self._following, rank), partial(self._lose, rank, process)
-                self.links[rank] = Link(connection, following, self._take, lost)
-        self._listener.close()
-
-    def _following(self, rank: int) -> Optional[bytes]:
+    def following(rank: int) -> Optional[bytes]:
         try:
-            return self._outboxes[rank].get(timeout=_PULSE)
+            return outboxes[rank].get(timeout=_PULSE)
         except queue.Empty:
             return b""
 
-    def _take(self, message: bytes) -> None:
+    def take(message: bytes) -> None:
         for rank in readers_of(message):
-            self._outboxes[rank].put(message)
+            outboxes[rank].put(message)
 
-    def _lose(self, rank: int, process: int, silent: bool) -> None:
-        self._lost.append(rank)
-        for outbox in self._outboxes:
-            outbox.put(_loss(rank, process, silent))
-            if len(self._lost) == len(self._outboxes):
-                outbox.put(None)
+    def run() -> None:
+        while len(links) < size:
+            with contextlib.suppress(*_STRANGE):
+                connection = listener.accept()
+                rank, process = json.loads(connection.recv_bytes(64))
+                links.append(Link(connection, partial(following, rank), take, partial(_loss, size, rank, process)))
+        listener.close()
+        for link in links:
+            link.receiver.join()
+        for outbox in outboxes:
+            outbox.put(None)
+
+    threading.Thread(target=run, name="gluon_syncbn-relay", daemon=True).start()
+    return [*listener.address, key.hex(), os.getpid()]
 
 
 class BridgedTransport(Transport):
@@ -144,8 +141,8 @@ class BridgedTransport(Transport):
 
     def __init__(self, rank: int, size: int, towards: str, spread: Callable[[np.ndarray], np.ndarray]) -> None:
         super().__init__(rank, size)
-        self._relay = Relay(towards, size) if rank == 0 else None
-        told = json.dumps(self._relay and self._relay.introduction).encode().ljust(BYTES)
+        self._relayed: List[Link] = []  # the relay's ends
+        told = json.dumps(relay(towards, size, self._relayed) if rank == 0 else None).encode().ljust(BYTES)
         heard = spread(np.frombuffer(told, np.uint8)).astype(np.uint8).tobytes()
         host, port, key, self._process = json.loads(heard)  # of rank 0
         try:
@@ -156,7 +153,7 @@ class BridgedTransport(Transport):
 
     def open(self, handle: _native.Handle) -> None:
         super().open(handle)
-        self._link = Link(self._connection, self._following, self._take, self._lose)
+        self._link = Link(self._connection, self._following, self._take, partial(_loss, self.size, 0, self._process))
 
     def _following(self) -> Optional[bytes]:
         return _native.next_message(self.handle, _PULSE)
@@ -164,29 +161,22 @@ class BridgedTransport(Transport):
     def _take(self, message: bytes) -> None:
         _native.deliver(self.handle, len(message), message)
 
-    def _lose(self, silent: bool) -> None:
-        self._take(_loss(0, self._process, silent))
-
     def forked(self) -> None:
         # While a child has the connections of its parent, nobody hears that the parent was killed.
-        for link in (self._link, *(self._relay.links.values() if self._relay else ())):
+        for link in (self._link, *self._relayed):
             link.close()
 
     def close(self) -> None:
-        self.all_end()
-
-    def all_end(self) -> bool:
-        """Waits until all ranks have come to their end, and returns whether they have. Some may run much longer."""
+        """Waits until all ranks have come to their end. Some may run much longer."""
         until = math.inf
         while self._link.receiver.is_alive() and time.monotonic() < until:
             self._link.receiver.join(_POLL)
             until = min(until, time.monotonic() + _GRACE if self._losses() else until)
-        for link in self._relay.links.values() if self._relay and not self._link.receiver.is_alive() else ():
+        for link in [] if self._link.receiver.is_alive() else self._relayed:
             link.sender.join(_PULSE)  # the others hear that all have come to their end
         losses = self._losses()
         if losses and not self.has_failed():
             log.error("rank %d of %d ends without the others: %s.", self.rank, self.size, losses[0])
-        return not losses
 
     def _losses(self, but: Sequence[str] = ("", "has ended")) -> List[str]:
         fates = enumerate(_native.fate_of(self.handle, rank) for rank in range(self.size))

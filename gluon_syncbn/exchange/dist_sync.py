@@ -19,7 +19,6 @@ import socket
 import threading
 import time
 from concurrent import futures
-from typing import Tuple
 
 import mxnet as mx
 import numpy as np
@@ -62,11 +61,18 @@ class DistSyncTransport(BridgedTransport):
         limit, scheduler = _native.timeout_of(), (read("DMLC_PS_ROOT_URI"), int(read("DMLC_PS_ROOT_PORT")))
         deadline = time.monotonic() + limit
         late = f"kvstore 'dist_sync': not connected within {limit:.0f} s"
-        while not _listens(scheduler):
-            if time.monotonic() > deadline:
-                where = "{}:{} (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT)".format(*scheduler)
-                raise mx.MXNetError(f"{late}: the scheduler is not there: nobody listens at {where}.")
-            time.sleep(_POLL)
+        listens = False
+        while not listens:
+            try:
+                socket.create_connection(scheduler, 1).close()
+                listens = True
+            except ConnectionRefusedError:
+                if time.monotonic() > deadline:
+                    where = "{}:{} (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT)".format(*scheduler)
+                    raise mx.MXNetError(f"{late}: the scheduler is not there: nobody listens at {where}.") from None
+                time.sleep(_POLL)
+            except OSError:
+                listens = True  # nobody knows
         self._connected: futures.Future[None] = futures.Future()
         self._together: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=scheduler[:1], name="gluon_syncbn-store", daemon=True)
@@ -106,7 +112,8 @@ class DistSyncTransport(BridgedTransport):
         # Here the store ends. With a barrier, it ends the servers and the scheduler, too.
 
     def close(self) -> None:
-        self._together.put(self.all_end())
+        super().close()
+        self._together.put(not self._losses())
         self._thread.join(min(_ENDS, _native.timeout_of()))
         if self._thread.is_alive():
             log.error("rank %d of %d: MXNet's servers and scheduler have not ended.", self.rank, self.size)
@@ -115,14 +122,3 @@ class DistSyncTransport(BridgedTransport):
     def forked(self) -> None:
         super().forked()
         _skip_destructors()
-
-
-def _listens(scheduler: Tuple[str, int]) -> bool:
-    """Whether somebody listens at the scheduler's address, or nobody knows."""
-    try:
-        socket.create_connection(scheduler, 1).close()
-    except ConnectionRefusedError:
-        return False
-    except OSError:
-        pass
-    return True

@@ -29,8 +29,11 @@ PACKAGES = {
 def transport(name: Any) -> Transport:
     """Returns the transport of this name. ImportError: a package that it needs is not installed."""
     if not isinstance(name, str) or name not in TRANSPORTS:
-        of_one_process = isinstance(name, str) and name in (*TYPES, *IN_CORE)
-        reason = _in_one_process(name) if of_one_process else _refusal(str(name))
+        reason = _refusal(str(name))
+        if isinstance(name, str) and name in (*TYPES, *IN_CORE):
+            missing = name == "nccl" and _native.nccl_problem()
+            instead = "no kvstore" if missing else f"gluon_syncbn.configure(kvstore={name!r})"
+            reason = f" {name!r} adds within one process{f', and {missing}' if missing else ''}: write {instead}."
         arguments.refuse("name", name, f"one of {tuple(TRANSPORTS)}.{reason}")
     return getattr(importlib.import_module(f".{name}", __package__), TRANSPORTS[name])()
 
@@ -40,27 +43,21 @@ _adding = functools.lru_cache(maxsize=None)(DeviceExchange)
 
 
 def exchange(kvstore: Any) -> Optional[Exchange]:
-    """Returns the exchange for ``None`` (see `configure`), a name or a KVStore object.
-
-    Raises
-    ------
-    ValueError
-        If the argument is not a KVStore, or one that cannot add statistics. The text says why.
-    """
+    """Returns the exchange for ``None`` (see `configure`), a name or a KVStore. ValueError: it adds no statistics."""
     if kvstore is None or isinstance(kvstore, ProcessStore):
         return kvstore
     if isinstance(kvstore, str) and kvstore in IN_CORE:
-        problem = _without_nccl(kvstore)
-        if problem:
+        missing = kvstore == "nccl" and _native.nccl_problem()
+        if missing:
             raise ValueError(
-                f"kvstore: 'nccl' was given, but {problem}; None (the default), 'host', 'device' and 'local' need none"
+                f"kvstore: 'nccl' was given, but {missing}; None (the default), 'host', 'device' and 'local' need none"
             )
         return IN_CORE[kvstore]
     if isinstance(kvstore, str):
         if kvstore not in TYPES:
             arguments.refuse("kvstore", kvstore, _EXPECTED + "." + _refusal(kvstore))
         kvstore = mx.kv.create(kvstore)
-    if not isinstance(kvstore, (mx.kv.KVStore, mx.kvstore.KVStoreBase)):
+    if not isinstance(kvstore, mx.kvstore.KVStoreBase):
         arguments.refuse("kvstore", kvstore, _EXPECTED)
     if kvstore.type not in TYPES:
         raise ValueError(
@@ -70,16 +67,6 @@ def exchange(kvstore: Any) -> Optional[Exchange]:
 
 
 _EXPECTED = f"one of {(*TYPES, *IN_CORE)}, a KVStore object or None"
-
-
-def _in_one_process(name: str) -> str:
-    problem = _without_nccl(name)
-    instead = f", and {problem}: write no kvstore" if problem else f": write gluon_syncbn.configure(kvstore={name!r})"
-    return f" {name!r} adds within one process{instead}."
-
-
-def _without_nccl(name: str) -> str:
-    return _native.nccl_problem() if name == "nccl" else ""
 
 
 def _refusal(name: str) -> str:

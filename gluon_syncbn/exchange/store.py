@@ -15,7 +15,7 @@ import re
 import socket
 import threading
 import weakref
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NoReturn, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -25,10 +25,10 @@ from .._native import Agreed
 from ..system import arguments, environment, kinds
 from ..system.logs import log
 from .base import Exchange, LayerInfo, Transport
-from .groups import group_of_each, problem, shared
 
 #: Bytes of gradients that NCCL adds at once. Not measured: NCCL is said to need some MB for its full rate.
 _BUCKET = 8 << 20
+_HEAD = 1000  # bytes that describe an array, at most: MXNet's have up to 32 dimensions
 _ON_GPUS = {"float16", "float32", "float64"}
 
 
@@ -87,22 +87,15 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
     """Adds over the devices of all processes, for ``gluon.Trainer(kvstore=...)`` and ``SyncBatchNorm(kvstore=...)``.
 
     The Trainer's ``step(batch_size)`` takes the number of samples of all processes.
-
-    Parameters
-    ----------
-    name : str
-        Name of the transport.
-    transport : Transport
-        Carries what the processes tell each other.
     """
 
     def __init__(self, name: str, transport: Transport) -> None:
         self._name = name
         self._transport = transport
-        self._agreed: Dict[int, Agreed] = {}  # by layer
+        #: What the processes have agreed on, by layer.
+        self.known: Dict[int, Agreed] = {}
         self._rounds: Dict[str, Iterator[int]] = {}  # of exchanges, by their names
         self._trainers: weakref.WeakKeyDictionary[Any, _TrainerState] = weakref.WeakKeyDictionary()
-        self._numbers = itertools.count()  # of trainers; one that is gone keeps its own
         #: Whether gradients of GPUs may go over NCCL.
         self.nccl = True
         self._lock = threading.Lock()
@@ -117,17 +110,9 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
 
     # ---- KVStoreBase ---------------------------------------------------------------------------------------
 
-    @property
-    def type(self) -> str:
-        return f"gluon_syncbn_{self._name}"
-
-    @property
-    def rank(self) -> int:
-        return self._transport.rank
-
-    @property
-    def num_workers(self) -> int:
-        return self._transport.size
+    type = property(lambda self: f"gluon_syncbn_{self._name}")
+    rank = property(lambda self: self._transport.rank)
+    num_workers = property(lambda self: self._transport.size)
 
     @staticmethod
     def is_capable(capability: str) -> bool:
@@ -153,9 +138,8 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         value = value[0] if isinstance(value, (list, tuple)) else value
         what = self.next_round(f"broadcast {key!r}")
         like = value.asnumpy()
-        array = self.exchange(what, [like.ravel()[: None if self.rank == 0 else 0]], equal=False)[0]
+        array = self.exchange(what, [like if self.rank == 0 else np.empty(0)], equal=False)[0]
         self._check_alike(what, 0, array, like)
-        array = array.reshape(like.shape)
         for target in out if isinstance(out, (list, tuple)) else [out]:
             mx.nd.array(array, dtype=array.dtype).copyto(kinds.classic(target))
 
@@ -197,7 +181,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         devices = [context.device_id for context in contexts if context.device_type == "gpu"]
         everyone, problem = self._all_make(
             f"the GPUs of trainer {known.number}",
-            lambda: (list(map(_native.gpu_identity, devices)), _native.new_id()),
+            lambda: (list(map(_native.gpu_identity, devices)), self.rank == 0 and _native.new_id()),
             self._without_nccl(contexts, gradients),
         )
         gpus = [] if problem else [gpu for theirs, _ in everyone for gpu in theirs]
@@ -235,12 +219,10 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
                 one, another = (entry and (re.sub(r"\d+", "", entry[0]), entry[1]) for entry in entries)
                 if one != another:
                     here, there = (f"{entry[0]} {entry[1]}" if entry else "none" for entry in entries)
-                    reason = (
+                    self._give_up(
                         f"the processes disagree about {what} {number} is {here} on rank {self.rank} and {there} on "
                         f"rank {rank}. Build and initialise the same net in every process{advice}."
                     )
-                    self.fail(reason)
-                    raise mx.MXNetError(reason)
 
     def compare_weights(self, trainer: Any, parameters: Dict[str, Tuple[List[mx.nd.NDArray], bool]]) -> None:
         """Compares the parameters of a Trainer with those of the other processes, before its first update.
@@ -254,12 +236,10 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         for i, (name, (arrays, trained)) in enumerate(ordered):
             differing = [rank for rank, theirs in enumerate(everyone) if theirs[i] != everyone[0][i]]
             if differing and trained:
-                reason = (
+                self._give_up(
                     f"the processes begin with different weights: '{name}' of rank {differing[0]} is not that of rank "
                     "0. Call gluon_syncbn.broadcast_parameters(net) in every process, before the first step."
                 )
-                self.fail(reason)
-                raise mx.MXNetError(reason)
             if differing:
                 self.broadcast(f"parameter {i} of trainer {number}", arrays[0], arrays)
             for array in arrays[1:]:
@@ -269,7 +249,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         """Gives a Trainer the next number, unless it has one. All processes make theirs in the same order."""
         with self._lock:
             if trainer not in self._trainers:
-                self._trainers[trainer] = _TrainerState(next(self._numbers))
+                self._trainers[trainer] = _TrainerState(self._count("trainers"))
             return self._trainers[trainer]
 
     def _sum(self, what: str, sums: Dict[str, Tuple[List[mx.nd.NDArray], List[mx.nd.NDArray]]]) -> None:
@@ -287,40 +267,46 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
     def _begin_sum(self, what: str, summands: Tuple[Any, ...]) -> None:
         _native.sum(self.handle, _hash(what.encode()), self._count(what) - 1, *summands)
 
-    # ---- vectors of all processes ----------------------------------------------------------------------------
+    # ---- arrays of all processes -----------------------------------------------------------------------------
 
     def allgather(self, key: str, array: np.ndarray, *, equal: bool = True) -> List[np.ndarray]:
         """Returns the arrays of all processes, in the order of the ranks. All make the same calls with the same key.
 
-        ``equal``: an array of another size or type than ours is an error.
+        ``equal``: an array of another shape or type than ours is an error.
         """
         return self.exchange(self.next_round(f"exchange {key!r}"), [array], equal)
 
     def exchange(self, what: str, parts: Sequence[np.ndarray], equal: bool) -> List[np.ndarray]:
-        """Returns the vectors of all processes under a name that all use once, in the order of the ranks.
+        """Returns the arrays of all processes under a name that all use once, in the order of the ranks.
 
-        ``parts`` has one for each rank, or one for all. `MXNetError`: a process is late, has failed, or has a vector of
-        another size or type where it has to be ``equal``. After that, nothing is exchanged any more.
+        ``parts`` has one for each rank, or one for all. `MXNetError`: a process is late, has failed, or has an array of
+        another shape or type where it has to be ``equal``. After that, nothing is exchanged any more.
         """
-        messages = [part.dtype.str.encode().ljust(8) + np.ascontiguousarray(part).tobytes() for part in parts]
+        messages = [json.dumps([part.dtype.str, part.shape]).encode() + b"\n" + part.tobytes() for part in parts]
         try:
             found = _native.bytes_of(self.handle, self.num_workers, _hash(what.encode()), what, messages)
         except mx.MXNetError as error:
             self.fail(str(error))
             raise
-        arrays = [part[8:].copy().view(bytes(part[:8]).decode().strip()) for part in found]
-        for rank, array in enumerate(arrays if equal else ()):
-            self._check_alike(what, rank, array, parts[self.rank % len(parts)])
+        arrays = []
+        for rank, part in enumerate(found):
+            head = part[:_HEAD].tobytes().partition(b"\n")[0]
+            kind, shape = json.loads(head)
+            arrays.append(part[len(head) + 1 :].copy().view(kind).reshape(shape))
+            if equal:
+                self._check_alike(what, rank, arrays[rank], parts[self.rank % len(parts)])
         return arrays
 
     def _check_alike(self, what: str, rank: int, theirs: np.ndarray, ours: np.ndarray) -> None:
-        if (theirs.size, theirs.dtype) != (ours.size, ours.dtype):
-            reason = (
-                f"in {what}, rank {rank} sent {theirs.size} values of {theirs.dtype} where rank {self.rank} has "
-                f"{ours.size} of {ours.dtype}. All processes must build the same net and cast it alike."
+        if (theirs.shape, theirs.dtype) != (ours.shape, ours.dtype):
+            self._give_up(
+                f"in {what}, rank {rank} sent values of {theirs.dtype} in shape {theirs.shape} where rank {self.rank} "
+                f"has {ours.dtype} in {ours.shape}. All processes must build the same net and cast it alike."
             )
-            self.fail(reason)
-            raise mx.MXNetError(reason)
+
+    def _give_up(self, reason: str) -> NoReturn:
+        self.fail(reason)
+        raise mx.MXNetError(reason)
 
     def tell_all(self, what: str, ours: Any) -> List[Any]:
         """Returns what each process tells, in the order of the ranks: all that JSON takes."""
@@ -406,19 +392,17 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
 
         With 0, all of them take part. ValueError: some members of a group are missing.
         """
-        agreed, size = self._agreed[layer.id], layer.group_size
+        agreed, pooling = self.known[layer.id], layer.pooling
         if not agreed.ranks or here in (0, agreed.replicas):
             return agreed
-        every = f"all {agreed.replicas} devices"
-        if size is None:
-            arguments.refuse("groups", layer.groups, f"{every} of this process in every step, not {here}")
-        if len(agreed.ranks) > 1:
-            reach = f"{every} in every step, not {here}: groups reach from rank {self.rank} to others"
-            arguments.refuse("group_size", size, reach)
-        if here % size:
-            arguments.refuse("group_size", size, f"a divisor of the {here} devices of this step")
-        groups = group_of_each(here, size, None)
-        return agreed._replace(replicas=here, members=np.arange(here), groups=groups, first=0)
+        if pooling.groups or len(agreed.ranks) > 1:
+            name = "groups" if pooling.groups else "group_size"
+            why = "groups name them" if pooling.groups else f"groups reach from rank {self.rank} to others"
+            every = f"all {agreed.replicas} devices of this process in every step, not {here}, because {why}"
+            arguments.refuse(name, getattr(pooling, name), every)
+        if pooling.problem(here):
+            raise ValueError(pooling.problem(here))
+        return pooling.agreed(agreed.key, layer.channels, [0] * self.rank + [here], self.rank)
 
     def fail(self, reason: str) -> None:
         _native.processes_failed(self.handle, reason)
@@ -431,18 +415,14 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         self._lock = threading.Lock()  # a thread that the child does not have may have held it
         self._transport.forked()
 
-    def knows(self, layer: LayerInfo) -> bool:
-        return layer.id in self._agreed
-
     def learn(self, layers: Sequence[LayerInfo], more: bool = False) -> None:
         """Numbers the layers without a number, in their order, after a comparison with the other processes.
 
         Where ``more`` are to come, the processes agree on those that all have. The first forward of an eager net
-        initialises layers while another process is ahead. Names are compared without Gluon's counters, which depend on
-        what else a process has built.
+        initialises layers while another process is ahead.
         """
         with self._lock:
-            new = [layer for layer in layers if layer.id not in self._agreed]
+            new = [layer for layer in layers if layer.id not in self.known]
             if not new:
                 return
             answers = self.tell_all("the agreement on the layers of the net", [list(map(_describe, new)), more])
@@ -454,18 +434,13 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             log.info("the statistics of %d layers meet over %r: %d replicas", count, self, total)
             for layer, *of_ranks in zip(new, *everyone):
                 replicas = [one[2] for one in of_ranks]
-                text = problem(sum(replicas), layer.group_size, layer.groups)
-                if text:
-                    raise ValueError(text)
-                agreed = Agreed(len(self._agreed))
-                if layer.group_size or layer.groups:
-                    group_of = group_of_each(sum(replicas), layer.group_size or 0, layer.groups)
-                    agreed = shared(agreed.key, layer.channels, group_of, replicas, self.rank)
-                self._agreed[layer.id] = agreed  # last, because another thread goes on when it finds it
+                problem = layer.pooling.problem(sum(replicas))
+                if problem:
+                    raise ValueError(problem)
+                self.known[layer.id] = layer.pooling.agreed(len(self.known), layer.channels, replicas, self.rank)
 
 
 def _describe(layer: LayerInfo) -> Tuple[str, str, int]:
     """Returns the name of a layer, what has to be equal in all processes, and the number of replicas in this one."""
-    detail = f"{layer.channels} channels, mode {layer.mode!r}, virtual_devices {layer.virtual_devices}, "
-    detail += f"group_size {layer.group_size}" + (f", groups {[*map(list, layer.groups)]}" if layer.groups else "")
-    return f"SyncBatchNorm '{layer.name}'", f"({detail})", layer.replicas
+    settings = "".join(f", {name} {value!r}" for name, value in layer.pooling._asdict().items())
+    return f"SyncBatchNorm '{layer.name}'", f"({layer.channels} channels{settings})", layer.replicas

@@ -51,7 +51,8 @@ def _at_exit() -> None:
         return  # a child of a fork: the exchanges belong to its parent
     if _native.failure():
         session.tell_others(_native.failure())
-    session.close()
+    for store in session.stores:
+        store.close()
 
 
 def _stop_daemons() -> None:
@@ -151,7 +152,7 @@ def _start_threads() -> None:
 def _before_fork() -> None:
     if not _native.layers():
         return
-    _native.forking(session.is_only_one_in_a_step())  # no other thread is in one, so no other replica can come
+    _native.forking(session.inside() == [threading.current_thread()])  # so no other replica can come
     try:
         for error in dict.fromkeys(steps.drain()):  # a persistent error appears again and again
             log.error("failed before a fork, so reading the result no longer raises this error: %s", error)

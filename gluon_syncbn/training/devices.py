@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import contextmanager
-from typing import Dict, Iterable, Iterator, List, Optional, Sequence
+from typing import Dict, Iterable, Iterator, List, Sequence
 
 import mxnet as mx
 from mxnet import gluon
@@ -41,16 +41,19 @@ def devices(contexts: Sequence[Context]) -> Iterator[None]:
     """
     expected = "a list of different mx.Context objects"
     chosen = arguments.contexts("contexts", contexts, expected)
-    names = [str(context) for context in chosen]
-    if len(set(names)) < len(names):
+    if len(set(chosen)) < len(chosen):
         arguments.refuse("contexts", contexts, expected)
     global _active
-    if _active is not None:
+    if _active:
         raise ValueError("contexts: devices(...) is active already; leave that block first")
     mx.nd.waitall()
-    _active = _Gradients(chosen)
+    _active = chosen
+    for parameter in _trained_parameters():
+        for array in parameter.list_data():
+            if array.ctx in chosen:
+                _marks[id(array)], array._fresh_grad = array._fresh_grad, False
     _native.reset()
-    _native.devices(names)
+    _native.devices(list(map(str, chosen)))
     try:
         yield
         mx.nd.waitall()
@@ -62,16 +65,34 @@ def devices(contexts: Sequence[Context]) -> Iterator[None]:
         _native.devices([])
         _native.reset()
         settle_gradients(_trained_parameters())
-        _active = None
+        _active = []
+        _marks.clear()
         for replicas in list(Replicas.by_token.values()):
             replicas.spread_running(chosen)
 
 
 def settle_gradients(parameters: Iterable[gluon.Parameter]) -> None:
-    """Within `devices`, makes the gradients of contexts without a batch those of an empty batch."""
-    if _active is not None:
-        for parameter in parameters:
-            _active.settle(parameter)
+    """Within `devices`, makes the gradients of contexts without a batch those of an empty batch.
+
+    MXNet marks a parameter's array on a context when a backward writes its gradient. A ``gluon.Trainer`` that updates
+    the weights itself takes the mark away, and one that updates in its KVStore does not. So `devices` takes all marks
+    away, and those of parameters without a gradient of the block come back here.
+    """
+    for parameter in parameters if _active else ():
+        if parameter._grad is None:
+            continue
+        arrays = [array for array in parameter.list_data() if array.ctx in _active]
+        marks = [_marks.pop(id(array), False) for array in arrays]
+        if not any(array._fresh_grad for array in arrays):
+            for array, mark in zip(arrays, marks):
+                array._fresh_grad = mark
+            continue
+        for array, gradient in zip(parameter.list_data(), parameter.list_grad()):
+            if array.ctx not in _active:
+                if parameter.grad_req == "write":
+                    gradient = kinds.classic(gradient)
+                    mx.nd.zeros_like(gradient, out=gradient)
+                array._fresh_grad = True
 
 
 def _trained_parameters() -> List[gluon.Parameter]:
@@ -79,42 +100,8 @@ def _trained_parameters() -> List[gluon.Parameter]:
     return [parameter for parameter in parameters if parameter._grad is not None]
 
 
-class _Gradients:
-    """Tells which gradients are computed on the contexts that take part.
-
-    MXNet marks a parameter's array on a context when a backward writes its gradient. A ``gluon.Trainer`` that updates
-    the weights itself takes the mark away, and one that updates in its KVStore does not. So this class takes all marks
-    away and puts them back.
-    """
-
-    def __init__(self, contexts: Sequence[Context]) -> None:
-        self._contexts = contexts
-        self._marks: Dict[int, bool] = {}  # by the id of the array
-        for parameter in _trained_parameters():
-            for array in self._arrays(parameter):
-                self._marks[id(array)], array._fresh_grad = array._fresh_grad, False
-
-    def _arrays(self, parameter: gluon.Parameter) -> List[mx.nd.NDArray]:
-        return [array for array in parameter.list_data() if array.ctx in self._contexts]
-
-    def settle(self, parameter: gluon.Parameter) -> None:
-        if parameter._grad is None:
-            return
-        arrays = self._arrays(parameter)
-        marks = [self._marks.pop(id(array), False) for array in arrays]
-        if not any(array._fresh_grad for array in arrays):
-            for array, mark in zip(arrays, marks):
-                array._fresh_grad = mark
-            return
-        for array, gradient in zip(parameter.list_data(), parameter.list_grad()):
-            if array.ctx not in self._contexts:
-                if parameter.grad_req == "write":
-                    gradient = kinds.classic(gradient)
-                    mx.nd.zeros_like(gradient, out=gradient)
-                array._fresh_grad = True
-
-
-_active: Optional[_Gradients] = None
+_active: List[Context] = []  # those of the block
+_marks: Dict[int, bool] = {}  # by the id of the array
 
 
 def cpu_devices(n: int) -> List[Context]:

@@ -100,32 +100,24 @@ def _of_all_processes(own: nd.NDArray, name: str, store: ProcessStore) -> nd.NDA
             f"{title}: gather between processes does not work within a block of gluon_syncbn.checkpoint, which would "
             "exchange the rows twice. Call it on the output of the block."
         )
-    kind = f"rows of shape {own.shape[1:]} and type {np.dtype(own.dtype)}"
-    head = f"{len(own)} {kind}\n".encode()
     this_round = store.next_round(title)
-    parts = [np.frombuffer(head + own.asnumpy().tobytes(), np.uint8)]
-    counts, everyone = [], []
-    for rank, part in enumerate(store.exchange(this_round, parts, equal=False)):
-        line, _, rows = part.tobytes().partition(b"\n")
-        count, _, theirs = line.decode().partition(" ")
-        if theirs != kind:
+    everyone = store.exchange(this_round, [own.asnumpy()], equal=False)
+    kinds = [f"rows of shape {rows.shape[1:]} and type {rows.dtype}" for rows in everyone]
+    for rank, kind in enumerate(kinds):
+        if kind != kinds[store.rank]:
             raise mx.MXNetError(
-                f"{title}: rank {store.rank} came with {kind}, rank {rank} with {theirs}. "
+                f"{title}: rank {store.rank} came with {kinds[store.rank]}, rank {rank} with {kind}. "
                 "All processes need rows of one shape and type."
             )
-        counts.append(int(count))
-        everyone.append(np.frombuffer(rows, own.dtype))
-    values = np.concatenate(everyone)
-    whole = nd.array(values.reshape(sum(counts), *own.shape[1:]), ctx=own.context, dtype=own.dtype)
+    whole = nd.array(np.concatenate(everyone), ctx=own.context, dtype=own.dtype)
     if not autograd.is_recording():
         return whole
-    backwards = itertools.count(1)
+    backwards, ends = itertools.count(1), np.cumsum([len(rows) for rows in everyone])[:-1]
 
     def backward(heads: List[nd.NDArray], gradients: List[nd.NDArray], requests: List[int]) -> None:
-        of_ranks = np.split(heads[0].asnumpy().astype(np.float64), np.cumsum(counts)[:-1])
+        of_ranks = np.split(heads[0].asnumpy().astype(np.float64), ends)
         what = f"backward {next(backwards)} of {this_round}"
-        parts = store.exchange(what, [part.ravel() for part in of_ranks], equal=True)
-        total, gradient = functools.reduce(np.add, parts).reshape(of_ranks[store.rank].shape), gradients[0]
+        total, gradient = functools.reduce(np.add, store.exchange(what, of_ranks, equal=True)), gradients[0]
         if total.size and requests[0] != _native.NULL:
             gradient[:] = total + gradient.asnumpy() if requests[0] == _native.ADD else total
 

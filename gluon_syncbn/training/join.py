@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import Any, ContextManager, Iterator, List, Tuple
+from typing import Any, Iterator, List, Tuple
 
 import mxnet as mx
-import numpy as np
 from mxnet import autograd, gluon
 
 from .. import _native
@@ -15,7 +14,8 @@ from ..system import arguments, kinds
 from .session import session
 
 
-def join(net: gluon.Block, trainer: gluon.Trainer) -> ContextManager[None]:
+@contextmanager
+def join(net: gluon.Block, trainer: gluon.Trainer) -> Iterator[None]:
     """Trains until every process of the job has used all of its batches. Their numbers may differ.
 
     ::
@@ -64,21 +64,12 @@ def join(net: gluon.Block, trainer: gluon.Trainer) -> ContextManager[None]:
         At the end of the block, if this process never called the net, and others still train. If an exception leaves
         the block, the other processes end with an error that names this rank and the exception.
     """
-    if not isinstance(net, gluon.Block):
-        arguments.refuse("net", net, "a gluon.Block")
-    store = trainer._kvstore_params["kvstore"] if isinstance(trainer, gluon.Trainer) else None
+    arguments.block("net", net)
+    store: Any = trainer._kvstore_params["kvstore"] if isinstance(trainer, gluon.Trainer) else None
     if not isinstance(store, ProcessStore):
         arguments.refuse("trainer", trainer, "a gluon.Trainer(..., kvstore=gluon_syncbn.kvstore(...))")
-    return _joined(net, trainer, store)
-
-
-@contextmanager
-def _joined(net: gluon.Block, trainer: gluon.Trainer, store: ProcessStore) -> Iterator[None]:
     calls: List[Tuple[Any, ...]] = []  # of the net, in the step that goes on or was the last
     in_step = False
-
-    def total(what: str, own: int) -> int:
-        return int(np.sum(store.allgather(what, np.array([own], np.int64))))
 
     def call(net: gluon.Block, inputs: Tuple[Any, ...]) -> None:
         nonlocal in_step
@@ -87,13 +78,13 @@ def _joined(net: gluon.Block, trainer: gluon.Trainer, store: ProcessStore) -> It
         if not in_step:
             calls.clear()
             in_step = True
-            total("processes with a batch", 1)
+            store.tell_all("whether there is a batch", True)
         calls.append(inputs)
 
     def step(batch_size: int, ignore_stale_grad: bool = False) -> None:
         nonlocal in_step
         samples = arguments.whole("batch_size", batch_size, 0, 2**53)
-        take_step(total("samples of a step", samples), ignore_stale_grad)
+        take_step(sum(store.tell_all("the samples of a step", samples)), ignore_stale_grad)
         in_step = False
 
     hook = net.register_forward_pre_hook(call)
@@ -104,7 +95,7 @@ def _joined(net: gluon.Block, trainer: gluon.Trainer, store: ProcessStore) -> It
         if in_step:
             arguments.refuse("trainer", trainer, "trainer.step(...) after the last call of the net")
         hook.detach()
-        while total("processes with a batch", 0):
+        while any(store.tell_all("whether there is a batch", False)):
             if not calls:
                 raise mx.MXNetError(
                     f"rank {store.rank} never called the net within gluon_syncbn.join, so it cannot take part in the "

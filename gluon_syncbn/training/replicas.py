@@ -1,4 +1,4 @@
-"""Describes the replicas of a layer, and the pooling of their statistics."""
+"""Describes the replicas of a layer."""
 
 from __future__ import annotations
 
@@ -6,71 +6,22 @@ import copy
 import warnings
 import weakref
 from contextlib import contextmanager
-from typing import Any, ClassVar, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence
+from typing import Any, ClassVar, Dict, Iterable, Iterator, List, Optional, Sequence
 
 from mxnet import autograd
 from mxnet.context import Context
 from mxnet.gluon import Parameter
 
 from .. import _native
-from ..exchange import groups as exchange_groups
 from ..exchange.base import Exchange, LayerInfo
-from ..exchange.groups import Groups
+from ..exchange.pooling import MODES, Pooling
 from ..exchange.store import ProcessStore
-from ..system import arguments, cuda
+from ..system import cuda
 from ..system.environment import at_least
 from .session import session
 
-#: The order is that of `Mode` in csrc/pooling/pooling.h.
-MODES = ("sync", "local", "shuffle")
 #: How a layer was called in training: not yet, by itself, by itself although it was to fuse operators, in a graph.
 NEVER, EAGER, UNFUSED, IN_GRAPH = "", "eager", "unfused", "graph"
-
-
-class Pooling(NamedTuple):
-    """Holds which slots share a statistic, and which statistic normalises a slot."""
-
-    mode: str = "sync"
-    virtual_devices: int = 1  # slots of a replica
-    group_size: Optional[int] = None  # consecutive replicas that share a statistic in `sync`; None is all
-    groups: Optional[Groups] = None  # the same, named by their ranks
-
-    @classmethod
-    def checked(
-        cls, mode: Any, virtual_devices: Any, group_size: Any, groups: Any, axis: int, num_devices: Optional[int]
-    ) -> Pooling:
-        """Makes a pooling from a layer's arguments. ValueError: one is out of range, or they do not fit together."""
-        pooling = cls(
-            arguments.one_of("mode", mode, MODES),
-            arguments.devices("virtual_devices", virtual_devices),
-            None if group_size is None else arguments.devices("group_size", group_size),
-            None if groups is None else exchange_groups.checked("groups", groups),
-        )
-        if pooling.virtual_devices > 1 and axis == 0:
-            arguments.refuse("virtual_devices", pooling.virtual_devices, "1 with axis=0, which is not the batch")
-        for name, value in (("group_size", pooling.group_size), ("groups", groups)):
-            if value is not None and mode != "sync":
-                arguments.refuse(name, value, f"None with mode {mode!r}")
-        if groups is not None and group_size is not None:
-            arguments.refuse("groups", groups, f"None with group_size={group_size}")
-        # Groups name replicas of all processes, and this process may have fewer.
-        if num_devices is not None and num_devices > exchange_groups.named_replicas(pooling.groups):
-            problem = pooling.problem(num_devices)
-            if problem:
-                raise ValueError(problem)
-        return pooling
-
-    def problem(self, replicas: int) -> str:
-        """Returns the error of an argument with which this many replicas cannot train; empty if they can."""
-        problem = exchange_groups.problem(replicas, self.group_size, self.groups)
-        if problem:
-            return problem
-        if self.mode == "shuffle" and replicas * self.virtual_devices < 2:
-            return (
-                f"virtual_devices: {self.virtual_devices} was given, expected at least 2 with mode 'shuffle' on one "
-                "device, whose slots have nobody else's statistics to take"
-            )
-        return ""
 
 
 @contextmanager
@@ -127,11 +78,10 @@ class Replicas:
         self.running: weakref.WeakSet[Parameter] = weakref.WeakSet()  # the parameters of the running statistics
         self.ran = NEVER  # how the last training call came
         self.taken_in = ""  # names the operators that the layer absorbed in the graph that was recorded last
-        mode = MODES.index(pooling.mode)
-        groups = exchange_groups.group_of_each(exchange_groups.named_replicas(pooling.groups), 0, pooling.groups)
+        numbers = MODES.index(pooling.mode), pooling.virtual_devices, pooling.group_size or 0
+        groups = pooling.group_of_each(pooling.named()).tolist()
         handle = None if exchange is None else exchange.handle
-        numbers = mode, pooling.virtual_devices, pooling.group_size or 0, groups.tolist()
-        self.id = _native.layer_create(name, *numbers, timeout or 0, handle)
+        self.id = _native.layer_create(name, *numbers, groups, timeout or 0, handle)
         self.token = f"{_native.PROCESS}{self.id}"
         self.by_token[self.token] = self
         if pooling.mode != "local":
@@ -141,16 +91,14 @@ class Replicas:
 
     def spread_running(self, trained: Sequence[Context]) -> None:
         """After steps on some contexts, gives the others their running statistics, if all share one statistic."""
-        if self.pooling.mode != "sync" or self.pooling.group_size is not None or self.pooling.groups is not None:
-            return
-        source = next((context for context in self.contexts if context in trained), None)
-        if source is None:
+        sources = [context for context in self.contexts if context in trained]
+        if not sources or self.pooling._replace(virtual_devices=1) != Pooling():
             return
         with autograd.pause():
             for parameter in list(self.running):
                 for context in self.contexts:
                     if context not in trained:
-                        parameter.data(source).copyto(parameter.data(context))
+                        parameter.data(sources[0]).copyto(parameter.data(context))
 
     def set_contexts(self, contexts: List[Context], channels: int) -> None:
         """Sets the contexts that hold the layer's parameters; a repeated one holds several replicas."""
@@ -171,7 +119,7 @@ class Replicas:
             at_least("MXNET_EXEC_INPLACE_GRAD_SUM_CAP", 4 * replicas)
         if self.separates():
             self._separate_resources()
-        session.register(LayerInfo(self.id, self.name, unique, replicas, channels, *self.pooling), self.exchange)
+        session.register(LayerInfo(self.id, self.name, unique, replicas, channels, self.pooling), self.exchange)
         session.to_come.discard(self)
         _native.layer_place(self.id, [str(context) for context in unique], replicas)
 

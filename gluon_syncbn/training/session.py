@@ -34,11 +34,10 @@ class Session:
         # because the processes could not agree on when one was collected. A layer's last sum may also be on its way.
         self._layers: Dict[int, Tuple[LayerInfo, Optional[Exchange]]] = {}
         self.to_come: weakref.WeakSet[Any] = weakref.WeakSet()  # replicas of layers without parameters so far
-        self._stores: Dict[str, ProcessStore] = {}  # by transport
-        # All that are in use; the other processes must be told of a failure and of the end.
-        self._between_processes: weakref.WeakSet[ProcessStore] = weakref.WeakSet()
+        #: All that are in use; the other processes must be told of a failure and of the end.
+        self.stores: List[ProcessStore] = []
         self._issuing: Dict[Tuple[int, int], threading.Lock] = {}  # by context
-        self._open: Dict[threading.Thread, int] = {}  # scopes, of threads that have any
+        self.open: Dict[threading.Thread, int] = {}  # scopes, of threads that have any
         self.beginning = threading.RLock()  # held by a thread that enters its first scope, or forgets a failed step
         self.tracing = threading.RLock()  # held by a thread that records the graph of a net
         self.training_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that have opened a scope
@@ -49,20 +48,11 @@ class Session:
 
     # ---- exchanges -----------------------------------------------------------------------------------------
 
-    def process_store(self, name: Any) -> ProcessStore:
-        """Returns the store over this transport. The first call makes it."""
-        store = self._stores.get(str(name))
-        if store is None:
-            store = self._stores[name] = ProcessStore(name, named.transport(name))
-            self._between_processes.add(store)
-            store.meet_in_memory()
-        return store
-
     def exchange_of(self, kvstore: Any) -> Optional[Exchange]:
         """Returns the exchange for the argument ``kvstore``; ValueError if there is none."""
         exchange = named.exchange(kvstore)
-        if isinstance(exchange, ProcessStore):
-            self._between_processes.add(exchange)
+        if isinstance(exchange, ProcessStore) and exchange not in self.stores:
+            self.stores.append(exchange)
         return exchange
 
     def set_exchange(self, exchange: Optional[Exchange]) -> None:
@@ -72,7 +62,7 @@ class Session:
     def layer_of(self, exchange: Exchange, number: int) -> LayerInfo:
         """For the core: returns the layer of a call. The exchange knows the layer from now on."""
         layer, _ = self._layers[number]
-        while isinstance(exchange, ProcessStore) and not exchange.knows(layer):
+        while isinstance(exchange, ProcessStore) and number not in exchange.known:
             more = len(self.to_come) > 0  # before the look at the layers, because the user's thread may add one
             exchange.learn(self._layers_of(exchange), more)
         return layer
@@ -81,18 +71,13 @@ class Session:
         return [
             layer
             for layer, own in list(self._layers.values())
-            if (own or self.exchange) is exchange and layer.mode != "local"  # which is not counted
+            if (own or self.exchange) is exchange and layer.pooling.mode != "local"  # which is not counted
         ]
 
     def tell_others(self, reason: str) -> None:
         """Tells the other processes that a step has failed here."""
-        for store in list(self._between_processes):
+        for store in self.stores:
             store.fail(reason)
-
-    def close(self) -> None:
-        """Closes the exchanges at the end of the process."""
-        for store in list(self._between_processes):
-            store.close()
 
     # ---- layers --------------------------------------------------------------------------------------------
 
@@ -119,41 +104,23 @@ class Session:
 
     # ---- scopes --------------------------------------------------------------------------------------------
 
-    def enter_scope(self) -> bool:
-        """Opens a scope. Returns whether it is the first one in the process."""
-        first, thread = not self._inside(), threading.current_thread()
-        self._open[thread] = self.depth() + 1
-        self.training_threads.add(thread)
-        return first
-
-    def leave_scope(self) -> bool:
-        """Closes a scope. Returns whether it was the last one in its thread."""
-        left = self.depth() - 1
-        self._open[threading.current_thread()] = left
-        if left <= 0:  # below 0, a generator has opened the scope in another thread
-            del self._open[threading.current_thread()]
-        return left == 0
-
     def depth(self) -> int:
         """Number of scopes that this thread has open."""
-        return self._open.get(threading.current_thread(), 0)
+        return self.open.get(threading.current_thread(), 0)
 
-    def is_only_one_in_a_step(self) -> bool:
-        """Whether this thread is in a step and no other thread is."""
-        return self._inside() == [threading.current_thread()]
-
-    def _inside(self) -> List[threading.Thread]:
-        return [thread for thread in list(self._open) if thread.is_alive()]
+    def inside(self) -> List[threading.Thread]:
+        """Returns the threads that are in a step."""
+        return [thread for thread in list(self.open) if thread.is_alive()]
 
     # ---- forks ---------------------------------------------------------------------------------------------
 
     def forked(self) -> None:
         """Resets the scopes in the child of a fork, which has one thread."""
         thread = threading.current_thread()
-        self._open = {one: depth for one, depth in self._open.items() if one is thread}
+        self.open = {one: depth for one, depth in self.open.items() if one is thread}
         self._issuing, self._has_room = {}, False
         self.beginning, self.tracing = threading.RLock(), threading.RLock()
-        for store in list(self._between_processes):
+        for store in self.stores:
             store.forked()
 
 
@@ -259,7 +226,11 @@ def kvstore(name: str, *, gpus: Any = None) -> ProcessStore:
     """
     if gpus is not None and (not isinstance(gpus, str) or gpus != "host"):
         arguments.refuse("gpus", gpus, "'host' or None, which takes NCCL for gradients where it can")
-    store = session.process_store(name)
+    store = next((one for one in session.stores if one.type == f"gluon_syncbn_{name}"), None)
+    if store is None:
+        store = ProcessStore(name, named.transport(name))
+        session.stores.append(store)
+        store.meet_in_memory()
     if gpus is not None:
         store.nccl = False
     return store

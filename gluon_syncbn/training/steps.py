@@ -41,10 +41,7 @@ def drain() -> List[str]:
 def settle_failed() -> None:
     """After a failed step, removes its error from the arrays, so that they can be saved. The step stays failed.
 
-    Raises
-    ------
-    MXNetError
-        Once, if no exception is being handled, and none went through a scope: the caller may not know of the failure.
+    MXNetError: once, if no exception is being handled, and none went through a scope: the caller may not know of it.
     """
     reason = "" if session.depth() else _native.failure()
     if not reason:
@@ -95,24 +92,28 @@ def scope_entered() -> None:
             "the process is running its exit handlers, so no step can begin; join training threads before the main "
             "thread ends"
         )
-    if session.depth():
-        session.enter_scope()
+    thread, depth = threading.current_thread(), session.depth()
+    if depth:
+        session.open[thread] = depth + 1
         return
     with session.beginning:
-        if session.enter_scope():
+        if not session.inside():
             follow_level()
             if _native.failure():
-                try:
-                    reset()
-                except BaseException:  # Python leaves no scope that it could not enter
-                    session.leave_scope()
-                    raise
-        _native.scope_enter(threading.current_thread().name)
+                reset()
+        session.open[thread] = 1
+        session.training_threads.add(thread)
+        _native.scope_enter(thread.name)
 
 
 def scope_left(kind: Optional[type], value: Any) -> None:
     """``kind`` and ``value`` describe the exception that leaves the scope."""
-    if not session.leave_scope():
+    thread, left = threading.current_thread(), session.depth() - 1
+    if left > 0:
+        session.open[thread] = left
+    else:
+        session.open.pop(thread, None)
+    if left != 0:  # below 0, a generator has opened the scope in another thread
         return
     current, ended = _native.scope_is_current(), _native.scope_leave()
     # StopIteration and GeneratorExit end loops, not steps.

@@ -101,8 +101,8 @@ def make_layer(batch, dtype="float64", way="eager", **settings):
 def specified(layer, batch, **settings):
     """What it computes, by the number that all processes have for it."""
     local = layer._replicas.id
-    if local in kv._agreed:
-        layer._replicas.id = kv._agreed[local].key
+    if local in kv.known:
+        layer._replicas.id = kv.known[local].key
     want = specification(layer, batch, **settings)
     layer._replicas.id = local
     return want
@@ -594,7 +594,7 @@ def of_many():
         same_bits_on_repetition()
     layer = _native.layer_create("a test", 0, 1, 0, [], 0, None)
     alone = store.ProcessStore("mpi", named.transport("mpi"))  # which does not meet in memory
-    session.register(LayerInfo(layer, "a test", CONTEXTS[:1], 1, 3, "sync", 1, None), alone)
+    session.register(LayerInfo(layer, "a test", CONTEXTS[:1], 1, 3), alone)
     for call, size in enumerate((1, 7, 3000)):
         parts = [np.random.RandomState(rank).randn(size) for rank in range(kv.num_workers)]
         total = allreduce(alone.handle, (layer, -1, call, 1, "a test", 60.0), parts[kv.rank])

@@ -230,7 +230,7 @@ CALLS = {
     },
     "average_running_stats": (averaged, {"net": "net", "weights": "weights", "kvstore": "kvstore"}),
     "join": (
-        lambda **kwargs: gluon_syncbn.join(**{"net": nn.Dense(1), "trainer": None, **kwargs}),
+        lambda **kwargs: gluon_syncbn.join(**{"net": nn.Dense(1), "trainer": None, **kwargs}).__enter__(),
         {"net": "net", "trainer": "trainer"},
     ),
     "broadcast_parameters": (broadcast, {"params": "params", "kvstore": "kvstore", "root_rank": "root"}),

@@ -13,6 +13,7 @@ from thread_transport import ThreadTransport
 import gluon_syncbn
 from gluon_syncbn import _native, reference
 from gluon_syncbn.exchange.base import LayerInfo
+from gluon_syncbn.exchange.pooling import Pooling
 from gluon_syncbn.exchange.store import ProcessStore
 from gluon_syncbn.training.session import session
 
@@ -56,8 +57,7 @@ def everywhere(stores, work):
 
 
 def info(layer_id, replicas, **pooling):
-    settings = {"mode": "sync", "virtual_devices": 1, "group_size": None, **pooling}
-    return LayerInfo(layer_id, "bn", [], replicas, CHANNELS, **settings)
+    return LayerInfo(layer_id, "bn", [], replicas, CHANNELS, Pooling(**pooling))
 
 
 def moments(x):
@@ -140,9 +140,9 @@ def test_groups_that_stay_at_home(layer_id, replicas, named, messages):
 @pytest.mark.parametrize(
     "pooling, expected",
     [
-        ({"group_size": 2}, "group_size: 2 was given, expected all 3 devices in every step, not 2"),
-        ({"group_size": 3}, "group_size: 3 was given, expected a divisor of the 2 devices of this step"),
-        ({"groups": ((0, 5), (1, 2, 3, 4))}, "expected all 3 devices of this process in every step, not 2"),
+        ({"group_size": 2}, "expected all 3 devices of this process in every step, not 2, because groups reach"),
+        ({"group_size": 3}, "group_size: 3 was given, expected a divisor of the number of devices, 2"),
+        ({"groups": ((0, 5), (1, 2, 3, 4))}, "all 3 devices of this process in every step, not 2, because groups name"),
         ({"groups": ((0, 1, 2), (3, 4, 5))}, "expected all 3 devices of this process in every step, not 2"),
     ],
     ids=str,
@@ -176,7 +176,7 @@ def test_other_groups_in_another_process(layer_id):
     groups = [((0, 2), (1, 3)), ((0, 3), (1, 2))]
     for error in everywhere(stores(2), lambda rank, store: store.learn([info(layer_id, 2, groups=groups[rank])])):
         assert "the processes disagree about the net" in str(error)
-        assert all(f"groups {[*map(list, one)]}) on rank {rank}" in str(error) for rank, one in enumerate(groups))
+        assert all(f"groups {one}) on rank {rank}" in str(error) for rank, one in enumerate(groups))
 
 
 @pytest.mark.parametrize("kind", [mx.nd, mx.np])
