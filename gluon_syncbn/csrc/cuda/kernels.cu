@@ -36,40 +36,27 @@ using namespace syncbn::cuda;
 constexpr int kWarp = 32;
 constexpr int kPack = 16;  // bytes of the widest load
 
+// IEEE binary16, which is computed in float32.
 struct Half {
     unsigned short bits;
+    Half() = default;
+// Only the host lacks __CUDACC__. There the tests' emulator has its own conversion.
+#ifdef __CUDACC__
+    __device__ explicit Half(float value) { asm("{ cvt.rn.f16.f32 %0, %1; }" : "=h"(bits) : "f"(value)); }
+    __device__ operator float() const {
+        float out;
+        asm("{ cvt.f32.f16 %0, %1; }" : "=f"(out) : "h"(bits));
+        return out;
+    }
+#else
+    explicit Half(float value) : bits(emulated_float_to_half(value)) {}
+    operator float() const { return emulated_half_to_float(bits); }
+#endif
 };
 
 // The type in which a type of data is computed.
 template <typename T>
-struct Number {
-    typedef T Wide;
-    __device__ static T widen(T value) { return value; }
-    __device__ static T narrow(T value) { return value; }
-};
-template <>
-struct Number<Half> {
-    typedef float Wide;
-// Only the host lacks __CUDACC__. There the tests' emulator has its own conversion.
-#ifdef __CUDACC__
-    __device__ static float widen(Half value) {
-        float out;
-        asm("{ cvt.f32.f16 %0, %1; }" : "=f"(out) : "h"(value.bits));
-        return out;
-    }
-    __device__ static Half narrow(float value) {
-        Half out;
-        asm("{ cvt.rn.f16.f32 %0, %1; }" : "=h"(out.bits) : "f"(value));
-        return out;
-    }
-#else
-    __device__ static float widen(Half value) { return emulated_half_to_float(value.bits); }
-    __device__ static Half narrow(float value) { return Half{emulated_float_to_half(value)}; }
-#endif
-};
-
-template <typename T>
-using Wide = typename Number<T>::Wide;
+using Wide = decltype(T() + T());
 template <typename T>
 constexpr int kLanes = kPack / static_cast<int>(sizeof(T));
 
@@ -304,7 +291,7 @@ struct MomentsOf {
         const Index position = kMasked ? position_of(with.tiling, offset) : 0;
 #pragma unroll
         for (int i = 0; i < kUnit; ++i) {
-            const Wide<T> value = Number<T>::widen(pack.values[i]);
+            const Wide<T> value = pack.values[i];
             counts[j + i] = !kMasked || counts_at(with.mask, position + i);
             if (kMasked && counts[j + i] && !found) {
                 origin = value;
@@ -382,11 +369,11 @@ struct SumsOf {
         const Pack<T, kUnit> mark = A::kChanges ? load<T, kUnit>(marks, offset) : value;
 #pragma unroll
         for (int i = 0; i < kUnit; ++i) {
-            Wide<T>& dz = heads[j + i] = Number<T>::widen(head.values[i]);
-            centred[j + i] = mean.below(Number<T>::widen(value.values[i]));
+            Wide<T>& dz = heads[j + i] = head.values[i];
+            centred[j + i] = mean.below(value.values[i]);
             if (!A::kChanges) continue;
-            activation.through(&dz, normal.of(Number<T>::widen(mark.values[i])));
-            if (with.dz != nullptr) dz = Number<T>::widen(Number<T>::narrow(dz));  // as others read it
+            activation.through(&dz, normal.of(mark.values[i]));
+            if (with.dz != nullptr) dz = static_cast<T>(dz);  // as others read it
         }
         if (A::kChanges) places[j] = offset;
     }
@@ -408,7 +395,7 @@ struct SumsOf {
         for (int j = 0; j < kRun; j += kUnit) {
             Pack<T, kUnit> out;
 #pragma unroll
-            for (int i = 0; i < kUnit; ++i) out.values[i] = Number<T>::narrow(heads[j + i]);
+            for (int i = 0; i < kUnit; ++i) out.values[i] = static_cast<T>(heads[j + i]);
             if (A::kChanges && with.dz != nullptr && j < n) store(with.dz, places[j], out);
         }
     }
@@ -527,9 +514,9 @@ __device__ inline void apply(const Map& map, Index offset, Index stride, int n) 
         for (int i = 0; i < kUnit; ++i) {
             Wide<T> values[Map::kInputs];
 #pragma unroll
-            for (int k = 0; k < Map::kInputs; ++k) values[k] = Number<T>::widen(in[k][j].values[i]);
+            for (int k = 0; k < Map::kInputs; ++k) values[k] = in[k][j].values[i];
             const Wide<T> value = map.value(values, position + i);
-            out.values[i] = Number<T>::narrow(map.adds() ? Number<T>::widen(out.values[i]) + value : value);
+            out.values[i] = static_cast<T>(map.adds() ? out.values[i] + value : value);
         }
         if (j < n) store(map.to, at, out);
     }
@@ -856,7 +843,7 @@ __device__ void moments(const MomentsArguments& with) {
     const Layout layout(with.tiling);
     const Index row = layout.first_outer(blockIdx.y) * layout.channels + channel_of(layout);
     const bool any = !kMasked && layout.outer_of(blockIdx.y) > 0;
-    const Wide<T> origin = any ? Number<T>::widen(static_cast<const T*>(with.x)[row * layout.inner]) : 0;
+    const Wide<T> origin = any ? static_cast<const T*>(with.x)[row * layout.inner] : Wide<T>(0);
     MomentsOf<T, kMasked> reduction = {with, origin};
     reduce<T>(reduction, layout, with.partial, aligned(with.x));
 }
@@ -930,19 +917,18 @@ __device__ void copy(const CopyArguments& with) {
     if (i >= with.n) return;
     const T from = static_cast<const T*>(with.from)[i];
     T& to = static_cast<T*>(with.to)[i];
-    to = with.add ? Number<T>::narrow(Number<T>::widen(to) + Number<T>::widen(from)) : from;
+    to = with.add ? static_cast<T>(to + from) : from;
 }
 
 template <typename From, typename To>
 __device__ void convert(const CopyArguments& with) {
     const Index i = thread();
-    if (i < with.n)
-        static_cast<To*>(with.to)[i] = Number<To>::narrow(Number<From>::widen(static_cast<const From*>(with.from)[i]));
+    if (i < with.n) static_cast<To*>(with.to)[i] = static_cast<To>(static_cast<const From*>(with.from)[i]);
 }
 
 template <typename T>
 __device__ void fill(const FillArguments& with) {
-    if (thread() < with.n) static_cast<T*>(with.out)[thread()] = Number<T>::narrow(static_cast<Wide<T>>(with.value));
+    if (thread() < with.n) static_cast<T*>(with.out)[thread()] = static_cast<T>(with.value);
 }
 
 // For each type of data: the type itself and the type of its parameters.
