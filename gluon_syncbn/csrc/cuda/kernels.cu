@@ -197,42 +197,34 @@ __device__ void down_columns(Reduction& reduction, const Layout& layout) {
             [&](Index* offset) { *offset += step * layout.channels; });
 }
 
+// Merges the results of threads that are a multiple of `width`, a power of two, apart: the first `width` threads get the
+// totals. Every thread of the block has to call this.
+template <class Result>
+__device__ Result merged(const Result& own, int width) {
+    __shared__ Result shared[kBlock];
+    shared[threadIdx.x] = own;
+    for (int half = kBlock / 2; half >= width; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half) shared[threadIdx.x].merge(shared[threadIdx.x + half]);
+    }
+    return shared[threadIdx.x];
+}
+
 // Walks, combines the threads' results and leaves the packed vector of each chunk and slot in partial[chunk][slot].
 template <typename T, class Reduction>
 __device__ void reduce(Reduction& reduction, const Layout& layout, double* partial, bool packs) {
-    typedef typename Reduction::Result Result;
-    __shared__ Result shared[kBlock];
-    const Index slot = blockIdx.y;
-    double* out = partial + (blockIdx.z * layout.slots + slot) * Result::length(layout.channels);
-    if (layout.inner == 1) {
-        const int width = layout.width;
+    if (layout.inner == 1)
         down_columns<T>(reduction, layout);
-        shared[threadIdx.x] = reduction.result();
-        __syncthreads();
-        const Index channel = Index(blockIdx.x) * width + threadIdx.x;
-        if (threadIdx.x < width && channel < layout.channels) {
-            Result total = shared[threadIdx.x];
-            for (int i = threadIdx.x + width; i < kBlock; i += width) total.merge(shared[i]);
-            total.leave(out, channel, layout.channels);
-        }
-        return;
-    }
-    if (packs && layout.inner % kLanes<T> == 0)
+    else if (packs && layout.inner % kLanes<T> == 0)
         down_rows<T, kLanes<T>>(reduction, layout);
     else
         down_rows<T, 1>(reduction, layout);
-    Result total = reduction.result();
-    for (int distance = kWarp / 2; distance > 0; distance /= 2) total.merge(total.from_lane(distance));
-    if (threadIdx.x % kWarp == 0) shared[threadIdx.x / kWarp] = total;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        for (int warp = 1; warp < kBlock / kWarp; ++warp) total.merge(shared[warp]);
-        total.leave(out, blockIdx.x, layout.channels);
-    }
-}
-
-__device__ inline double shuffle_down(double value, int distance) {
-    return __shfl_down_sync(0xffffffffu, value, distance);
+    const int width = layout.inner == 1 ? layout.width : 1;
+    const auto total = merged(reduction.result(), width);
+    const Index slot = blockIdx.y, channel = Index(blockIdx.x) * width + threadIdx.x;
+    if (threadIdx.x < width && channel < layout.channels)
+        total.leave(partial + (blockIdx.z * layout.slots + slot) * total.length(layout.channels), channel,
+                    layout.channels);
 }
 
 // Count, mean and the sum of squares about it. The merge is by Chan, Golub and LeVeque ("Updating formulae and a
@@ -249,9 +241,6 @@ struct MomentsIn {
         mean += delta * share;
         m2 += other.m2 + delta * delta * count * share;
         count = total;
-    }
-    __device__ MomentsIn from_lane(int distance) const {
-        return {shuffle_down(count, distance), shuffle_down(mean, distance), shuffle_down(m2, distance)};
     }
     __device__ static MomentsIn at(const double* packed, Index channel, Index channels) {
         return {packed[0], packed[1 + channel], packed[1 + channels + channel]};
@@ -276,7 +265,6 @@ __device__ inline bool counts_at(const void* mask, Index position) {
 // With a mask, only values count whose position has a mask that is not 0. The others may hold anything.
 template <typename T, bool kMasked>
 struct MomentsOf {
-    typedef Moments Result;
     static constexpr int kRun = kMasked ? 8 : 16;  // values that a thread reads before it adds them up
     const MomentsArguments& with;
     Wide<T> origin;  // near the values, so that they lose no digits on the way; a masked thread's is its first value
@@ -334,9 +322,6 @@ struct Sums {
         dy += other.dy;
         dy_xhat += other.dy_xhat;
     }
-    __device__ Sums from_lane(int distance) const {
-        return {shuffle_down(dy, distance), shuffle_down(dy_xhat, distance)};
-    }
     __device__ static Sums at(const double* packed, Index channel, Index channels) {
         return {packed[channel], packed[channels + channel]};
     }
@@ -351,7 +336,6 @@ struct Sums {
 // cache. If `dz` is not null, it is written.
 template <typename T, class A>
 struct SumsOf {
-    typedef Sums Result;
     static constexpr int kRun = 8;  // of each of two tensors
     const GradSumsArguments& with;
     Split<Wide<T>> mean;
@@ -402,19 +386,17 @@ struct SumsOf {
     __device__ Sums result() const { return {sum_dy, sum_dy_centred * invstd}; }
 };
 
-// Combines the results of `chunks` chunks, [chunks][slots][length]: a warp for each slot and channel.
+// Combines the results of `chunks` chunks, [chunks][slots][length]: a warp's worth of threads for each slot and channel.
 template <class Result>
 __device__ void merge(const MergeArguments& with) {
-    const Index slots = with.slots, channels = with.channels;
-    const Index warp = (Index(blockIdx.x) * kBlock + threadIdx.x) / kWarp, length = Result::length(channels);
-    if (warp >= slots * channels) return;
-    const Index slot = warp / channels, channel = warp % channels;
-    const int lane = threadIdx.x % kWarp;
+    constexpr int kWidth = kBlock / kWarp;
+    const Index slots = with.slots, channels = with.channels, length = Result::length(channels);
+    const Index at = Index(blockIdx.x) * kWidth + threadIdx.x % kWidth, slot = at / channels, channel = at % channels;
     Result total = {};
-    for (int chunk = lane; chunk < with.chunks; chunk += kWarp)
+    for (Index chunk = threadIdx.x / kWidth; slot < slots && chunk < with.chunks; chunk += kWarp)
         total.merge(Result::at(with.partial + (chunk * slots + slot) * length, channel, channels));
-    for (int distance = kWarp / 2; distance > 0; distance /= 2) total.merge(total.from_lane(distance));
-    if (lane == 0) total.leave(with.out + slot * length, channel, channels);
+    total = merged(total, kWidth);
+    if (threadIdx.x < kWidth && slot < slots) total.leave(with.out + slot * length, channel, channels);
 }
 
 // ---- pools -----------------------------------------------------------------------------------------------------
