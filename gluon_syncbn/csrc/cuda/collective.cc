@@ -192,7 +192,7 @@ void AllReduce::post(Type wide, size_t bytes, const std::vector<Part>& parts) {
                 char* const values = static_cast<char*>(part.values[i]) + part.begin * size_of(part.type);
                 char* const place = member.bucket() + part.offset;
                 const auto n = static_cast<Index>(part.count);
-                const CopyArguments with{n, into_bucket ? values : place, into_bucket ? place : values, 0};
+                const CopyArguments with{n, into_bucket ? values : place, into_bucket ? place : values, 0, 0};
                 launch(member.device, member.lease.stream(), {into_bucket ? "widen" : "narrow", name_of(part.type)},
                        {ceil_div(n, kBlock)}, &with);
             }

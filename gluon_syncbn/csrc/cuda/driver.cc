@@ -91,14 +91,11 @@ std::string Device::identity() const {
 }
 
 void* Device::kernel(const Kernel& kernel) {
-    std::string name = kernel.stem;
-    for (const std::string& end : {kernel.activation, kernel.type})
-        if (!end.empty()) name += "_" + end;
+    const std::string& type = kernel.type;
+    const std::string name = kernel.stem + "_" + kernel.activation + (kernel.activation.empty() ? "" : "_") + type;
     std::lock_guard<std::mutex> lock(mutex_);
     void*& found = kernels_[name];
     if (found != nullptr) return found;
-    // Every part contains the kernels without a type.
-    const std::string type = kernel.type.empty() ? name_of(Type::kFloat32) : kernel.type;
     const bool activated = !kernel.activation.empty() && kernel.activation != name_of(Activation::Kind::kIdentity);
     const std::string part = kernel.stem.rfind("masked_", 0) == 0 ? "SYNCBN_MASKED_KERNELS(" + type + ")"
                              : activated ? "SYNCBN_ACTIVATED_KERNELS(" + kernel.activation + ", " + type + ")"

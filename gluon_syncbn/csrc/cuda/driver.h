@@ -32,9 +32,9 @@ struct Grid {
     int64_t x = 1, y = 1, z = 1;
 };
 
-// A kernel of kernels.cu; `type` and `activation` are empty if it depends on none.
+// A kernel of kernels.cu; `activation` is empty if it depends on none.
 struct Kernel {
-    std::string stem, type = "", activation = "";
+    std::string stem, type, activation = "";
 };
 
 class Device {

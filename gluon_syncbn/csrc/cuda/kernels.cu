@@ -893,24 +893,14 @@ __device__ void update_running(const UpdateRunningArguments& with) {
     move<P>(with.running_var, channel, with.momentum, with.batch[1 + with.channels + channel]);
 }
 
-template <typename T>
+template <typename From, typename To>
 __device__ void copy(const CopyArguments& with) {
     const Index i = thread();
     if (i >= with.n) return;
-    const T from = static_cast<const T*>(with.from)[i];
-    T& to = static_cast<T*>(with.to)[i];
-    to = with.add ? static_cast<T>(to + from) : from;
-}
-
-template <typename From, typename To>
-__device__ void convert(const CopyArguments& with) {
-    const Index i = thread();
-    if (i < with.n) static_cast<To*>(with.to)[i] = static_cast<To>(static_cast<const From*>(with.from)[i]);
-}
-
-template <typename T>
-__device__ void fill(const FillArguments& with) {
-    if (thread() < with.n) static_cast<T*>(with.out)[thread()] = static_cast<T>(with.value);
+    Wide<To> from = static_cast<Wide<To>>(with.value);
+    if (with.from != nullptr) from = static_cast<const From*>(with.from)[i];
+    To& to = static_cast<To*>(with.to)[i];
+    to = static_cast<To>(with.add ? to + from : from);
 }
 
 // For each type of data: the type itself and the type of its parameters.
@@ -938,18 +928,16 @@ SYNCBN_ACTIVATIONS(SYNCBN_ACTIVATION)
     SYNCBN_KERNEL_OF(grad_sums, ACTIVATION, TYPE, GradSumsArguments)   \
     SYNCBN_KERNEL_OF(grad_input, ACTIVATION, TYPE, GradInputArguments) \
     SYNCBN_KERNEL_OF(recover, ACTIVATION, TYPE, RecoverArguments)
-#define SYNCBN_KERNELS(TYPE)                                                             \
-    SYNCBN_ACTIVATED_KERNELS(identity, TYPE)                                             \
-    SYNCBN_KERNEL(moments_##TYPE, MomentsArguments, moments<Data_##TYPE>)                \
-    SYNCBN_KERNEL(copy_##TYPE, CopyArguments, copy<Data_##TYPE>)                         \
-    SYNCBN_KERNEL(widen_##TYPE, CopyArguments, convert<Data_##TYPE, Wide<Data_##TYPE>>)  \
-    SYNCBN_KERNEL(narrow_##TYPE, CopyArguments, convert<Wide<Data_##TYPE>, Data_##TYPE>) \
-    SYNCBN_KERNEL(fill_##TYPE, FillArguments, fill<Data_##TYPE>)                         \
+#define SYNCBN_KERNELS(TYPE)                                                          \
+    SYNCBN_ACTIVATED_KERNELS(identity, TYPE)                                          \
+    SYNCBN_KERNEL(moments_##TYPE, MomentsArguments, moments<Data_##TYPE>)             \
+    SYNCBN_KERNEL(merge_moments_##TYPE, MergeArguments, merge<Moments>)               \
+    SYNCBN_KERNEL(merge_sums_##TYPE, MergeArguments, merge<Sums>)                     \
+    SYNCBN_KERNEL(expand_mask_##TYPE, ExpandArguments, expand)                        \
+    SYNCBN_KERNEL(copy_##TYPE, CopyArguments, copy<Data_##TYPE, Data_##TYPE>)         \
+    SYNCBN_KERNEL(widen_##TYPE, CopyArguments, copy<Data_##TYPE, Wide<Data_##TYPE>>)  \
+    SYNCBN_KERNEL(narrow_##TYPE, CopyArguments, copy<Wide<Data_##TYPE>, Data_##TYPE>) \
     SYNCBN_KERNEL(update_running_##TYPE, UpdateRunningArguments, update_running<Parameter_##TYPE>)
 #define SYNCBN_MASKED_KERNELS(TYPE)                                                    \
     SYNCBN_KERNEL(masked_moments_##TYPE, MomentsArguments, moments<Data_##TYPE, true>) \
     SYNCBN_ACTIVATIONS(SYNCBN_MASKED_KERNEL, TYPE)
-
-SYNCBN_KERNEL(expand_mask, ExpandArguments, expand)
-SYNCBN_KERNEL(merge_moments, MergeArguments, merge<Moments>)
-SYNCBN_KERNEL(merge_sums, MergeArguments, merge<Sums>)
