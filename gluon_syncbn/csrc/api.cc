@@ -377,7 +377,7 @@ SYNCBN_API int syncbn_sum(void* exchange, int64_t channel, int64_t number, doubl
 
 // What identifies a GPU; a new id for `gpus`.
 SYNCBN_API const char* syncbn_gpu_identity(int device) {
-    return text([&] { return hex(syncbn::cuda::Device::get(device).identity()); });
+    return text([&] { return hex(syncbn::cuda::Device::get(device).identity); });
 }
 SYNCBN_API const char* syncbn_new_id() {
     return text([] { return hex(syncbn::cuda::new_id()); });
@@ -387,7 +387,7 @@ SYNCBN_API const char* syncbn_new_id() {
 SYNCBN_API void* syncbn_gpus(const Span<const int>& devices, const char* id, int first, int ranks, int64_t bucket) {
     return guarded<void*>(nullptr, [&] {
         const auto size = static_cast<size_t>(bucket);
-        return syncbn::cuda::AllReduce::create({devices.begin(), devices.end()}, unhex(id), first, ranks, size);
+        return new syncbn::cuda::AllReduce({devices.begin(), devices.end()}, unhex(id), first, ranks, size);
     });
 }
 

@@ -145,12 +145,9 @@ struct AllReduce::Member {
 };
 
 AllReduce::AllReduce(std::vector<int> devices, std::string id, int first, int ranks, size_t bucket)
-    : devices_(std::move(devices)), id_(std::move(id)), first_(first), ranks_(ranks), bucket_(bucket) {}
-
-AllReduce* AllReduce::create(std::vector<int> devices, std::string id, int first, int ranks, size_t bucket) {
+    : devices_(std::move(devices)), id_(std::move(id)), first_(first), ranks_(ranks), bucket_(bucket) {
     std::lock_guard<std::mutex> lock(mutex);
-    sums.push_back(new AllReduce(std::move(devices), std::move(id), first, ranks, bucket));
-    return sums.back();
+    sums.push_back(this);
 }
 
 bool AllReduce::ready() {

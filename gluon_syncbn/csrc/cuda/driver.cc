@@ -78,16 +78,9 @@ Device::Device(int id) : id(id) {
     check(driver().device_get(&ordinal, id), "cuDeviceGet");
     check(driver().device_get_attribute(&major, kMajor, ordinal), "cuDeviceGetAttribute");
     check(driver().device_get_attribute(&minor, kMinor, ordinal), "cuDeviceGetAttribute");
+    check(driver().device_get_uuid(&identity[0], ordinal), "cuDeviceGetUuid");
     check(driver().retain_context(&context_, ordinal), "cuDevicePrimaryCtxRetain");
     capability_ = 10 * major + minor;
-}
-
-std::string Device::identity() const {
-    std::string uuid(16, 0);
-    int ordinal = 0;
-    check(driver().device_get(&ordinal, id), "cuDeviceGet");
-    check(driver().device_get_uuid(&uuid[0], ordinal), "cuDeviceGetUuid");
-    return uuid;
 }
 
 void* Device::kernel(const Kernel& kernel) {
@@ -138,7 +131,7 @@ Lease::Lease(Device& device) : device_(device) {
 }
 
 Lease::~Lease() {
-    if (abandoned_) return;
+    if (stream_ == nullptr) return;
     std::lock_guard<std::mutex> lock(device_.mutex_);
     try {
         device_.streams_.emplace_back(stream_, status_);
