@@ -313,13 +313,13 @@ SYNCBN_API(void, sum, Asked* exchange, int64_t channel, int64_t number, const Sp
 }
 
 // What identifies a GPU; a new id for `gpus`.
-SYNCBN_API(std::string, gpu_identity, int device) { return hex(syncbn::cuda::Device::get(device).identity()); }
+SYNCBN_API(std::string, gpu_identity, int device) { return hex(syncbn::cuda::Device::get(device).identity); }
 SYNCBN_API(std::string, new_id) { return hex(syncbn::cuda::new_id()); }
 // The way of sums between the GPUs of several processes: see cuda/collective.h. `id` is the same in all of them, and used
 // once; `first` is the place of the first of these devices among `ranks`; `bucket`: bytes, a multiple of 8.
 SYNCBN_API(syncbn::cuda::AllReduce*, gpus, const Span<const int>& devices, const char* id, int first, int ranks,
            size_t bucket) {
-    return syncbn::cuda::AllReduce::create(devices, unhex(id), first, ranks, bucket);
+    return new syncbn::cuda::AllReduce(devices, unhex(id), first, ranks, bucket);
 }
 
 // Reports that this process has failed, or ends.

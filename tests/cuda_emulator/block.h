@@ -16,26 +16,12 @@ struct ThreadIndex {
     Dimensions thread, block, block_size, grid_size;
 };
 
-enum ThreadState { kReady, kAtBarrier, kAtExchange, kEnded };
+enum ThreadState { kReady, kAtBarrier, kEnded };
 
 struct Thread {
     Fiber* fiber;
     ThreadState state;
-    int line;        // of the barrier or exchange it waits at
-    uint32_t mask;   // of the exchange
-    uint64_t value;  // what it gives to the exchange
-};
-
-// Lanes that meet: all that wait in a warp under one mask.
-struct Exchange {
-    uint32_t mask, arrived;
-    int line;
-};
-
-struct Warp {
-    std::vector<Exchange> exchanges;
-    uint32_t present, ended;
-    uint64_t given[kWarpSize];  // what the lanes of the last exchange gave
+    int line;  // of the barrier that it waits at
 };
 
 // Shared memory and what happened to each of its bytes.
@@ -55,7 +41,6 @@ struct Block {
     Dimensions index;
     unsigned size;  // threads
     std::vector<Thread> threads;
-    std::vector<Warp> warps;
     unsigned running;  // the thread that runs now
     unsigned at_barrier, ended;
     bool failed;
@@ -73,7 +58,6 @@ struct Block {
     void* scheduler;  // its stack pointer
 
     Thread& current() { return threads[running]; }
-    Warp& current_warp() { return warps[running / kWarpSize]; }
 };
 
 extern thread_local Block* running_block;  // null outside of a launch

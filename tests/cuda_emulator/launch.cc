@@ -46,7 +46,6 @@ void thread_main() {
     block->launch->kernel->run(block->launch->arguments);
     block->current().state = kEnded;
     ++block->ended;
-    block->current_warp().ended |= 1u << block->running % kWarpSize;
     to_scheduler(block);
     __builtin_unreachable();
 }
@@ -86,21 +85,6 @@ void find_library(Block* block) {
 
 // Nobody can go on: says who waits for whom.
 std::string deadlock(const Block& block) {
-    for (unsigned i = 0; i < block.size; ++i) {
-        const Thread& waiting = block.threads[i];
-        if (waiting.state != kAtExchange) continue;
-        std::string text = format("thread %s waits at __shfl_down_sync, line %d, for lanes that its mask 0x%08x names:",
-                                  triple(position(block.launch->block, i)).c_str(), waiting.line, waiting.mask);
-        const unsigned first = i / kWarpSize * kWarpSize;
-        for (unsigned lane = 0; lane < kWarpSize; ++lane) {
-            if (!(waiting.mask >> lane & 1)) continue;
-            const Thread& other = block.threads[first + lane];
-            if (other.state == kAtExchange && other.mask == waiting.mask) continue;
-            if (other.state == kEnded) return text + format(" lane %u has ended", lane);
-            const char* const at = other.state == kAtBarrier ? "__syncthreads" : "another shuffle";
-            return text + format(" lane %u is at %s, line %d", lane, at, other.line);
-        }
-    }
     unsigned waiting = 0, ended = 0;
     while (block.threads[waiting].state != kAtBarrier) ++waiting;
     while (block.threads[ended].state != kEnded) ++ended;
@@ -109,35 +93,11 @@ std::string deadlock(const Block& block) {
                   triple(position(block.launch->block, ended)).c_str());
 }
 
-// Runs the threads of a warp until none can go on. Returns whether any did.
-bool run_warp(Block* block, unsigned first) {
-    const unsigned last = std::min(first + kWarpSize, block->size);
-    bool any = false;
-    for (bool again = true; again;) {
-        again = false;
-        for (unsigned i = first; i < last; ++i) {
-            if (block->threads[i].state != kReady) continue;
-            block->running = i;
-            emulator_switch(&block->scheduler, block->threads[i].fiber->stack_pointer);
-            if (block->failed) return true;
-            any = again = true;
-        }
-    }
-    return any;
-}
-
 void run_block(Block* block) {
     const Launch& launch = *block->launch;
     block->at_barrier = block->ended = 0;
     block->started_at = block->barrier_at = ++block->time;
     std::memset(block->shared.begin, kSharedPoison, block->shared.size);
-    for (unsigned w = 0; w < block->warps.size(); ++w) {
-        Warp& warp = block->warps[w];
-        const unsigned lanes = std::min<unsigned>(kWarpSize, block->size - w * kWarpSize);
-        warp.exchanges.clear();
-        warp.present = lanes == kWarpSize ? ~0u : (1u << lanes) - 1;
-        warp.ended = 0;
-    }
     for (unsigned i = 0; i < block->size; ++i) {
         Thread& thread = block->threads[i];
         thread.state = kReady;
@@ -146,9 +106,10 @@ void run_block(Block* block) {
                                                                       launch.block, launch.grid};
     }
     while (block->ended < block->size) {
-        bool any = false;
-        for (unsigned first = 0; first < block->size; first += kWarpSize) {
-            any |= run_warp(block, first);
+        for (unsigned i = 0; i < block->size; ++i) {
+            if (block->threads[i].state != kReady) continue;
+            block->running = i;
+            emulator_switch(&block->scheduler, block->threads[i].fiber->stack_pointer);
             if (block->failed) return;
         }
         // Hardware lets a barrier go when the other threads have ended; CUDA's manual forbids to rely on it.
@@ -157,7 +118,7 @@ void run_block(Block* block) {
             block->barrier_at = ++block->time;
             for (unsigned i = 0; i < block->size; ++i)
                 if (block->threads[i].state == kAtBarrier) block->threads[i].state = kReady;
-        } else if (!any) {
+        } else if (block->at_barrier > 0) {
             block->running = 0;
             report(launch.device, kLaunchFailure,
                    "kernel " + launch.name + ", block " + triple(block->index) + ": " + deadlock(*block));
@@ -194,7 +155,6 @@ void run(const Launch& launch) {
         block.threads.emplace_back();
         block.threads.back().fiber = new_fiber();
     }
-    block.warps.resize((block.size + kWarpSize - 1) / kWarpSize);
     find_library(&block);
 
     running_block = &block;
@@ -211,9 +171,7 @@ void run(const Launch& launch) {
 // ---- what shim.h calls --------------------------------------------------------------------------------------
 
 using emulator::Block;
-using emulator::Exchange;
 using emulator::Thread;
-using emulator::Warp;
 
 extern "C" const void* emulated_index() {
     Block* const block = emulator::running_block;
@@ -237,56 +195,3 @@ extern "C" void emulated_barrier(int line) {
     ++block->at_barrier;
     emulator::to_scheduler(block);
 }
-
-// All lanes of `mask` give a value; afterwards each reads what the others gave by emulated_given.
-extern "C" void emulated_exchange(int line, unsigned mask, unsigned long long value) {
-    Block* const block = emulator::running_block;
-    Warp& warp = block->current_warp();
-    Thread& thread = block->current();
-    const uint32_t self = 1u << block->running % emulator::kWarpSize;
-    const auto wrong = [&](const std::string& text) {
-        emulator::fail(emulator::kLaunchFailure,
-                       emulator::format("__shfl_down_sync, line %d, mask 0x%08x: ", line, mask) + text, nullptr);
-    };
-    if (!(mask & self)) wrong("the mask does not name the calling lane");
-    if (mask & ~warp.present)
-        wrong(emulator::format("the mask names lane %d, which the block does not have",
-                               __builtin_ctz(mask & ~warp.present)));
-    if (mask & warp.ended)
-        wrong(emulator::format("the mask names lane %d, which has ended", __builtin_ctz(mask & warp.ended)));
-    Exchange* mine = nullptr;
-    for (Exchange& other : warp.exchanges) {
-        if (!(other.mask & mask)) continue;
-        if (other.mask != mask || other.line != line)
-            wrong(emulator::format("other lanes wait at line %d, mask 0x%08x", other.line, other.mask));
-        mine = &other;
-    }
-    if (!mine) {
-        warp.exchanges.push_back({mask, 0, line});
-        mine = &warp.exchanges.back();
-    }
-    mine->arrived |= self;
-    thread.value = value;
-    thread.line = line;
-    thread.mask = mask;
-    if (mine->arrived != mask) {
-        thread.state = emulator::kAtExchange;
-        emulator::to_scheduler(block);
-        return;
-    }
-    const unsigned first = block->running / emulator::kWarpSize * emulator::kWarpSize;
-    for (uint32_t rest = mask; rest; rest &= rest - 1) {
-        const unsigned lane = __builtin_ctz(rest);
-        warp.given[lane] = block->threads[first + lane].value;
-        block->threads[first + lane].state = emulator::kReady;
-    }
-    warp.exchanges.erase(warp.exchanges.begin() + (mine - warp.exchanges.data()));
-}
-
-// A lane that took no part gave nothing: its value is NaN or a huge number.
-extern "C" unsigned long long emulated_given(unsigned mask, unsigned lane) {
-    Warp& warp = emulator::running_block->current_warp();
-    return mask >> lane & 1 ? warp.given[lane] : ~0ull;
-}
-
-extern "C" unsigned emulated_lane() { return emulator::running_block->running % emulator::kWarpSize; }

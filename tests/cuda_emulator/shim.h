@@ -29,9 +29,6 @@ struct EmulatedIndex {
 extern "C" {
 __attribute__((const)) const EmulatedIndex* emulated_index();  // const: each thread has its own
 void emulated_barrier(int line);
-void emulated_exchange(int line, unsigned mask, unsigned long long value);
-unsigned long long emulated_given(unsigned mask, unsigned lane);
-unsigned emulated_lane();
 }
 
 #define threadIdx (emulated_index()->thread)
@@ -40,21 +37,6 @@ unsigned emulated_lane();
 #define gridDim (emulated_index()->grid_size)
 
 #define __syncthreads() emulated_barrier(__LINE__)
-
-// ---- lanes of a warp -----------------------------------------------------------------------------------------
-
-template <typename T>
-inline T emulated_shuffle(int line, unsigned mask, T value, unsigned down) {
-    static_assert(sizeof(T) <= 8, "a shuffle moves at most 8 bytes");
-    unsigned long long bits = 0;
-    __builtin_memcpy(&bits, &value, sizeof value);
-    const unsigned lane = emulated_lane();
-    emulated_exchange(line, mask, bits);
-    bits = emulated_given(mask, lane + down < 32 ? lane + down : lane);
-    __builtin_memcpy(&value, &bits, sizeof value);
-    return value;
-}
-#define __shfl_down_sync(...) emulated_shuffle(__LINE__, __VA_ARGS__)
 
 // ---- arithmetic ----------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """The CUDA emulator itself: what runs on it, and that it finds each kind of fault that it promises to find.
 
-That it computes what CUDA does, test_kernels_cuda.py shows: indices, warps, shared memory and float16.
+That it computes what CUDA does, test_kernels_cuda.py shows: indices, shared memory and float16.
 """
 
 import contextlib
@@ -149,16 +149,6 @@ extern "C" __global__ void two_barriers(float* x) {
         __syncthreads();
     x[threadIdx.x] = 0;
 }
-extern "C" __global__ void ended_lane(float* x) {
-    if (threadIdx.x == 7) return;
-    x[threadIdx.x] = __shfl_down_sync(0xffffffffu, 1.0f, 1);
-}
-extern "C" __global__ void absent_lane(float* x) {
-    if (threadIdx.x != 7) x[threadIdx.x] = __shfl_down_sync(0xffffffffu, 1.0f, 1);
-    __syncthreads();
-}
-extern "C" __global__ void not_named(float* x) { x[threadIdx.x] = __shfl_down_sync(0x0000ffffu, 1.0f, 1); }
-extern "C" __global__ void no_such_lane(float* x) { x[threadIdx.x] = __shfl_down_sync(0xffffffffu, 1.0f, 1); }
 extern "C" __global__ void reads_early(float* x) {
     __shared__ float s[64];
     s[threadIdx.x] = 1;
@@ -235,22 +225,6 @@ FOUND = {
     "two barriers": (
         lambda here, other: ("two_barriers", 64, here.empty(64)),
         r"thread \(32,0,0\).*line 14, while thread \(0,0,0\) waits at another, line 12",
-    ),
-    "a lane that has ended": (
-        lambda here, other: ("ended_lane", 32, here.empty(32)),
-        r"mask 0xffffffff: the mask names lane 7, which has ended",
-    ),
-    "a lane at a barrier": (
-        lambda here, other: ("absent_lane", 32, here.empty(32)),
-        r"thread \(0,0,0\) waits at __shfl_down_sync.* lane 7 is at __syncthreads, line 23",
-    ),
-    "a lane without a name": (
-        lambda here, other: ("not_named", 32, here.empty(32)),
-        r"thread \(16,0,0\).*does not name the calling lane",
-    ),
-    "half a warp": (
-        lambda here, other: ("no_such_lane", 40, here.empty(40)),
-        "names lane 8, which the block does not have",
     ),
     "a read before a barrier": (
         lambda here, other: ("reads_early", 64, here.empty(64)),

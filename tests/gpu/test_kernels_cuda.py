@@ -213,7 +213,7 @@ class Kernels:
         if self.chunks > 1:
             grid = (-(-self.slots * self.channels // (BLOCK // 32)), 1, 1)
             sizes = {"slots": self.slots, "channels": self.channels, "chunks": self.chunks}
-            run(self.gpu, merge, grid, "MergeArguments", partial=partial, out=out, **sizes)
+            run(self.gpu, f"{merge}_{self.type}", grid, "MergeArguments", partial=partial, out=out, **sizes)
         return self.gpu.download(out).reshape(self.slots, length)
 
     def _each(self):
@@ -511,7 +511,7 @@ def test_an_expanded_mask(gpu, dtype):
     layout = {"extents": [1, 3, 4, 5], "strides": [0, 5, 0, 1], "bytes": values.itemsize}
     fields = {"from": address(gpu, mask), "to": address(gpu, out), "positions": 60}
     layout["floating"] = dtype.startswith("float")
-    gpu.launch("expand_mask", (1, 1, 1), filled("ExpandArguments", mask=layout, **fields))
+    gpu.launch("expand_mask_float32", (1, 1, 1), filled("ExpandArguments", mask=layout, **fields))
     got = gpu.download(out).view("uint8").reshape(3, 4, 5)
     np.testing.assert_array_equal(got, np.broadcast_to(values != 0, (3, 4, 5)))
 
@@ -773,7 +773,7 @@ def test_small_kernels(gpu):
             np.testing.assert_allclose([gpu.download(mean), gpu.download(var)], want, rtol=1e-6)
     for dtype, value in (("float16", np.nan), ("float32", 2.5), ("float64", -1.0)):
         out = gpu.empty(300, dtype)
-        run(gpu, f"fill_{dtype}", (2, 1, 1), "FillArguments", out=out, value=value, n=300)
+        run(gpu, f"copy_{dtype}", (2, 1, 1), "CopyArguments", to=out, value=value, n=300)
         np.testing.assert_array_equal(gpu.download(out), np.full(300, value, dtype))
         for add in (0, 1):
             values = random.randn(300).astype(dtype)

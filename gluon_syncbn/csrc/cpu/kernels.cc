@@ -1,11 +1,11 @@
-// Implements the CPU kernels for all layouts and types of data: the formulas, the leaves, and the work of each thread.
+// Implements the CPU kernels for all layouts and types of data: formulas, micro-kernels, and the work of each thread.
 //
 // Sums run in fixed lanes over fixed parts, so the bits depend on neither alignment nor thread count.
 #include "cpu/kernels.h"
 
 #include <memory>
 
-#include "cpu/leaf.h"
+#include "cpu/microkernel.h"
 
 namespace syncbn {
 namespace cpu {
@@ -159,43 +159,43 @@ struct RecoverOf {
     }
 };
 
-// ---- the leaves, one set per data type and instruction set -------------------------------------------------------
+// ---- the micro-kernels, one set per data type and instruction set ------------------------------------------------
 // Overloads of plain functions: instruction-set clones of template instances are not portable among g++ versions.
 
-#define SYNCBN_LEAVES_OF(TYPE, T, SET, WIDTH)                                                                        \
-    SET void leaf_moments(const Tile& tile, const T* x, double* sum, double* square) {                               \
+#define SYNCBN_MICROKERNELS_OF(TYPE, T, SET, WIDTH)                                                                  \
+    SET void micro_moments(const Tile& tile, const T* x, double* sum, double* square) {                              \
         const Column<Compute<T>> none = {};                                                                          \
         SYNCBN_IF(tile.mask != nullptr, kMasked, add_up<WIDTH>(MomentsOf<kMasked, T>{x}, tile, none, sum, square);)  \
     }                                                                                                                \
-    SET void leaf_grad_sums(const Tile& tile, const Gradients<T>& from, const Column<Compute<T>>& z,                 \
-                            const Activation& with, double* sum_dz, double* sum_dz_xc) {                             \
+    SET void micro_grad_sums(const Tile& tile, const Gradients<T>& from, const Column<Compute<T>>& z,                \
+                             const Activation& with, double* sum_dz, double* sum_dz_xc) {                            \
         SYNCBN_ACTIVATION(                                                                                           \
             with, A,                                                                                                 \
             SYNCBN_IF(from.y != nullptr, kByOutput,                                                                  \
                       add_up<WIDTH>(GradSumsOf<A, kByOutput, T>{from, with}, tile, z, sum_dz, sum_dz_xc);))          \
     }                                                                                                                \
-    SET void leaf_normalise(const Run& run, const Column<Compute<T>>& k, const T* x, const T* addend, T* y,          \
-                            const Activation& with, bool add) {                                                      \
+    SET void micro_normalise(const Run& run, const Column<Compute<T>>& k, const T* x, const T* addend, T* y,         \
+                             const Activation& with, bool add) {                                                     \
         SYNCBN_ACTIVATION(with, A,                                                                                   \
                           SYNCBN_IF(add, kAdd,                                                                       \
                                     SYNCBN_IF(addend != nullptr, kAddend,                                            \
                                               for_each_value<WIDTH>(                                                 \
                                                   NormaliseOf<A, kAdd, kAddend, T>{x, addend, y, with}, run, k);)))  \
     }                                                                                                                \
-    SET void leaf_grad_input(const Run& run, const Column<Compute<T>>& k, const T* dy, const T* x, T* dx,            \
-                             const Activation& with, bool add) {                                                     \
+    SET void micro_grad_input(const Run& run, const Column<Compute<T>>& k, const T* dy, const T* x, T* dx,           \
+                              const Activation& with, bool add) {                                                    \
         SYNCBN_ACTIVATION(                                                                                           \
             with, A,                                                                                                 \
             SYNCBN_IF(add, kAdd,                                                                                     \
                       SYNCBN_IF(run.mask != nullptr, kMasked,                                                        \
                                 for_each_value<WIDTH>(GradInputOf<A, kAdd, kMasked, T>{dy, x, dx, with}, run, k);))) \
     }                                                                                                                \
-    SET void leaf_recover(const Run& run, const Column<Compute<T>>& k, const T* y, T* x, const Activation& with) {   \
+    SET void micro_recover(const Run& run, const Column<Compute<T>>& k, const T* y, T* x, const Activation& with) {  \
         SYNCBN_ACTIVATION(with, A, for_each_value<WIDTH>(RecoverOf<A, T>{y, x, with}, run, k);)                      \
     }
-#define SYNCBN_LEAVES(SET, WIDTH) SYNCBN_NUMBERS(SYNCBN_LEAVES_OF, SET, WIDTH)
+#define SYNCBN_MICROKERNELS(SET, WIDTH) SYNCBN_NUMBERS(SYNCBN_MICROKERNELS_OF, SET, WIDTH)
 
-SYNCBN_FOR_EACH_SET(SYNCBN_LEAVES)
+SYNCBN_FOR_EACH_SET(SYNCBN_MICROKERNELS)
 
 // ---- the kernels: the work of each thread ------------------------------------------------------------------------
 
@@ -249,9 +249,9 @@ class Table {
     const Lines<C> values_;
 };
 
-// Calls leaf(run) on each thread, for its share of the memory. A row of one channel stays whole.
-template <typename Leaf>
-void for_runs(const Work& work, const Leaf& leaf) {
+// Calls microkernel(run) on each thread, for its share of the memory. A row of one channel stays whole.
+template <typename Microkernel>
+void for_runs(const Work& work, const Microkernel& microkernel) {
     if (work.shape.size() == 0) return;
     const Grid grid(work);
     const int threads = work.useful_threads();
@@ -266,16 +266,16 @@ void for_runs(const Work& work, const Leaf& leaf) {
             end = in_rows ? last : std::min(last, (row + 1) * grid.positions);
             const float* mask = work.mask;
             if (mask != nullptr) mask += position - (row - row / grid.groups) * grid.positions;
-            leaf(Run{grid, position, end - position, row % grid.groups * grid.width, mask});
+            microkernel(Run{grid, position, end - position, row % grid.groups * grid.width, mask});
         }
     }
 }
 
-// Adds up the results of leaf(tile, column, first, second) for each channel. They are [tile.columns] each, in memory
-// that is 0. Only the shape decides the parts, so the order of a sum is the same for any number of threads.
-template <typename Leaf>
+// Adds up the results of microkernel(tile, first, second) for each channel. They are [tile.columns] each, in memory that
+// is 0. Only the shape decides the parts, so the order of a sum is the same for any number of threads.
+template <typename Microkernel>
 void sum_up(const Work& work, const Grid& grid, const Table<double>& means, double* first, double* second,
-            const Leaf& leaf) {
+            const Microkernel& microkernel) {
     constexpr int64_t kRowsPerPart = 64, kMaxParts = 16;            // of rows of columns
     constexpr int64_t kEnoughParts = 64, kValuesPerPart = 1 << 14;  // of blocks, over all groups
     const bool tiled = grid.layout == Grid::Layout::kColumns;
@@ -302,7 +302,7 @@ void sum_up(const Work& work, const Grid& grid, const Table<double>& means, doub
                             std::min(positions, (part + 1) * share),
                             work.mask,
                             means.from(column).first};
-            leaf(tile, to, to + columns);
+            microkernel(tile, to, to + columns);
         }
     const int64_t repeat = columns / work.shape.channels;
     for (int64_t c = 0; c < work.shape.channels; ++c) {
@@ -350,7 +350,7 @@ int64_t moments(const Work& work, const void* data, double* mean, double* m2) {
             return Value<T>::load(sample + (c - of_block) * shape.inner + of_block);
         });
         sum_up(work, grid, pivots, mean, m2,
-               [x](const Tile& tile, double* sum, double* square) { leaf_moments(tile, x, sum, square); });
+               [x](const Tile& tile, double* sum, double* square) { micro_moments(tile, x, sum, square); });
         for (int64_t c = 0; c < shape.channels; ++c) {
             const double rest = m2[c] - mean[c] * mean[c] / n;
             m2[c] = rest < 0 ? 0 : rest;  // below 0 by rounding; a NaN stays a NaN, which std::max would hide
@@ -366,8 +366,8 @@ void normalise(const Work& work, const void* x, const Normalise& with, void* y) 
         Table<Compute<T>> table(Grid(work), work.shape.channels, 4);
         table.put_z(with.with);
         for_runs(work, [&](const Run& run) {
-            leaf_normalise(run, table.from(0), static_cast<const T*>(x), static_cast<const T*>(with.addend),
-                           static_cast<T*>(y), with.with.activation, with.add);
+            micro_normalise(run, table.from(0), static_cast<const T*>(x), static_cast<const T*>(with.addend),
+                            static_cast<T*>(y), with.with.activation, with.add);
         });
     });
 }
@@ -386,7 +386,7 @@ void grad_sums(const Work& work, const void* dy, const void* x, const GradSums& 
         Table<Compute<T>> z(grid, work.shape.channels, needs_z ? 4 : 0);
         if (needs_z) z.put_z(with.with);
         sum_up(work, grid, means, sum_dz, sum_dz_xhat, [&](const Tile& tile, double* sum, double* sum_xc) {
-            leaf_grad_sums(tile, from, z.from(tile.column), activation, sum, sum_xc);
+            micro_grad_sums(tile, from, z.from(tile.column), activation, sum, sum_xc);
         });
     });
     for (int64_t c = 0; c < work.shape.channels; ++c) sum_dz_xhat[c] *= with.invstd[c];
@@ -403,8 +403,8 @@ void grad_input(const Work& work, const void* dy, const void* x, const GradInput
         table.put(kMeanDz, with.mean_dz);
         table.put(kSlope, with.slope);
         for_runs(work, [&](const Run& run) {
-            leaf_grad_input(run, table.from(0), static_cast<const T*>(dy), static_cast<const T*>(x),
-                            static_cast<T*>(dx), activation, with.add);
+            micro_grad_input(run, table.from(0), static_cast<const T*>(dy), static_cast<const T*>(x),
+                             static_cast<T*>(dx), activation, with.add);
         });
     });
 }
@@ -415,7 +415,7 @@ void recover(const Work& work, const void* y, const Rectified& with, void* x) {
         Table<Compute<T>> table(Grid(work), work.shape.channels, 4);
         table.put_z(with);
         for_runs(work, [&](const Run& run) {
-            leaf_recover(run, table.from(0), static_cast<const T*>(y), static_cast<T*>(x), with.activation);
+            micro_recover(run, table.from(0), static_cast<const T*>(y), static_cast<T*>(x), with.activation);
         });
     });
 }

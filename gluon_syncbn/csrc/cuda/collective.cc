@@ -145,12 +145,9 @@ struct AllReduce::Member {
 };
 
 AllReduce::AllReduce(std::vector<int> devices, std::string id, int first, int ranks, size_t bucket)
-    : devices_(std::move(devices)), id_(std::move(id)), first_(first), ranks_(ranks), bucket_(bucket) {}
-
-AllReduce* AllReduce::create(std::vector<int> devices, std::string id, int first, int ranks, size_t bucket) {
+    : devices_(std::move(devices)), id_(std::move(id)), first_(first), ranks_(ranks), bucket_(bucket) {
     std::lock_guard<std::mutex> lock(mutex);
-    sums.push_back(new AllReduce(std::move(devices), std::move(id), first, ranks, bucket));
-    return sums.back();
+    sums.push_back(this);
 }
 
 bool AllReduce::ready() {
@@ -192,7 +189,7 @@ void AllReduce::post(Type wide, size_t bytes, const std::vector<Part>& parts) {
                 char* const values = static_cast<char*>(part.values[i]) + part.begin * size_of(part.type);
                 char* const place = member.bucket() + part.offset;
                 const auto n = static_cast<Index>(part.count);
-                const CopyArguments with{n, into_bucket ? values : place, into_bucket ? place : values, 0};
+                const CopyArguments with{n, into_bucket ? values : place, into_bucket ? place : values, 0, 0};
                 launch(member.device, member.lease.stream(), {into_bucket ? "widen" : "narrow", name_of(part.type)},
                        {ceil_div(n, kBlock)}, &with);
             }

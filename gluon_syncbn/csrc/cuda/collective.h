@@ -64,9 +64,9 @@ class AllReduce {
         size_t begin, count, offset;
     };
 
-    // Over these devices, the first of which has the place `first` among all `ranks`; `bucket`: bytes. It lasts as long
-    // as the process. GPUs connect in the first sum.
-    static AllReduce* create(std::vector<int> devices, std::string id, int first, int ranks, size_t bucket);
+    // Over these devices, the first of which has the place `first` among all `ranks`; `bucket`: bytes. It has to last as
+    // long as the process. GPUs connect in the first sum.
+    AllReduce(std::vector<int> devices, std::string id, int first, int ranks, size_t bucket);
     size_t bucket() const { return bucket_; }
     // Whether the next sum can begin. Throws Failure if NCCL has failed.
     bool ready();
@@ -80,7 +80,6 @@ class AllReduce {
 
   private:
     struct Member;
-    AllReduce(std::vector<int> devices, std::string id, int first, int ranks, size_t bucket);
     void connect();
     void post(Type wide, size_t bytes, const std::vector<Part>& parts);
 

@@ -3,7 +3,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstdint>
 #include <cstdio>
 #include <fstream>
 #include <map>
@@ -43,13 +42,6 @@ void append(const std::string& name, std::set<std::string>* seen, std::string* t
             *text += line + '\n';
     }
     if (!file.eof()) throw Failure("cannot read " + path + "; install gluon_syncbn again");
-}
-
-// FNV-1a.
-uint64_t hash(const std::string& text) {
-    uint64_t hash = 0xcbf29ce484222325u;
-    for (const unsigned char c : text) hash = (hash ^ c) * 0x100000001b3u;
-    return hash;
 }
 
 // Intermediate code runs on its architecture and on later ones, so the compiler may be older than the device.
@@ -122,7 +114,7 @@ const std::string& compiled(int capability, const std::string& part, bool anew) 
     call("nvrtcVersion", &major, &minor);
     std::ostringstream key, path;
     key << text << major << '.' << minor << ' ' << target;
-    path << setup.cache << "/kernels-" << std::hex << hash(key.str()) << ".ptx";
+    path << setup.cache << "/kernels-" << std::hex << std::hash<std::string>()(key.str()) << ".ptx";
     image = anew ? "" : read(path.str());
     if (image.empty()) {
         image = compile(text, target);

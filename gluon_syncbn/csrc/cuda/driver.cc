@@ -78,27 +78,17 @@ Device::Device(int id) : id(id) {
     check(driver().device_get(&ordinal, id), "cuDeviceGet");
     check(driver().device_get_attribute(&major, kMajor, ordinal), "cuDeviceGetAttribute");
     check(driver().device_get_attribute(&minor, kMinor, ordinal), "cuDeviceGetAttribute");
+    check(driver().device_get_uuid(&identity[0], ordinal), "cuDeviceGetUuid");
     check(driver().retain_context(&context_, ordinal), "cuDevicePrimaryCtxRetain");
     capability_ = 10 * major + minor;
 }
 
-std::string Device::identity() const {
-    std::string uuid(16, 0);
-    int ordinal = 0;
-    check(driver().device_get(&ordinal, id), "cuDeviceGet");
-    check(driver().device_get_uuid(&uuid[0], ordinal), "cuDeviceGetUuid");
-    return uuid;
-}
-
 void* Device::kernel(const Kernel& kernel) {
-    std::string name = kernel.stem;
-    for (const std::string& end : {kernel.activation, kernel.type})
-        if (!end.empty()) name += "_" + end;
+    const std::string& type = kernel.type;
+    const std::string name = kernel.stem + "_" + kernel.activation + (kernel.activation.empty() ? "" : "_") + type;
     std::lock_guard<std::mutex> lock(mutex_);
     void*& found = kernels_[name];
     if (found != nullptr) return found;
-    // Every part contains the kernels without a type.
-    const std::string type = kernel.type.empty() ? name_of(Type::kFloat32) : kernel.type;
     const bool activated = !kernel.activation.empty() && kernel.activation != name_of(Activation::Kind::kIdentity);
     const std::string part = kernel.stem.rfind("masked_", 0) == 0 ? "SYNCBN_MASKED_KERNELS(" + type + ")"
                              : activated ? "SYNCBN_ACTIVATED_KERNELS(" + kernel.activation + ", " + type + ")"
@@ -141,7 +131,7 @@ Lease::Lease(Device& device) : device_(device) {
 }
 
 Lease::~Lease() {
-    if (abandoned_) return;
+    if (stream_ == nullptr) return;
     std::lock_guard<std::mutex> lock(device_.mutex_);
     try {
         device_.streams_.emplace_back(stream_, status_);

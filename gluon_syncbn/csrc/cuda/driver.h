@@ -32,18 +32,18 @@ struct Grid {
     int64_t x = 1, y = 1, z = 1;
 };
 
-// A kernel of kernels.cu; `type` and `activation` are empty if it depends on none.
+// A kernel of kernels.cu; `activation` is empty if it depends on none.
 struct Kernel {
-    std::string stem, type = "", activation = "";
+    std::string stem, type, activation = "";
 };
 
 class Device {
   public:
-    const int id;  // MXNet's number
+    const int id;                               // MXNet's number
+    std::string identity = std::string(16, 0);  // bytes that no other GPU has
 
     static Device& get(int id);
 
-    std::string identity() const;  // 16 bytes, which no other GPU has
     // Compiles and loads the kernel at its first use. The device has to be current.
     void* kernel(const Kernel& kernel);
 
@@ -85,13 +85,12 @@ class Lease {
     bool idle() const;
     Status* status() const { return status_; }
     // Gives up a hanging stream: the stream and its memory are never used again.
-    void abandon() { abandoned_ = true; }
+    void abandon() { stream_ = nullptr; }
 
   private:
     Device& device_;
     Stream stream_ = nullptr;
     Status* status_ = nullptr;
-    bool abandoned_ = false;
 };
 
 // Float64 memory on a device, kept for the next one of the same size and never given back to the driver. No work on a

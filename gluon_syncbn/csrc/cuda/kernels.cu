@@ -36,40 +36,27 @@ using namespace syncbn::cuda;
 constexpr int kWarp = 32;
 constexpr int kPack = 16;  // bytes of the widest load
 
+// IEEE binary16, which is computed in float32.
 struct Half {
     unsigned short bits;
+    Half() = default;
+// Only the host lacks __CUDACC__. There the tests' emulator has its own conversion.
+#ifdef __CUDACC__
+    __device__ explicit Half(float value) { asm("{ cvt.rn.f16.f32 %0, %1; }" : "=h"(bits) : "f"(value)); }
+    __device__ operator float() const {
+        float out;
+        asm("{ cvt.f32.f16 %0, %1; }" : "=f"(out) : "h"(bits));
+        return out;
+    }
+#else
+    explicit Half(float value) : bits(emulated_float_to_half(value)) {}
+    operator float() const { return emulated_half_to_float(bits); }
+#endif
 };
 
 // The type in which a type of data is computed.
 template <typename T>
-struct Number {
-    typedef T Wide;
-    __device__ static T widen(T value) { return value; }
-    __device__ static T narrow(T value) { return value; }
-};
-template <>
-struct Number<Half> {
-    typedef float Wide;
-// Only the host lacks __CUDACC__. There the tests' emulator has its own conversion.
-#ifdef __CUDACC__
-    __device__ static float widen(Half value) {
-        float out;
-        asm("{ cvt.f32.f16 %0, %1; }" : "=f"(out) : "h"(value.bits));
-        return out;
-    }
-    __device__ static Half narrow(float value) {
-        Half out;
-        asm("{ cvt.rn.f16.f32 %0, %1; }" : "=h"(out.bits) : "f"(value));
-        return out;
-    }
-#else
-    __device__ static float widen(Half value) { return emulated_half_to_float(value.bits); }
-    __device__ static Half narrow(float value) { return Half{emulated_float_to_half(value)}; }
-#endif
-};
-
-template <typename T>
-using Wide = typename Number<T>::Wide;
+using Wide = decltype(T() + T());
 template <typename T>
 constexpr int kLanes = kPack / static_cast<int>(sizeof(T));
 
@@ -210,42 +197,34 @@ __device__ void down_columns(Reduction& reduction, const Layout& layout) {
             [&](Index* offset) { *offset += step * layout.channels; });
 }
 
+// Merges the results of threads that are a multiple of `width`, a power of two, apart: the first `width` threads get the
+// totals. Every thread of the block has to call this.
+template <class Result>
+__device__ Result merged(const Result& own, int width) {
+    __shared__ Result shared[kBlock];
+    shared[threadIdx.x] = own;
+    for (int half = kBlock / 2; half >= width; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half) shared[threadIdx.x].merge(shared[threadIdx.x + half]);
+    }
+    return shared[threadIdx.x];
+}
+
 // Walks, combines the threads' results and leaves the packed vector of each chunk and slot in partial[chunk][slot].
 template <typename T, class Reduction>
 __device__ void reduce(Reduction& reduction, const Layout& layout, double* partial, bool packs) {
-    typedef typename Reduction::Result Result;
-    __shared__ Result shared[kBlock];
-    const Index slot = blockIdx.y;
-    double* out = partial + (blockIdx.z * layout.slots + slot) * Result::length(layout.channels);
-    if (layout.inner == 1) {
-        const int width = layout.width;
+    if (layout.inner == 1)
         down_columns<T>(reduction, layout);
-        shared[threadIdx.x] = reduction.result();
-        __syncthreads();
-        const Index channel = Index(blockIdx.x) * width + threadIdx.x;
-        if (threadIdx.x < width && channel < layout.channels) {
-            Result total = shared[threadIdx.x];
-            for (int i = threadIdx.x + width; i < kBlock; i += width) total.merge(shared[i]);
-            total.leave(out, channel, layout.channels);
-        }
-        return;
-    }
-    if (packs && layout.inner % kLanes<T> == 0)
+    else if (packs && layout.inner % kLanes<T> == 0)
         down_rows<T, kLanes<T>>(reduction, layout);
     else
         down_rows<T, 1>(reduction, layout);
-    Result total = reduction.result();
-    for (int distance = kWarp / 2; distance > 0; distance /= 2) total.merge(total.from_lane(distance));
-    if (threadIdx.x % kWarp == 0) shared[threadIdx.x / kWarp] = total;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        for (int warp = 1; warp < kBlock / kWarp; ++warp) total.merge(shared[warp]);
-        total.leave(out, blockIdx.x, layout.channels);
-    }
-}
-
-__device__ inline double shuffle_down(double value, int distance) {
-    return __shfl_down_sync(0xffffffffu, value, distance);
+    const int width = layout.inner == 1 ? layout.width : 1;
+    const auto total = merged(reduction.result(), width);
+    const Index slot = blockIdx.y, channel = Index(blockIdx.x) * width + threadIdx.x;
+    if (threadIdx.x < width && channel < layout.channels)
+        total.leave(partial + (blockIdx.z * layout.slots + slot) * total.length(layout.channels), channel,
+                    layout.channels);
 }
 
 // Count, mean and the sum of squares about it. The merge is by Chan, Golub and LeVeque ("Updating formulae and a
@@ -262,9 +241,6 @@ struct MomentsIn {
         mean += delta * share;
         m2 += other.m2 + delta * delta * count * share;
         count = total;
-    }
-    __device__ MomentsIn from_lane(int distance) const {
-        return {shuffle_down(count, distance), shuffle_down(mean, distance), shuffle_down(m2, distance)};
     }
     __device__ static MomentsIn at(const double* packed, Index channel, Index channels) {
         return {packed[0], packed[1 + channel], packed[1 + channels + channel]};
@@ -289,7 +265,6 @@ __device__ inline bool counts_at(const void* mask, Index position) {
 // With a mask, only values count whose position has a mask that is not 0. The others may hold anything.
 template <typename T, bool kMasked>
 struct MomentsOf {
-    typedef Moments Result;
     static constexpr int kRun = kMasked ? 8 : 16;  // values that a thread reads before it adds them up
     const MomentsArguments& with;
     Wide<T> origin;  // near the values, so that they lose no digits on the way; a masked thread's is its first value
@@ -304,7 +279,7 @@ struct MomentsOf {
         const Index position = kMasked ? position_of(with.tiling, offset) : 0;
 #pragma unroll
         for (int i = 0; i < kUnit; ++i) {
-            const Wide<T> value = Number<T>::widen(pack.values[i]);
+            const Wide<T> value = pack.values[i];
             counts[j + i] = !kMasked || counts_at(with.mask, position + i);
             if (kMasked && counts[j + i] && !found) {
                 origin = value;
@@ -347,9 +322,6 @@ struct Sums {
         dy += other.dy;
         dy_xhat += other.dy_xhat;
     }
-    __device__ Sums from_lane(int distance) const {
-        return {shuffle_down(dy, distance), shuffle_down(dy_xhat, distance)};
-    }
     __device__ static Sums at(const double* packed, Index channel, Index channels) {
         return {packed[channel], packed[channels + channel]};
     }
@@ -364,7 +336,6 @@ struct Sums {
 // cache. If `dz` is not null, it is written.
 template <typename T, class A>
 struct SumsOf {
-    typedef Sums Result;
     static constexpr int kRun = 8;  // of each of two tensors
     const GradSumsArguments& with;
     Split<Wide<T>> mean;
@@ -382,11 +353,11 @@ struct SumsOf {
         const Pack<T, kUnit> mark = A::kChanges ? load<T, kUnit>(marks, offset) : value;
 #pragma unroll
         for (int i = 0; i < kUnit; ++i) {
-            Wide<T>& dz = heads[j + i] = Number<T>::widen(head.values[i]);
-            centred[j + i] = mean.below(Number<T>::widen(value.values[i]));
+            Wide<T>& dz = heads[j + i] = head.values[i];
+            centred[j + i] = mean.below(value.values[i]);
             if (!A::kChanges) continue;
-            activation.through(&dz, normal.of(Number<T>::widen(mark.values[i])));
-            if (with.dz != nullptr) dz = Number<T>::widen(Number<T>::narrow(dz));  // as others read it
+            activation.through(&dz, normal.of(mark.values[i]));
+            if (with.dz != nullptr) dz = static_cast<T>(dz);  // as others read it
         }
         if (A::kChanges) places[j] = offset;
     }
@@ -408,26 +379,24 @@ struct SumsOf {
         for (int j = 0; j < kRun; j += kUnit) {
             Pack<T, kUnit> out;
 #pragma unroll
-            for (int i = 0; i < kUnit; ++i) out.values[i] = Number<T>::narrow(heads[j + i]);
+            for (int i = 0; i < kUnit; ++i) out.values[i] = static_cast<T>(heads[j + i]);
             if (A::kChanges && with.dz != nullptr && j < n) store(with.dz, places[j], out);
         }
     }
     __device__ Sums result() const { return {sum_dy, sum_dy_centred * invstd}; }
 };
 
-// Combines the results of `chunks` chunks, [chunks][slots][length]: a warp for each slot and channel.
+// Combines the results of `chunks` chunks, [chunks][slots][length]: a warp's worth of threads for each slot and channel.
 template <class Result>
 __device__ void merge(const MergeArguments& with) {
-    const Index slots = with.slots, channels = with.channels;
-    const Index warp = (Index(blockIdx.x) * kBlock + threadIdx.x) / kWarp, length = Result::length(channels);
-    if (warp >= slots * channels) return;
-    const Index slot = warp / channels, channel = warp % channels;
-    const int lane = threadIdx.x % kWarp;
+    constexpr int kWidth = kBlock / kWarp;
+    const Index slots = with.slots, channels = with.channels, length = Result::length(channels);
+    const Index at = Index(blockIdx.x) * kWidth + threadIdx.x % kWidth, slot = at / channels, channel = at % channels;
     Result total = {};
-    for (int chunk = lane; chunk < with.chunks; chunk += kWarp)
+    for (Index chunk = threadIdx.x / kWidth; slot < slots && chunk < with.chunks; chunk += kWarp)
         total.merge(Result::at(with.partial + (chunk * slots + slot) * length, channel, channels));
-    for (int distance = kWarp / 2; distance > 0; distance /= 2) total.merge(total.from_lane(distance));
-    if (lane == 0) total.leave(with.out + slot * length, channel, channels);
+    total = merged(total, kWidth);
+    if (threadIdx.x < kWidth && slot < slots) total.leave(with.out + slot * length, channel, channels);
 }
 
 // ---- pools -----------------------------------------------------------------------------------------------------
@@ -527,9 +496,9 @@ __device__ inline void apply(const Map& map, Index offset, Index stride, int n) 
         for (int i = 0; i < kUnit; ++i) {
             Wide<T> values[Map::kInputs];
 #pragma unroll
-            for (int k = 0; k < Map::kInputs; ++k) values[k] = Number<T>::widen(in[k][j].values[i]);
+            for (int k = 0; k < Map::kInputs; ++k) values[k] = in[k][j].values[i];
             const Wide<T> value = map.value(values, position + i);
-            out.values[i] = Number<T>::narrow(map.adds() ? Number<T>::widen(out.values[i]) + value : value);
+            out.values[i] = static_cast<T>(map.adds() ? out.values[i] + value : value);
         }
         if (j < n) store(map.to, at, out);
     }
@@ -856,7 +825,7 @@ __device__ void moments(const MomentsArguments& with) {
     const Layout layout(with.tiling);
     const Index row = layout.first_outer(blockIdx.y) * layout.channels + channel_of(layout);
     const bool any = !kMasked && layout.outer_of(blockIdx.y) > 0;
-    const Wide<T> origin = any ? Number<T>::widen(static_cast<const T*>(with.x)[row * layout.inner]) : 0;
+    const Wide<T> origin = any ? static_cast<const T*>(with.x)[row * layout.inner] : Wide<T>(0);
     MomentsOf<T, kMasked> reduction = {with, origin};
     reduce<T>(reduction, layout, with.partial, aligned(with.x));
 }
@@ -924,25 +893,14 @@ __device__ void update_running(const UpdateRunningArguments& with) {
     move<P>(with.running_var, channel, with.momentum, with.batch[1 + with.channels + channel]);
 }
 
-template <typename T>
+template <typename From, typename To>
 __device__ void copy(const CopyArguments& with) {
     const Index i = thread();
     if (i >= with.n) return;
-    const T from = static_cast<const T*>(with.from)[i];
-    T& to = static_cast<T*>(with.to)[i];
-    to = with.add ? Number<T>::narrow(Number<T>::widen(to) + Number<T>::widen(from)) : from;
-}
-
-template <typename From, typename To>
-__device__ void convert(const CopyArguments& with) {
-    const Index i = thread();
-    if (i < with.n)
-        static_cast<To*>(with.to)[i] = Number<To>::narrow(Number<From>::widen(static_cast<const From*>(with.from)[i]));
-}
-
-template <typename T>
-__device__ void fill(const FillArguments& with) {
-    if (thread() < with.n) static_cast<T*>(with.out)[thread()] = Number<T>::narrow(static_cast<Wide<T>>(with.value));
+    Wide<To> from = static_cast<Wide<To>>(with.value);
+    if (with.from != nullptr) from = static_cast<const From*>(with.from)[i];
+    To& to = static_cast<To*>(with.to)[i];
+    to = static_cast<To>(with.add ? to + from : from);
 }
 
 // For each type of data: the type itself and the type of its parameters.
@@ -970,18 +928,16 @@ SYNCBN_ACTIVATIONS(SYNCBN_ACTIVATION)
     SYNCBN_KERNEL_OF(grad_sums, ACTIVATION, TYPE, GradSumsArguments)   \
     SYNCBN_KERNEL_OF(grad_input, ACTIVATION, TYPE, GradInputArguments) \
     SYNCBN_KERNEL_OF(recover, ACTIVATION, TYPE, RecoverArguments)
-#define SYNCBN_KERNELS(TYPE)                                                             \
-    SYNCBN_ACTIVATED_KERNELS(identity, TYPE)                                             \
-    SYNCBN_KERNEL(moments_##TYPE, MomentsArguments, moments<Data_##TYPE>)                \
-    SYNCBN_KERNEL(copy_##TYPE, CopyArguments, copy<Data_##TYPE>)                         \
-    SYNCBN_KERNEL(widen_##TYPE, CopyArguments, convert<Data_##TYPE, Wide<Data_##TYPE>>)  \
-    SYNCBN_KERNEL(narrow_##TYPE, CopyArguments, convert<Wide<Data_##TYPE>, Data_##TYPE>) \
-    SYNCBN_KERNEL(fill_##TYPE, FillArguments, fill<Data_##TYPE>)                         \
+#define SYNCBN_KERNELS(TYPE)                                                          \
+    SYNCBN_ACTIVATED_KERNELS(identity, TYPE)                                          \
+    SYNCBN_KERNEL(moments_##TYPE, MomentsArguments, moments<Data_##TYPE>)             \
+    SYNCBN_KERNEL(merge_moments_##TYPE, MergeArguments, merge<Moments>)               \
+    SYNCBN_KERNEL(merge_sums_##TYPE, MergeArguments, merge<Sums>)                     \
+    SYNCBN_KERNEL(expand_mask_##TYPE, ExpandArguments, expand)                        \
+    SYNCBN_KERNEL(copy_##TYPE, CopyArguments, copy<Data_##TYPE, Data_##TYPE>)         \
+    SYNCBN_KERNEL(widen_##TYPE, CopyArguments, copy<Data_##TYPE, Wide<Data_##TYPE>>)  \
+    SYNCBN_KERNEL(narrow_##TYPE, CopyArguments, copy<Wide<Data_##TYPE>, Data_##TYPE>) \
     SYNCBN_KERNEL(update_running_##TYPE, UpdateRunningArguments, update_running<Parameter_##TYPE>)
 #define SYNCBN_MASKED_KERNELS(TYPE)                                                    \
     SYNCBN_KERNEL(masked_moments_##TYPE, MomentsArguments, moments<Data_##TYPE, true>) \
     SYNCBN_ACTIVATIONS(SYNCBN_MASKED_KERNEL, TYPE)
-
-SYNCBN_KERNEL(expand_mask, ExpandArguments, expand)
-SYNCBN_KERNEL(merge_moments, MergeArguments, merge<Moments>)
-SYNCBN_KERNEL(merge_sums, MergeArguments, merge<Sums>)

@@ -147,14 +147,9 @@ struct UpdateRunningArguments {
 // to = from, added if `add`. `widen` and `narrow` convert values of a type to that of its sums, and the reverse.
 struct CopyArguments {
     Index n;
-    const void* from;
+    const void* from;  // null: `value` everywhere
     void* to;
     int add;
-};
-
-struct FillArguments {
-    Index n;
-    void* out;
     double value;
 };
 

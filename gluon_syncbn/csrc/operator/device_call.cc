@@ -167,10 +167,10 @@ class DeviceCall : public Call {
     // ---- arrays ----------------------------------------------------------------------------------------------
 
     void copy(Array from, Type type, int64_t n, Array to, bool add) override {
-        run_on_each(kernel_of("copy", type), n, cuda::CopyArguments{n, data(from), data(to), add});
+        run_on_each(kernel_of("copy", type), n, cuda::CopyArguments{n, data(from), data(to), add, 0});
     }
     void fill(Array to, Type type, int64_t n, double value) override {
-        run_on_each(kernel_of("fill", type), n, cuda::FillArguments{n, data(to), value});
+        run_on_each(kernel_of("copy", type), n, cuda::CopyArguments{n, nullptr, data(to), 0, value});
     }
     void fill_with_zeros(Array to, int64_t bytes) override {
         cuda::fill_with_zeros(data(to), bytes, work().lease.stream());
@@ -274,7 +274,7 @@ class DeviceCall : public Call {
         if (!node_.masks || tensor_.shape.size() == 0) return nullptr;
         const int64_t positions = tensor_.shape.per_channel();
         double* const to = doubles(doubles_for(positions));
-        run_on_each(Kernel{"expand_mask"}, positions,
+        run_on_each(kernel_of("expand_mask", tensor_.type), positions,
                     cuda::ExpandArguments{positions, data(input(node_.mask_input())), to, node_.mask});
         return to;
     }
@@ -331,12 +331,12 @@ class DeviceCall : public Call {
     void reduce(int64_t length, const Kernel& kernel, const char* merge, Arguments with) {
         const Plan plan = this->plan();
         const Memory& out = work().gathered->own = memory(plan.slots * length);
-        if (tensor_.shape.size() == 0) return fill({nullptr, out.data()}, Type::kFloat64, out.size(), 0);
+        if (tensor_.shape.size() == 0) return fill_with_zeros({nullptr, out.data()}, out.size() * 8);
         with.tiling = plan;
         with.partial = plan.chunks == 1 ? out.data() : doubles(plan.chunks * out.size());
         run(kernel, plan.reduce(), with);
         if (plan.chunks > 1)
-            run(Kernel{merge}, {ceil_div(plan.slots * channels(), kBlock / 32)},
+            run(kernel_of(merge, tensor_.type), {ceil_div(plan.slots * channels(), kBlock / 32)},
                 cuda::MergeArguments{plan.slots, channels(), with.partial, out.data(), static_cast<int>(plan.chunks)});
     }
 

@@ -1,6 +1,6 @@
 // Provides the inner loops of the kernels, for every layout, and compiles what contains them for each instruction set.
 //
-// A leaf contains the inner loop of a kernel. Leaves are compiled for several instruction sets and chosen at load time.
+// A micro-kernel is the inner loop of a kernel. These are compiled for several instruction sets and chosen at load time.
 // They contain no OpenMP and no lambda, because an outlined function would lose the clone's instruction set.
 #pragma once
 
