@@ -21,7 +21,7 @@ from mxnet.gluon.nn.basic_layers import _BatchNorm
 
 from .. import _native, layer, parallel
 from ..mxnet_side import blocks, compatibility, lifetime, patches, translations
-from ..nets import executors
+from ..nets import checkpoint, executors
 from ..nets.convert import convert as convert_layers
 from ..system import arguments, logs
 from ..training import steps
@@ -41,6 +41,7 @@ def begin() -> None:
     _native.register()
     patches.install()
     executors.install()
+    checkpoint.install()
     translations.register()
     lifetime.watch()
 

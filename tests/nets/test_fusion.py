@@ -320,6 +320,7 @@ def test_the_patch_is_put_back(contexts):
         gluon_syncbn.nets.fusion.install()
         gluon_syncbn.mxnet_side.export.install()
         gluon_syncbn.nets.executors.install()
+        gluon_syncbn.nets.checkpoint.install()
 
 
 @pytest.mark.filterwarnings("ignore:fold left", "ignore:Cannot decide type")
