@@ -23,13 +23,13 @@ from mxnet.module.executor_group import DataParallelExecutorGroup
 from .. import _native
 from ..layer import SyncBatchNorm
 from ..mxnet_side import blocks, patches
-from ..mxnet_side.export import SYNCHRONISED, is_ours
+from ..mxnet_side.export import SYNCHRONISED, is_ours, settings_of, with_layers
 from ..mxnet_side.nodes import Json, Synchronised, json_of, uses
 from ..system import arguments
 from ..training import steps
 from ..training.replicas import IN_GRAPH, Replicas, issuing
 from ..training.session import session
-from .graphs import layer_of, settings_of, with_layers
+from .graphs import layer_of
 
 #: Operators of MXNet whose nodes are also synchronised.
 operators: Set[str] = set()

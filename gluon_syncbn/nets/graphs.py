@@ -8,19 +8,19 @@ makes the block a plain graph again unless one of its layers is synchronised.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Type
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Type
 
 import mxnet as mx
 from mxnet.gluon import Block, Parameter, ParameterDict, SymbolBlock
 from mxnet.gluon.nn import BatchNorm, BatchNormReLU  # by name, because a script may put ours into their places in `nn`
 
-from ..activation import Activation, BatchNormAdd
+from ..activation import Activation
 from ..layer import SyncBatchNorm, SyncBatchNormAdd
 from ..mxnet_side import blocks
 from ..mxnet_side.blocks import Recorded
-from ..mxnet_side.export import SYNCHRONISED, is_guard, names_of_outputs, passing
-from ..mxnet_side.nodes import Entry, Graph, Json, json_of, symbol_of, uses
-from ..mxnet_side.op import NAME, SYMBOLS
+from ..mxnet_side.export import settings_of, with_layers
+from ..mxnet_side.nodes import Json, json_of, uses
+from ..mxnet_side.op import NAME
 from ..system import kinds
 from ..training.replicas import Replicas
 
@@ -94,20 +94,6 @@ def derived(cls: Type[Block], base: Type[Block]) -> Type[Any]:
     return type(cls.__name__, (base, cls), {"__doc__": cls.__doc__, "__module__": cls.__module__})
 
 
-def settings_of(prefix: str, attributes: Dict[str, str]) -> Json:
-    """Arguments of ``nn.BatchNorm`` for what a node of batch normalisation computes, with MXNet's defaults."""
-    true = ("1", "True")
-    return dict(
-        axis=int(attributes.get("axis", 1)),
-        momentum=float(attributes.get("momentum", 0.9)),
-        epsilon=float(attributes.get("eps", 1e-3)),
-        scale=attributes.get("fix_gamma", "True") not in true,
-        use_global_stats=attributes.get("use_global_stats") in true,
-        prefix=prefix,
-        params=ParameterDict(),  # nothing to share: the constructor's own parameters are thrown away
-    )
-
-
 def layer_of(prefix: str, attributes: Dict[str, str], replicas: Replicas) -> SyncBatchNorm:
     """Creates a layer for a synchronised node, with replicas of its own that have the settings of these."""
     settings = settings_of(prefix, attributes)
@@ -143,42 +129,6 @@ def _layer(node: Recorded, attributes: Dict[str, str], parameters: Sequence[Para
     return layer
 
 
-def with_layers(recorded: Json, layers: Mapping[int, BatchNorm]) -> mx.sym.Symbol:
-    """Returns the graph with the nodes of layers in the places of nodes, given by number. Nodes that only serve these
-    are gone. A plain layer leaves out a mask.
-    """
-    nodes, names = recorded["nodes"], names_of_outputs(recorded)
-    serving = {at for number in layers for at, *_ in nodes[number]["inputs"]}
-    serving |= {at for number in serving if blocks.is_meeting(nodes[number]) for at, *_ in nodes[number]["inputs"]}
-    serving |= {number for number, node in enumerate(nodes) if is_guard(node) and node["inputs"][0][0] in layers}
-
-    def unfold(number: int, node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
-        layer = layers.get(number)
-        if layer is None:
-            return passing(node, inputs) if number in serving else None
-        name = names.get(number, node["name"])
-        own = [entry for entry in inputs if entry]  # nothing is left of the batch's statistics but a mask
-        attributes = {k: v for k, v in node.get("attrs", {}).items() if k.startswith("__") and k != SYNCHRONISED}
-        parameters = [layer._reg_params[parameter].name for parameter in blocks.PARAMETERS]
-        data = _DATA[: len(own) - len(parameters)]
-        if not isinstance(layer, SyncBatchNorm):
-            data = data[: 1 + isinstance(layer, BatchNormAdd)]
-        given = dict(zip([data[0], *parameters[:2], *data[1:]], own))
-        given.update(zip(parameters[2:], own[-2:]))
-        variables = {name: parameter.var() for name, parameter in layer._reg_params.items()}
-        with layer.name_scope():
-            written = json_of(layer.hybrid_forward(SYMBOLS, *map(kinds.variable, data), **variables))
-        last = written["heads"][0][0]
-        for at, part in enumerate(written["nodes"]):
-            if part["op"] != "null":  # an output is called after its node
-                part["name"] = name if at == last else f"{name}_{part['name']}"
-                part.setdefault("attrs", {}).update(attributes)
-        return graph.append(written, lambda _, part, __: [given[part["name"]]] if part["op"] == "null" else None)
-
-    graph = Graph()
-    return symbol_of(graph.rewrite(recorded, unfold))
-
-
 def _write(block: Opened) -> None:
     """Writes the graph with the present settings of its layers."""
     layers = {
@@ -190,6 +140,3 @@ def _write(block: Opened) -> None:
     block._clear_cached_op()
     inputs, before = block._cached_graph
     block._cached_graph = inputs, kinds.like(written, before)
-
-
-_DATA = [f"input {number} of the layer" for number in range(3)]
