@@ -13,17 +13,14 @@ from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from mxnet.gluon.nn.basic_layers import _BatchNorm
 
 from ..activation import BatchNormActivation, BatchNormAdd
-from ..system import arguments, kinds
+from ..system import arguments
 from .nodes import json_of
-from .op import NAME, SYMBOLS, Role
+from .op import NAME, Role
 
 PARAMETERS = ("gamma", "beta", "running_mean", "running_var")
 #: Operators of BatchNorm in a recorded graph; for custom ones their `op_type`.
 OPERATORS = ("BatchNorm", "_contrib_SyncBatchNorm", "_contrib_BatchNormWithReLU")
-# Settings that change how an operator computes, and not its result.
-_HOW = {"cudnn_off"}
-# In classes of these packages, only a layer's known settings change the result of a forward.
-_LIBRARIES = {"mxnet", "gluoncv"}
+_CUDNN_OFF = ("gluoncv.nn.block", "BatchNormCudnnOff.hybrid_forward")  # which changes no result
 
 
 def iterate(net: Block, seen: Optional[Set[int]] = None) -> Iterator[Block]:
@@ -64,39 +61,20 @@ def is_batch_norm(block: Block) -> bool:
 
 
 def difference(block: Block) -> str:
-    """Says how this BatchNorm differs from ``nn.BatchNorm``, ``nn.BatchNormReLU`` and contrib's layer; empty if it does
-    not.
-
-    The class that defines the forward decides, and so does the graph of ``hybrid_forward``: it must be one operator on
-    the layer's four parameters. A user's own forward may read a flag and compute something else tomorrow.
+    """Says how this BatchNorm differs from ``nn.BatchNorm``, ``nn.BatchNormReLU``, contrib's layer and GluonCV's
+    ``BatchNormCudnnOff``; empty if it does not. A user's own forward may read a flag, and compute something else
+    tomorrow.
     """
     cls = type(block)
-    if cls in (BatchNormActivation, BatchNormAdd):
+    if cls in (BatchNormActivation, BatchNormAdd, ContribSyncBatchNorm):
         return ""
-    if isinstance(block, ContribSyncBatchNorm):  # not traced: `replacements` may have replaced its operator
-        return "" if cls is ContribSyncBatchNorm else "it is a subclass of contrib's SyncBatchNorm"
-    for name in ("forward", "__call__"):
-        if getattr(cls, name) is not getattr(_BatchNorm, name):
+    if isinstance(block, ContribSyncBatchNorm):
+        return "it is a subclass of contrib's SyncBatchNorm"
+    for name in ("forward", "__call__", "hybrid_forward"):
+        function = getattr(cls, name)
+        known = function is getattr(_BatchNorm, name) or (function.__module__, function.__qualname__) == _CUDNN_OFF
+        if not known or name in vars(block):
             return f"it has a {name} of its own"
-    owner = next(one for one in cls.__mro__ if "hybrid_forward" in vars(one))
-    if owner.__module__.partition(".")[0] not in _LIBRARIES:
-        return "it has a hybrid_forward of its own"
-    if set(block._reg_params) != set(PARAMETERS) or block._children:
-        return "it has other parameters or blocks than a BatchNorm"
-    names = ("data", *PARAMETERS)
-    inputs = {name: kinds.variable(name) for name in names}
-    try:
-        output = kinds.classic(block.hybrid_forward(SYMBOLS, inputs.pop("data"), **inputs))
-        graph = json_of(output)
-    except Exception as error:  # the user's code; only the reason depends on it here
-        return f"its hybrid_forward cannot be traced ({type(error).__name__}: {error})"
-    nodes = [node for node in graph["nodes"] if node["op"] != "null"]
-    if len(nodes) != 1 or nodes[0]["op"] not in OPERATORS or len(output) != 1:
-        return "its hybrid_forward is more than a BatchNorm"
-    given = [graph["nodes"][entry[0]]["name"] for entry in nodes[0]["inputs"]]
-    attributes = {key: value for key, value in nodes[0]["attrs"].items() if key not in _HOW}
-    if tuple(given) != names or attributes != {key: str(value) for key, value in block._kwargs.items()}:
-        return "its hybrid_forward does not hand on its parameters and settings as they are"
     return ""
 
 
