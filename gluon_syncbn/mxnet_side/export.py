@@ -9,7 +9,8 @@ training may continue from a checkpoint of a ``Module``.
 from __future__ import annotations
 
 import json
-from typing import Any, Callable, Dict, List, Mapping, Optional
+import warnings
+from typing import Any, Callable, Dict, List, Mapping, Optional, Set
 
 import mxnet as mx
 import numpy as np
@@ -17,9 +18,9 @@ from mxnet.gluon import Block, HybridBlock, ParameterDict
 from mxnet.gluon.nn import BatchNorm  # by name, because a script may put ours into its place in `nn`
 
 from ..activation import NONE, Activation, BatchNormActivation, BatchNormAdd
-from ..system import kinds
+from ..system import arguments, kinds
 from ..training.replicas import Replicas
-from . import blocks, gamma, patches
+from . import blocks, patches
 from .nodes import Entry, Graph, Json, json_of, symbol_of
 from .op import NAME, SYMBOLS
 
@@ -174,11 +175,43 @@ def _of_plain_graphs(export: Callable, block: HybridBlock, *args: Any, **kwargs:
     if not recorded:  # before the first forward; MXNet raises an error
         return export(block, *args, **kwargs)
     symbol = plain(recorded[1])
-    ignored = gamma.names(json_of(symbol))
-    parameters = [parameter for is_input, parameter in block._cached_op_args if not is_input]
-    gamma.write_ones("export", [parameter for parameter in parameters if parameter.name in ignored], 5)
+    ignored = gammas_without_effect(json_of(symbol))
+    given = [parameter for is_input, parameter in block._cached_op_args if not is_input and parameter.name in ignored]
+    written = [one for one in given if any((array.asnumpy() != 1).any() for array in one.list_data())]
+    for parameter in written:
+        parameter.set_data(np.ones(parameter.shape, parameter.dtype))
+    warn_of_ones("export", [one.name for one in written], stacklevel=4)
     block._cached_graph = recorded[0], symbol
     try:
         return export(block, *args, **kwargs)
     finally:
         block._cached_graph = recorded
+
+
+# ---- gammas that do not count ----------------------------------------------------------------------------------
+# MXNet takes 1 in layers with ``scale=False``, which is ``fix_gamma`` in graphs. Exporters read the stored values.
+
+
+def gammas_without_effect(graph: Json) -> List[str]:
+    """Returns the variables of a graph that are a gamma without effect, and nothing else."""
+    nodes = graph["nodes"]
+    ignored: Set[int] = set()
+    counted = {at for at, *_ in graph["heads"]}
+    for node in nodes:
+        for place, (at, *_) in enumerate(node["inputs"]):
+            (ignored if place == 1 and has_fixed_gamma(node) else counted).add(at)
+    return [nodes[at]["name"] for at in sorted(ignored - counted) if nodes[at]["op"] == "null"]
+
+
+def has_fixed_gamma(node: Json) -> bool:
+    """Whether the node is a batch normalisation whose gamma counts as 1, which is also the default."""
+    return node["op"] in blocks.OPERATORS and node.get("attrs", {}).get("fix_gamma", "True") in ("1", "True")
+
+
+def warn_of_ones(verb: str, written: List[str], stacklevel: int) -> None:
+    if written:
+        warnings.warn(
+            f"{verb} wrote 1 into gammas that were not 1: {arguments.some(written, ', ')}. Their layers have "
+            "scale=False (fix_gamma): MXNet uses 1 for them, but ONNX and other exporters use the stored values",
+            stacklevel=stacklevel,
+        )

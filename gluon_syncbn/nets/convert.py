@@ -18,7 +18,7 @@ from mxnet.gluon.nn import BatchNorm  # by name, because a script may put ours i
 
 from ..activation import NONE, RELU, BatchNormActivation, BatchNormAdd, invertible
 from ..layer import Settings, SyncBatchNorm, SyncBatchNormAdd
-from ..mxnet_side import blocks, gamma
+from ..mxnet_side import blocks
 from ..mxnet_side.op import NAME
 from ..system import arguments
 from ..training.replicas import Pooling
@@ -104,10 +104,8 @@ def convert(
             fusion.install()
             for block in filter(_is_ours, chosen):
                 block._fuses = True
-        ignored = gamma.of_layers(net, lambda layer: _is_ours(layer) and layer in chosen)
         if not chosen and not nodes:
             warnings.warn(f"convert changed nothing: {_none(net, select)}", stacklevel=2)
-    gamma.write_ones("convert", ignored)
     stay = [Left(block.name, type(block).__name__, reason) for block, reason in zip(chosen, reasons) if reason]
     _warn("convert", selects, stay + nodes)
     return net
@@ -188,10 +186,8 @@ def revert(net: NetT) -> NetT:
     """
     arguments.block("net", net)
     with _open_graphs(net) as nodes:
-        ignored = gamma.of_layers(net, _is_ours)
         for block in filter(_is_ours, blocks.iterate(net)):
             _make_plain(block)
-    gamma.write_ones("revert", ignored)
     _warn("revert", blocks.selection(None), [node for node in nodes if node.operator == NAME])
     return net
 

@@ -23,9 +23,6 @@ from gluon_syncbn.training.session import session
 BATCH_NORM = nn.BatchNorm
 CONTEXTS = [mx.cpu(0), mx.cpu(1)]
 
-# Nets here have gammas that do not count and are not 1.
-pytestmark = pytest.mark.filterwarnings("ignore:\\w+ wrote 1 into gammas that were not 1:UserWarning")
-
 # For a Symbol without a type, as GluonCV makes its inputs, SymbolBlock asks MXNet, which cannot know it yet.
 untyped_symbol = pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments:UserWarning")
 
