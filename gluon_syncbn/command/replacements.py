@@ -26,8 +26,6 @@ from ..nets.convert import convert as convert_layers
 from ..system import arguments, logs
 from ..training import steps
 
-__all__ = ["install"]
-
 MOST_CPUS = 1024
 HELPERS = "gluoncv.utils.parallel"
 OPERATOR = "_contrib_SyncBatchNorm"
@@ -47,18 +45,10 @@ def begin() -> None:
 
 
 class SyncBatchNorm(layer.SyncBatchNorm):
-    """`gluon_syncbn.SyncBatchNorm` with the signature of ``mx.gluon.contrib.nn.SyncBatchNorm``.
+    """`gluon_syncbn.SyncBatchNorm` with the signature, and the names of parameters, of
+    ``mx.gluon.contrib.nn.SyncBatchNorm``.
 
-    Its parameters have the names that contrib's layer gives them.
-
-    Parameters
-    ----------
-    in_channels : int
-        0 takes it from the first batch.
-    num_devices : int, optional
-        Contrib's number of GPUs, which is checked and not used. The replicas are the contexts of the parameters.
-    *args, **kwargs
-        Further arguments of `gluon_syncbn.SyncBatchNorm`, which follow its ``axis`` in contrib's order.
+    ``num_devices`` is checked and not used: the replicas are the contexts of the parameters.
     """
 
     def __init__(self, in_channels: int = 0, num_devices: Optional[int] = None, *args: Any, **kwargs: Any) -> None:
