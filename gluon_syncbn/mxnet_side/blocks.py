@@ -86,6 +86,7 @@ class Recorded(NamedTuple):
     operator: str  # for a custom one its type
     frozen: bool
     inputs: List[str]  # names
+    reason: str = ""  # why no layer stands for it, if `open_graph` has left it
 
 
 def recorded(block: HybridBlock, graph: Optional[Dict[str, Any]] = None) -> List[Recorded]:

@@ -10,7 +10,7 @@ import inspect
 import warnings
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Type, TypeVar
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Mapping, Optional, Set, Type, TypeVar
 
 from mxnet.gluon import Block, HybridBlock, ParameterDict, SymbolBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
@@ -19,11 +19,12 @@ from mxnet.gluon.nn import BatchNorm  # by name, because a script may put ours i
 from ..activation import NONE, RELU, BatchNormActivation, BatchNormAdd, invertible
 from ..layer import Settings, SyncBatchNorm, SyncBatchNormAdd
 from ..mxnet_side import blocks
+from ..mxnet_side.blocks import Recorded
 from ..mxnet_side.op import NAME
 from ..system import arguments
 from ..training.replicas import Pooling
 from . import fusion
-from .graphs import Left, close_graph, open_graph
+from .graphs import close_graph, open_graph
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -106,8 +107,7 @@ def convert(
                 block._fuses = True
         if not chosen and not nodes:
             warnings.warn(f"convert changed nothing: {_none(net, select)}", stacklevel=2)
-    stay = [Left(block.name, type(block).__name__, reason) for block, reason in zip(chosen, reasons) if reason]
-    _warn("convert", selects, stay + nodes)
+    _warn("convert", selects, nodes, zip(chosen, reasons))
     return net
 
 
@@ -143,7 +143,7 @@ def _is_ours(block: Block) -> bool:
 
 
 @contextmanager
-def _open_graphs(net: Block) -> Iterator[List[Left]]:
+def _open_graphs(net: Block) -> Iterator[List[Recorded]]:
     """Makes layers of the nodes in recorded graphs, and afterwards turns graphs without synchronised layers back.
 
     Forgets the graphs that were recorded with the old layers. Yields the nodes that no layer stands for.
@@ -157,8 +157,9 @@ def _open_graphs(net: Block) -> Iterator[List[Left]]:
         forget_graphs(net)
 
 
-def _warn(verb: str, selects: Callable[..., bool], stay: Sequence[Left]) -> None:
-    texts = [f"{one.name} ({one.operator}: {one.reason})" for one in stay if selects(one.name)]
+def _warn(verb: str, selects: Callable[..., bool], nodes: List[Recorded], reasons: Any = ()) -> None:
+    texts = [f"{block.name} ({type(block).__name__}: {reason})" for block, reason in reasons if reason]
+    texts += [f"{node.name} ({node.operator}: {node.reason})" for node in nodes if selects(node.name)]
     if texts:
         warnings.warn(f"{verb} left as it was: {arguments.some(texts, '; ')}", stacklevel=3)
 

@@ -8,7 +8,7 @@ makes the block a plain graph again unless one of its layers is synchronised.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Type
+from typing import Any, Dict, List, Optional, Sequence, Type
 
 import mxnet as mx
 from mxnet.gluon import Block, Parameter, ParameterDict, SymbolBlock
@@ -25,14 +25,6 @@ from ..system import kinds
 from ..training.replicas import Replicas
 
 
-class Left(NamedTuple):
-    """A node of batch normalisation that no layer stands for."""
-
-    name: str
-    operator: str
-    reason: str
-
-
 class Opened(SymbolBlock):
     """A ``SymbolBlock`` whose nodes of batch normalisation are layers."""
 
@@ -40,7 +32,7 @@ class Opened(SymbolBlock):
     __layers__: Dict[int, BatchNorm]
     _settings: Dict[int, Json]  # of the layers with which an operator of MXNet's computes the same
     _recorded: Json
-    _left: List[Left]
+    _left: List[Recorded]
 
     def forward(self, x: Any, *args: Any) -> Any:
         if isinstance(x, mx.sym.Symbol) or self._cached_op is None:
@@ -49,15 +41,15 @@ class Opened(SymbolBlock):
         return super().forward(x, *args)
 
 
-def open_graph(block: SymbolBlock) -> List[Left]:
-    """Makes layers of the nodes. Returns the nodes that stay."""
+def open_graph(block: SymbolBlock) -> List[Recorded]:
+    """Makes layers of the nodes. Returns the nodes that stay, with the reasons."""
     if isinstance(block, Opened):
         return block._left
     graph = json_of(block._cached_graph[1])
     parameters = {parameter.name: parameter for parameter in block._reg_params.values()}
     used = uses(graph)
     layers: Dict[int, BatchNorm] = {}
-    left: List[Left] = []
+    left: List[Recorded] = []
     for node in blocks.recorded(block, graph):
         given = [parameters[name] for name in (*node.inputs[1:3], *node.inputs[-2:]) if name in parameters]
         layer = None
@@ -69,7 +61,7 @@ def open_graph(block: SymbolBlock) -> List[Left]:
             reason = "the layer that recorded it no longer exists"
             layer = _layer(node, graph["nodes"][node.number].get("attrs", {}), given)
         if layer is None:
-            left.append(Left(node.name, node.operator, reason))
+            left.append(node._replace(reason=reason))
         else:
             layers[node.number] = layer
     if layers:
