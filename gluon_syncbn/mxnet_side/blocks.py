@@ -6,9 +6,9 @@ import re
 import sys
 import traceback
 import weakref
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Set
 
-from mxnet.gluon import Block, HybridBlock, SymbolBlock
+from mxnet.gluon import Block, HybridBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from mxnet.gluon.nn.basic_layers import _BatchNorm
 
@@ -100,19 +100,6 @@ def recorded(block: HybridBlock, graph: Optional[Dict[str, Any]] = None) -> List
             frozen = node.get("attrs", {}).get("use_global_stats") in ("1", "True")
             found.append(Recorded(number, node["name"], operator, frozen, inputs))
     return found
-
-
-def without_layer(net: Block) -> List[Tuple[str, str]]:
-    """Returns the nodes of batch normalisation in the graphs of hybridized blocks that stand for no layer of the net:
-    name and operator. A ``hybrid_forward`` has called the operator itself.
-    """
-    within = list(iterate(net))
-    in_blocks = [name for one in within if isinstance(one, SymbolBlock) for name in one.params]
-    names = {*in_blocks, *(one.running_mean.name for one in within if is_batch_norm(one))}
-    hybrid = [one for one in within if isinstance(one, HybridBlock) and one._cached_graph]
-    nodes = [node for one in hybrid if not isinstance(one, SymbolBlock) for node in recorded(one)]
-    nodes = [node for node in nodes if node.operator != NAME and node.inputs[3] not in names]
-    return list(dict.fromkeys((node.name, node.operator) for node in nodes))
 
 
 def is_meeting(node: Dict[str, Any]) -> bool:

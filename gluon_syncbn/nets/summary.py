@@ -111,9 +111,15 @@ def assert_synchronised(net: Block) -> None:
 
 
 def _summarised(net: Block) -> Summary:
-    rows = Summary(row for block in blocks.iterate(arguments.block("net", net)) for row in _rows(block))
-    called = "plain, because a hybrid_forward calls the operator; call a layer there"
-    rows += [Row(f"{name} ({operator})", statistics=called) for name, operator in blocks.without_layer(net)]
+    within = list(blocks.iterate(arguments.block("net", net)))
+    rows = Summary(row for block in within for row in _rows(block))
+    means = {name for block in within if isinstance(block, SymbolBlock) for name in block.params}
+    means.update(block.running_mean.name for block in within if blocks.is_batch_norm(block))
+    graphs = [one for one in within if getattr(one, "_cached_graph", ()) and not isinstance(one, SymbolBlock)]
+    nodes = [node for block in graphs for node in blocks.recorded(block) if node.operator != NAME]
+    called = dict.fromkeys(f"{node.name} ({node.operator})" for node in nodes if node.inputs[3] not in means)
+    why = "plain, because a hybrid_forward calls the operator; call a layer there"
+    rows += [Row(layer, statistics=why) for layer in called]
     rows.stores = [repr(store) for store in stores_of(net.collect_params().values())]
     return rows
 
