@@ -94,17 +94,15 @@ def convert(
     with _open_graphs(net) as nodes:
         chosen = _chosen(net, selects)
         wanted = _check_kwargs(norm_layer, kwargs)
-        reasons = [
-            _otherwise(one._replicas.pooling, wanted, kwargs) if _is_ours(one) else blocks.difference(one)
-            for one in chosen
-        ]
-        plain = [block for block, reason in zip(chosen, reasons) if not reason and not _is_ours(block)]
+        reasons = [_reason_to_stay(one, wanted, kwargs) for one in chosen]
+        plain = [one for one, why in zip(chosen, reasons) if not why and not isinstance(one, SyncBatchNorm)]
         for block, new in [(block, _successor(block, norm_layer, kwargs)) for block in plain]:
             _replace(block, new)
         if fuse:
             fusion.install()
-            for block in filter(_is_ours, chosen):
-                block._fuses = True
+            for block in chosen:
+                if isinstance(block, SyncBatchNorm):
+                    block._fuses = True
         if not chosen and not nodes:
             warnings.warn(f"convert changed nothing: {_none(net, select)}", stacklevel=2)
     _warn("convert", selects, nodes, zip(chosen, reasons))
@@ -116,9 +114,11 @@ def _chosen(net: Block, selects: Callable[..., bool]) -> List[BatchNorm]:
     return [one for one in layers if selects(one.name, *(parameter.name for parameter in one._reg_params.values()))]
 
 
-def _otherwise(pooling: Pooling, wanted: Pooling, kwargs: Mapping[str, Any]) -> str:
-    """Says in what a synchronised layer differs from what was asked for; empty if in nothing."""
-    for name, value, other in zip(Pooling._fields, pooling, wanted):
+def _reason_to_stay(layer: BatchNorm, wanted: Pooling, kwargs: Mapping[str, Any]) -> str:
+    """Says in what a layer differs from one that was asked for, or that can be converted; empty if in nothing."""
+    if not isinstance(layer, SyncBatchNorm):
+        return blocks.difference(layer)
+    for name, value, other in zip(Pooling._fields, layer._replicas.pooling, wanted):
         if value != other and (name in kwargs or other == "shuffle"):  # of `ShuffleBatchNorm`
             return f"it has {name}={value!r} already; call revert on it before"
     return ""
@@ -136,10 +136,6 @@ def _none(net: Block, select: Optional[str]) -> str:
         f"{type(net).__name__} '{net.name}' has no layer of batch normalisation. If a hybrid_forward calls "
         "F.BatchNorm, convert a SymbolBlock of the net"
     )
-
-
-def _is_ours(block: Block) -> bool:
-    return isinstance(block, SyncBatchNorm)
 
 
 @contextmanager
@@ -187,8 +183,9 @@ def revert(net: NetT) -> NetT:
     """
     arguments.block("net", net)
     with _open_graphs(net) as nodes:
-        for block in filter(_is_ours, blocks.iterate(net)):
-            _make_plain(block)
+        for block in blocks.iterate(net):
+            if isinstance(block, SyncBatchNorm):
+                _make_plain(block)
     _warn("revert", blocks.selection(None), [node for node in nodes if node.operator == NAME])
     return net
 

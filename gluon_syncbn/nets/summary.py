@@ -149,17 +149,13 @@ def _rows(block: Block) -> Iterator[Row]:
         yield _row(block, f"plain, because {reason}")
     elif isinstance(block, _OF_ONE_SAMPLE):
         yield _row(block, _NO_BATCH)
-    elif isinstance(block, Opened):
-        for left in block._left:
-            yield Row(f"{left.name} ({left.operator})", statistics=f"plain, because {left.reason}")
     elif isinstance(block, SymbolBlock):
-        for node in blocks.recorded(block):
-            if node.operator == NAME:
+        there = f"it is in the recorded graph {block.name}".rstrip() + "; convert(net) changes it"
+        for node in block._left if isinstance(block, Opened) else blocks.recorded(block):
+            ours, statistics = node.operator == NAME, f"plain, because {node.reason or there}"
+            if ours and not node.reason:
                 statistics = f"{_FROZEN if node.frozen else SYNCHRONISED}, in a recorded graph"
-                yield Row(f"{node.name} (SyncBatchNorm)", statistics=statistics)
-            else:
-                why = f"it is in the recorded graph {block.name}".rstrip() + "; convert(net) changes it"
-                yield Row(f"{node.name} ({node.operator})", statistics=f"plain, because {why}")
+            yield Row(f"{node.name} ({'SyncBatchNorm' if ours else node.operator})", statistics=statistics)
 
 
 def _statistics(layer: SyncBatchNorm) -> str:
