@@ -73,7 +73,7 @@ def fold(net: HybridBlock) -> SymbolBlock:
     traced, inputs, in_format, out_format = prediction(net)
     parameters = _parameters(net, [name for name in traced.list_inputs() if name not in inputs])
     values = {name: one._reduce().asnumpy() for name, one in parameters.items()}  # the mean over the contexts
-    graph = json_of(traced, casts=False)
+    graph = Graph().rewrite(json_of(traced), lambda _, node, given: given if node["op"].startswith("amp_") else None)
     ones = [name for name in gammas_without_effect(graph) if (values[name] != 1).any()]
     values.update((name, np.ones_like(values[name])) for name in ones)
     warn_of_ones("fold", ones, stacklevel=3)
