@@ -60,11 +60,10 @@ def plain(symbol: mx.sym.Symbol, tells: bool = False) -> mx.sym.Symbol:
 
 
 def _plain_layer(attributes: Dict[str, str]) -> BatchNorm:
-    """Creates the layer that `revert` would leave."""
-    activation, adds = Activation.of_attributes(attributes), int(attributes["adds"])
-    if not adds and activation == NONE:
-        return BatchNorm(**settings_of("norm_", attributes))
-    layer = (BatchNormAdd if adds else BatchNormActivation)(**settings_of("norm_", attributes))
+    """Creates the layer that `revert` would leave. In a node, a momentum has all its digits (op.py)."""
+    momentum, activation = str(np.float32(attributes["momentum"])), Activation.of_attributes(attributes)
+    cls = BatchNormAdd if int(attributes["adds"]) else BatchNorm if activation == NONE else BatchNormActivation
+    layer = cls(**settings_of("norm_", {**attributes, "momentum": momentum}))
     layer._activation = activation
     return layer
 
@@ -121,7 +120,7 @@ def settings_of(prefix: str, attributes: Dict[str, str]) -> Json:
     true = ("1", "True")
     return dict(
         axis=int(attributes.get("axis", 1)),
-        momentum=float(str(np.float32(attributes.get("momentum", 0.9)))),  # op.py writes all its digits
+        momentum=float(attributes.get("momentum", 0.9)),
         epsilon=float(attributes.get("eps", 1e-3)),
         scale=attributes.get("fix_gamma", "True") not in true,
         use_global_stats=attributes.get("use_global_stats") in true,

@@ -20,6 +20,7 @@ from ..activation import NONE, RELU, BatchNormActivation, BatchNormAdd, invertib
 from ..layer import Settings, SyncBatchNorm, SyncBatchNormAdd
 from ..mxnet_side import blocks
 from ..mxnet_side.blocks import Recorded
+from ..mxnet_side.export import settings_of
 from ..mxnet_side.op import NAME
 from ..system import arguments
 from ..training.replicas import Pooling
@@ -249,24 +250,17 @@ def _check_kwargs(norm_layer: Type[SyncBatchNorm], kwargs: Mapping[str, Any]) ->
 
 def _successor(block: BatchNorm, norm_layer: Type[SyncBatchNorm], kwargs: Mapping[str, Any]) -> SyncBatchNorm:
     """Returns a synchronised layer with the settings of a plain one, and parameters of its own."""
-    settings = block._kwargs
     activation = getattr(block, "_activation", RELU if block.fuse_relu else NONE)
     adds = isinstance(block, BatchNormAdd)
     if kwargs.get("inplace") and not invertible(activation, adds):
         kwargs = {**kwargs, "inplace": False}
     if adds or activation != NONE:  # a user's own class may lack the arguments that other layers do not need
         kwargs = {**activation.arguments(), **kwargs}
-    # Plain Python numbers: BatchNorm also takes NumPy's.
+    settings = settings_of("", {name: str(value) for name, value in block._kwargs.items()})
     return (_with_addition(norm_layer) if adds else norm_layer)(  # type: ignore[arg-type]
-        axis=int(settings.get("axis", 1)),  # which contrib's layer lacks
-        momentum=float(settings["momentum"]),
-        epsilon=float(settings["eps"]),
         center=block.beta._differentiable,
-        scale=not settings["fix_gamma"],
-        use_global_stats=bool(settings["use_global_stats"]),
         in_channels=int(vars(block).get("in_channels", 0)),
-        prefix="",
-        params=ParameterDict(),
+        **settings,
         **kwargs,
     )
 
