@@ -9,7 +9,6 @@ import functools
 import gc
 import re
 import sys
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
@@ -236,19 +235,5 @@ def _gpus(count: int) -> List[Tuple[Callable, Callable]]:
     return [(mx.gpu, gpu), (mx.context.num_gpus, lambda: count), (mx.util.get_gpu_count, lambda: count)]
 
 
-class _Watch:
-    """Replaces GluonCV's helpers when GluonCV is imported, before its other modules import them by name."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Optional[ModuleSpec]:
-        spec = compatibility.spec_behind(self, name, path, target) if name == HELPERS else None
-        if spec is not None:
-            compatibility.change(spec.loader, None, self._loaded)
-        return spec
-
-    def _loaded(self, module: ModuleType) -> None:
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-            _put_helpers(module)
-
-
-_WATCH = _Watch()
+#: Replaces GluonCV's helpers when GluonCV is imported, before its other modules import them by name.
+_WATCH = compatibility.Finder({}, {HELPERS: _put_helpers})
