@@ -34,17 +34,12 @@ def iterate(net: Block, seen: Optional[Set[int]] = None) -> Iterator[Block]:
         return
     seen.add(id(net))
     yield net
-    attributes = list(_attributes(net))
-    for block in [*net._children.values(), *_within(attributes, set()), *called.get(net, ())]:
-        yield from iterate(block, seen)
-
-
-def _attributes(net: Block) -> Iterator[Any]:
-    yield from [value for name, value in vars(net).items() if name != "_children"]
+    attributes: List[Any] = [vars(net)]
     for cls in type(net).__mro__:
         slots = vars(cls).get("__slots__", ())
-        for name in [slots] if isinstance(slots, str) else slots:
-            yield getattr(net, name, None)
+        attributes += [getattr(net, name, None) for name in ([slots] if isinstance(slots, str) else slots)]
+    for block in [*net._children.values(), *_within(attributes, set()), *called.get(net, ())]:
+        yield from iterate(block, seen)
 
 
 def _within(value: Any, seen: Set[int]) -> Iterator[Block]:
