@@ -64,9 +64,8 @@ def main(arguments: Optional[List[str]] = None) -> int:
     try:
         _execute(path)
     except SystemExit as end:
-        if not end.code:
-            _tell_of_nothing(script, convert)
-        raise
+        if end.code not in (None, 0):
+            raise
     _tell_of_nothing(script, convert)
     return 0
 

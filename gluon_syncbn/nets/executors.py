@@ -38,11 +38,7 @@ trained: Set[str] = set()
 
 
 def install() -> None:
-    """Wraps the functions that create executors. MXNet does not tell an operator which executors train together.
-
-    - Only ``DataParallelExecutorGroup`` knows the contexts of a ``Module``.
-    - ``simple_bind`` and ``bind`` know one context each.
-    """
+    """Wraps the functions that create executors. MXNet does not tell an operator which executors train together."""
     patches.replace(_grouping, DataParallelExecutorGroup, "__init__")
     patches.replace(_binding, mx.sym.Symbol, "bind", "simple_bind")
 
