@@ -39,7 +39,7 @@ def begin() -> None:
     patches.install()
     executors.install()
     checkpoint.install()
-    translations.register()
+    translations.of_exporter()[translations.POOLING] = translations.adaptive_average_pooling
     lifetime.watch()
 
 
@@ -145,7 +145,7 @@ def uninstall(everything: bool = False) -> None:
     _settings.clear()
     if everything:
         patches.remove()
-        translations.unregister()
+        translations.of_exporter().pop(translations.POOLING, None)
         _native.fail(
             "gluon_syncbn.uninstall(everything=True) has taken back what a training step needs. To train with a "
             "SyncBatchNorm, start a new process, and call it after the last step"

@@ -13,24 +13,16 @@ from .nodes import Graph, json_of, symbol_of
 
 #: The newest opset of MXNet 1.9.1. The exporter tries the translations of this opset before those of older ones.
 _OPSET = 13
-_POOLING = "_contrib_AdaptiveAvgPooling2D"
+POOLING = "_contrib_AdaptiveAvgPooling2D"
 
 
-def _table() -> Dict[str, Any]:
-    """Returns the exporter's. MXNet 1.8 has none."""
+def of_exporter() -> Dict[str, Any]:
+    """Returns the exporter's translations. MXNet 1.8 has none."""
     exporter = sys.modules.get("mxnet.onnx.mx2onnx._export_onnx")
     return exporter.MXNetGraph.registry_.setdefault(_OPSET, {}) if exporter else {}
 
 
-def register() -> None:
-    _table()[_POOLING] = _adaptive_average_pooling
-
-
-def unregister() -> None:
-    _table().pop(_POOLING, None)
-
-
-def _adaptive_average_pooling(node: Dict[str, Any], **kwargs: Any) -> List[Any]:
+def adaptive_average_pooling(node: Dict[str, Any], **kwargs: Any) -> List[Any]:
     """Writes the pooling as a product with a matrix on each side, which ONNX has for all sizes.
 
     MXNet computes the matrices from unit vectors.
