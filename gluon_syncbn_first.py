@@ -15,20 +15,13 @@ class Finder:
     def find_spec(self, name, path=None, target=None):
         if name not in ("mxnet", "gluoncv") or "gluon_syncbn" in sys.modules:
             return None
-        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
-        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
-        if spec is not None and hasattr(spec.loader, "exec_module"):
-            execute = spec.loader.exec_module
+        from gluon_syncbn_first.mxnet_side import compatibility
+        from gluon_syncbn_first.system import cuda_libraries
 
-            def exec_module(module):
-                from gluon_syncbn_first.mxnet_side import compatibility
-                from gluon_syncbn_first.system import cuda_libraries
-
-                compatibility.supply()
-                cuda_libraries.load()
-                execute(module)
-
-            spec.loader.exec_module = exec_module
+        spec = compatibility.spec_behind(self, name, path, target)
+        if hasattr(getattr(spec, "loader", None), "exec_module"):
+            compatibility.change(spec.loader, lambda _: compatibility.supply(), None)
+            compatibility.change(spec.loader, lambda _: cuda_libraries.load(), None)
         return spec
 
 

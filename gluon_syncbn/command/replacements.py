@@ -9,7 +9,6 @@ import functools
 import gc
 import re
 import sys
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
@@ -21,12 +20,10 @@ from mxnet.gluon.nn.basic_layers import _BatchNorm
 
 from .. import _native, layer, parallel
 from ..mxnet_side import blocks, compatibility, lifetime, patches, translations
-from ..nets import executors
+from ..nets import checkpoint, executors
 from ..nets.convert import convert as convert_layers
 from ..system import arguments, logs
 from ..training import steps
-
-__all__ = ["install"]
 
 MOST_CPUS = 1024
 HELPERS = "gluoncv.utils.parallel"
@@ -41,23 +38,16 @@ def begin() -> None:
     _native.register()
     patches.install()
     executors.install()
-    translations.register()
+    checkpoint.install()
+    translations.of_exporter()[translations.POOLING] = translations.adaptive_average_pooling
     lifetime.watch()
 
 
 class SyncBatchNorm(layer.SyncBatchNorm):
-    """`gluon_syncbn.SyncBatchNorm` with the signature of ``mx.gluon.contrib.nn.SyncBatchNorm``.
+    """`gluon_syncbn.SyncBatchNorm` with the signature, and the names of parameters, of
+    ``mx.gluon.contrib.nn.SyncBatchNorm``.
 
-    Its parameters have the names that contrib's layer gives them.
-
-    Parameters
-    ----------
-    in_channels : int
-        0 takes it from the first batch.
-    num_devices : int, optional
-        Contrib's number of GPUs, which is checked and not used. The replicas are the contexts of the parameters.
-    *args, **kwargs
-        Further arguments of `gluon_syncbn.SyncBatchNorm`, which follow its ``axis`` in contrib's order.
+    ``num_devices`` is checked and not used: the replicas are the contexts of the parameters.
     """
 
     def __init__(self, in_channels: int = 0, num_devices: Optional[int] = None, *args: Any, **kwargs: Any) -> None:
@@ -155,7 +145,7 @@ def uninstall(everything: bool = False) -> None:
     _settings.clear()
     if everything:
         patches.remove()
-        translations.unregister()
+        translations.of_exporter().pop(translations.POOLING, None)
         _native.fail(
             "gluon_syncbn.uninstall(everything=True) has taken back what a training step needs. To train with a "
             "SyncBatchNorm, start a new process, and call it after the last step"
@@ -245,19 +235,5 @@ def _gpus(count: int) -> List[Tuple[Callable, Callable]]:
     return [(mx.gpu, gpu), (mx.context.num_gpus, lambda: count), (mx.util.get_gpu_count, lambda: count)]
 
 
-class _Watch:
-    """Replaces GluonCV's helpers when GluonCV is imported, before its other modules import them by name."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Optional[ModuleSpec]:
-        spec = compatibility.spec_behind(self, name, path, target) if name == HELPERS else None
-        if spec is not None:
-            compatibility.change(spec.loader, None, self._loaded)
-        return spec
-
-    def _loaded(self, module: ModuleType) -> None:
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-            _put_helpers(module)
-
-
-_WATCH = _Watch()
+#: Replaces GluonCV's helpers when GluonCV is imported, before its other modules import them by name.
+_WATCH = compatibility.Finder({}, {HELPERS: _put_helpers})

@@ -5,13 +5,14 @@ GluonCV's helpers. Arguments after the script are the script's own.
 from __future__ import annotations
 
 import builtins
+import functools
 import getopt
 import io
 import os
 import sys
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
-from typing import Any, Callable, List, NoReturn, Optional, Tuple, Type
+from typing import Any, Callable, List, NoReturn, Optional, Tuple
 
 from ..nets import executors
 from ..system.distribution import __version__
@@ -59,13 +60,12 @@ def main(arguments: Optional[List[str]] = None) -> int:
     if not getattr(sys.flags, "safe_path", False):  # with python -P, neither a script nor -m adds its folder
         sys.path[0] = os.path.dirname(os.path.realpath(script))
     path = os.path.abspath(script) if sys.version_info >= (3, 9) else script  # Python's own value of __file__
-    sys.excepthook = _from_script(path, sys.excepthook)
+    sys.excepthook = functools.partial(_show, path, sys.excepthook)
     try:
         _execute(path)
     except SystemExit as end:
-        if not end.code:
-            _tell_of_nothing(script, convert)
-        raise
+        if end.code not in (None, 0):
+            raise
     _tell_of_nothing(script, convert)
     return 0
 
@@ -119,13 +119,8 @@ def _refuse(name: str, value: str, expected: str) -> NoReturn:
     sys.exit(2)
 
 
-def _from_script(path: str, hook: Callable[..., Any]) -> Callable[..., None]:
+def _show(path: str, hook: Callable[..., Any], kind: Any, error: BaseException, trace: Optional[TracebackType]) -> None:
     """Shows an exception without the frames that started the script."""
-
-    def shown(kind: Type[BaseException], error: BaseException, trace: Optional[TracebackType]) -> None:
-        first = trace
-        while first is not None and first.tb_frame.f_code.co_filename != path:
-            first = first.tb_next
-        hook(kind, error.with_traceback(first), first)
-
-    return shown
+    while trace is not None and trace.tb_frame.f_code.co_filename != path:
+        trace = trace.tb_next
+    hook(kind, error.with_traceback(trace), trace)

@@ -6,24 +6,21 @@ import re
 import sys
 import traceback
 import weakref
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Set
 
-from mxnet.gluon import Block, HybridBlock, SymbolBlock
+from mxnet.gluon import Block, HybridBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from mxnet.gluon.nn.basic_layers import _BatchNorm
 
 from ..activation import BatchNormActivation, BatchNormAdd
-from ..system import arguments, kinds
+from ..system import arguments
 from .nodes import json_of
-from .op import NAME, SYMBOLS, Role
+from .op import NAME, Role
 
 PARAMETERS = ("gamma", "beta", "running_mean", "running_var")
 #: Operators of BatchNorm in a recorded graph; for custom ones their `op_type`.
 OPERATORS = ("BatchNorm", "_contrib_SyncBatchNorm", "_contrib_BatchNormWithReLU")
-# Settings that change how an operator computes, and not its result.
-_HOW = {"cudnn_off"}
-# In classes of these packages, only a layer's known settings change the result of a forward.
-_LIBRARIES = {"mxnet", "gluoncv"}
+_CUDNN_OFF = ("gluoncv.nn.block", "BatchNormCudnnOff.hybrid_forward")  # which changes no result
 
 
 def iterate(net: Block, seen: Optional[Set[int]] = None) -> Iterator[Block]:
@@ -37,17 +34,12 @@ def iterate(net: Block, seen: Optional[Set[int]] = None) -> Iterator[Block]:
         return
     seen.add(id(net))
     yield net
-    attributes = list(_attributes(net))
-    for block in [*net._children.values(), *_within(attributes, set()), *called.get(net, ())]:
-        yield from iterate(block, seen)
-
-
-def _attributes(net: Block) -> Iterator[Any]:
-    yield from [value for name, value in vars(net).items() if name != "_children"]
+    attributes: List[Any] = [vars(net)]
     for cls in type(net).__mro__:
         slots = vars(cls).get("__slots__", ())
-        for name in [slots] if isinstance(slots, str) else slots:
-            yield getattr(net, name, None)
+        attributes += [getattr(net, name, None) for name in ([slots] if isinstance(slots, str) else slots)]
+    for block in [*net._children.values(), *_within(attributes, set()), *called.get(net, ())]:
+        yield from iterate(block, seen)
 
 
 def _within(value: Any, seen: Set[int]) -> Iterator[Block]:
@@ -64,39 +56,20 @@ def is_batch_norm(block: Block) -> bool:
 
 
 def difference(block: Block) -> str:
-    """Says how this BatchNorm differs from ``nn.BatchNorm``, ``nn.BatchNormReLU`` and contrib's layer; empty if it does
-    not.
-
-    The class that defines the forward decides, and so does the graph of ``hybrid_forward``: it must be one operator on
-    the layer's four parameters. A user's own forward may read a flag and compute something else tomorrow.
+    """Says how this BatchNorm differs from ``nn.BatchNorm``, ``nn.BatchNormReLU``, contrib's layer and GluonCV's
+    ``BatchNormCudnnOff``; empty if it does not. A user's own forward may read a flag, and compute something else
+    tomorrow.
     """
     cls = type(block)
-    if cls in (BatchNormActivation, BatchNormAdd):
+    if cls in (BatchNormActivation, BatchNormAdd, ContribSyncBatchNorm):
         return ""
-    if isinstance(block, ContribSyncBatchNorm):  # not traced: `replacements` may have replaced its operator
-        return "" if cls is ContribSyncBatchNorm else "it is a subclass of contrib's SyncBatchNorm"
-    for name in ("forward", "__call__"):
-        if getattr(cls, name) is not getattr(_BatchNorm, name):
+    if isinstance(block, ContribSyncBatchNorm):
+        return "it is a subclass of contrib's SyncBatchNorm"
+    for name in ("forward", "__call__", "hybrid_forward"):
+        function = getattr(cls, name)
+        known = function is getattr(_BatchNorm, name) or (function.__module__, function.__qualname__) == _CUDNN_OFF
+        if not known or name in vars(block):
             return f"it has a {name} of its own"
-    owner = next(one for one in cls.__mro__ if "hybrid_forward" in vars(one))
-    if owner.__module__.partition(".")[0] not in _LIBRARIES:
-        return "it has a hybrid_forward of its own"
-    if set(block._reg_params) != set(PARAMETERS) or block._children:
-        return "it has other parameters or blocks than a BatchNorm"
-    names = ("data", *PARAMETERS)
-    inputs = {name: kinds.variable(name) for name in names}
-    try:
-        output = kinds.classic(block.hybrid_forward(SYMBOLS, inputs.pop("data"), **inputs))
-        graph = json_of(output)
-    except Exception as error:  # the user's code; only the reason depends on it here
-        return f"its hybrid_forward cannot be traced ({type(error).__name__}: {error})"
-    nodes = [node for node in graph["nodes"] if node["op"] != "null"]
-    if len(nodes) != 1 or nodes[0]["op"] not in OPERATORS or len(output) != 1:
-        return "its hybrid_forward is more than a BatchNorm"
-    given = [graph["nodes"][entry[0]]["name"] for entry in nodes[0]["inputs"]]
-    attributes = {key: value for key, value in nodes[0]["attrs"].items() if key not in _HOW}
-    if tuple(given) != names or attributes != {key: str(value) for key, value in block._kwargs.items()}:
-        return "its hybrid_forward does not hand on its parameters and settings as they are"
     return ""
 
 
@@ -108,6 +81,7 @@ class Recorded(NamedTuple):
     operator: str  # for a custom one its type
     frozen: bool
     inputs: List[str]  # names
+    reason: str = ""  # why no layer stands for it, if `open_graph` has left it
 
 
 def recorded(block: HybridBlock, graph: Optional[Dict[str, Any]] = None) -> List[Recorded]:
@@ -121,19 +95,6 @@ def recorded(block: HybridBlock, graph: Optional[Dict[str, Any]] = None) -> List
             frozen = node.get("attrs", {}).get("use_global_stats") in ("1", "True")
             found.append(Recorded(number, node["name"], operator, frozen, inputs))
     return found
-
-
-def without_layer(net: Block) -> List[Tuple[str, str]]:
-    """Returns the nodes of batch normalisation in the graphs of hybridized blocks that stand for no layer of the net:
-    name and operator. A ``hybrid_forward`` has called the operator itself.
-    """
-    within = list(iterate(net))
-    in_blocks = [name for one in within if isinstance(one, SymbolBlock) for name in one.params]
-    names = {*in_blocks, *(one.running_mean.name for one in within if is_batch_norm(one))}
-    hybrid = [one for one in within if isinstance(one, HybridBlock) and one._cached_graph]
-    nodes = [node for one in hybrid if not isinstance(one, SymbolBlock) for node in recorded(one)]
-    nodes = [node for node in nodes if node.operator != NAME and node.inputs[3] not in names]
-    return list(dict.fromkeys((node.name, node.operator) for node in nodes))
 
 
 def is_meeting(node: Dict[str, Any]) -> bool:

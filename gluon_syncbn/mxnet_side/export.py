@@ -9,20 +9,21 @@ training may continue from a checkpoint of a ``Module``.
 from __future__ import annotations
 
 import json
-from typing import Any, Callable, Dict, List, Optional
+import warnings
+from typing import Any, Callable, Dict, List, Mapping, Optional, Set
 
 import mxnet as mx
 import numpy as np
-from mxnet.gluon import Block, HybridBlock
+from mxnet.gluon import Block, HybridBlock, ParameterDict
+from mxnet.gluon.nn import BatchNorm  # by name, because a script may put ours into its place in `nn`
 
-from ..activation import NONE, Activation
+from ..activation import NONE, Activation, BatchNormActivation, BatchNormAdd
+from ..system import arguments, kinds
 from ..training.replicas import Replicas
-from . import blocks, gamma, patches
+from . import blocks, patches
 from .nodes import Entry, Graph, Json, json_of, symbol_of
-from .op import NAME
+from .op import NAME, SYMBOLS
 
-#: Attributes of a node that has absorbed other nodes (`fusion`): the names of these.
-ADDED, EPILOGUE = "__added__", "__behind__"
 #: Attribute of a ``BatchNorm`` in a file that was a synchronised node: the arguments of the layer, in JSON. In a node
 #: of this package, those that only executors need.
 SYNCHRONISED = "__gluon_syncbn__"
@@ -41,16 +42,6 @@ def install() -> None:
     patches.replace(_of_plain_operators, mx.visualization, "print_summary", "plot_network")
 
 
-def passing(node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
-    """Returns the inputs of a node that only serves a synchronised one; None for any other node."""
-    if is_guard(node):
-        return [inputs[0]]
-    if blocks.is_meeting(node):
-        mask = inputs[-1] if int(node["attrs"]["masks"]) else []
-        return [inputs[0], mask, *inputs[3:]]  # the mask in the place of the batch's statistics
-    return None
-
-
 def is_guard(node: Json) -> bool:
     """Whether the node guards a synchronised node (op.py), and changes nothing."""
     attributes = node.get("attrs", {})
@@ -58,55 +49,84 @@ def is_guard(node: Json) -> bool:
 
 
 def plain(symbol: mx.sym.Symbol, tells: bool = False) -> mx.sym.Symbol:
-    """Returns the graph with ``BatchNorm`` for each synchronised node, with its name and inputs.
-
-    ``tells``: each of them has an attribute that says that it was synchronised.
-    """
+    """Returns the graph with the nodes of plain layers in the places of synchronised ones. ``tells``: they say so."""
     recorded = json_of(symbol)
-    if not any(is_ours(node) for node in recorded["nodes"]):
+    ours = {i: one["attrs"] for i, one in enumerate(recorded["nodes"]) if is_ours(one) and not blocks.is_meeting(one)}
+    if not ours:
         return symbol
+    marks = {number: json.dumps(_arguments(attributes)) for number, attributes in ours.items()} if tells else None
+    layers = {number: _plain_layer(attributes) for number, attributes in ours.items()}
+    return with_layers(recorded, layers, marks, named=tells)
 
-    names = names_of_outputs(recorded) if tells else {}
 
-    def fold(number: int, node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
-        through = passing(node, inputs)
-        if through is not None or not is_ours(node):
-            return through
-        given = node["attrs"]
-        # MXNet's for any node
-        of_any = {k: v for k, v in given.items() if k.startswith("__") and k not in (ADDED, EPILOGUE, SYNCHRONISED)}
-        attributes = {**of_any, "axis": given["axis"], "eps": given["eps"]}
-        if tells:
-            attributes[SYNCHRONISED] = json.dumps(_arguments(given))
-        attributes["momentum"] = str(np.float32(given["momentum"]))  # op.py writes all its digits
-        for flag in ("fix_gamma", "use_global_stats"):
-            attributes[flag] = str(bool(int(given[flag])))
-        first = last = graph.add({**node, "op": "BatchNorm", "attrs": attributes}, inputs[:3] + inputs[-2:])
-        if int(given["adds"]):
-            name = given.get(ADDED, f"{node['name']}_add")
-            last = graph.add({"op": "elemwise_add", "name": name, "attrs": of_any}, [[first, 0, 0], inputs[3]])
-        activation = Activation.of_attributes(given)
-        if activation != NONE:
-            name, z = given.get(EPILOGUE, f"{node['name']}_activation"), [last, 0, 0]
-            behind = json_of(activation.apply(mx.sym, mx.sym.var("z")))
-            for place, part in enumerate(behind["nodes"]):
-                part["name"] = f"{name}_{place}"
-                part.setdefault("attrs", {}).update(of_any)
-            graph.append(behind, lambda _, part, __: [z] if part["op"] == "null" else None)
-            last = len(graph.nodes) - 1
-            graph.nodes[last]["name"] = name
-        if tells:  # who goes on with a file finds outputs by name
-            name = names.get(number, node["name"])
-            graph.nodes[first]["name"], graph.nodes[last]["name"] = f"{name}_norm", name
-        return [[last, 0, 0]]
+def _plain_layer(attributes: Dict[str, str]) -> BatchNorm:
+    """Creates the layer that `revert` would leave. In a node, a momentum has all its digits (op.py)."""
+    momentum, activation = str(np.float32(attributes["momentum"])), Activation.of_attributes(attributes)
+    cls = BatchNormAdd if int(attributes["adds"]) else BatchNorm if activation == NONE else BatchNormActivation
+    layer = cls(**settings_of("norm_", {**attributes, "momentum": momentum}))
+    layer._activation = activation
+    return layer
+
+
+def with_layers(
+    recorded: Json, layers: Mapping[int, BatchNorm], marks: Optional[Mapping[int, str]] = None, named: bool = True
+) -> mx.sym.Symbol:
+    """Returns the graph with the nodes of layers in the places of nodes, given by number. Guards and first nodes of
+    calls are gone. A plain layer leaves out a mask. ``marks`` has values of `SYNCHRONISED`. ``named``: outputs keep
+    their names, which are those of guards.
+    """
+    nodes = recorded["nodes"]
+    behind = {node["inputs"][0][0]: number for number, node in enumerate(nodes) if is_guard(node)}
+
+    def unfold(number: int, node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
+        if is_guard(node):
+            return inputs
+        if blocks.is_meeting(node):
+            mask = inputs[-1] if int(node["attrs"]["masks"]) else []
+            return [inputs[0], mask, *inputs[3:]]  # the mask in the place of the batch's statistics
+        if number not in layers:
+            return None
+        layer = layers[number]
+        name = nodes[behind.get(number, number) if named else number]["name"]
+        own = [entry for entry in inputs if entry]  # nothing is left of the batch's statistics but a mask
+        attributes = {k: v for k, v in node.get("attrs", {}).items() if k.startswith("__") and k != SYNCHRONISED}
+        parameters = [layer._reg_params[parameter].name for parameter in blocks.PARAMETERS]
+        data = _DATA[: len(own) - len(parameters)]
+        if not hasattr(layer, "_replicas"):
+            data = data[: 1 + isinstance(layer, BatchNormAdd)]
+        given = dict(zip([data[0], *parameters[:2], *data[1:]], own))
+        given.update(zip(parameters[2:], own[-2:]))
+        variables = {name: parameter.var() for name, parameter in layer._reg_params.items()}
+        with layer.name_scope():
+            written = json_of(layer.hybrid_forward(SYMBOLS, *map(kinds.variable, data), **variables))
+        last = written["heads"][0][0]
+        for at, part in enumerate(written["nodes"]):
+            if part["op"] != "null":  # an output is called after its node
+                part["name"] = name if at == last else f"{name}_{part['name']}"
+                part.setdefault("attrs", {}).update(attributes)
+                if marks and part["op"] == "BatchNorm":
+                    part["attrs"][SYNCHRONISED] = marks[number]
+        return graph.append(written, lambda _, part, __: [given[part["name"]]] if part["op"] == "null" else None)
 
     graph = Graph()
-    return symbol_of(graph.rewrite(recorded, fold))
+    return symbol_of(graph.rewrite(recorded, unfold))
 
 
-def names_of_outputs(recorded: Json) -> Dict[int, str]:
-    """Returns the names of guards by the numbers of the nodes before them. MXNet names the output after the guard."""
-    return {node["inputs"][0][0]: node["name"] for node in recorded["nodes"] if is_guard(node)}
+_DATA = [f"input {number} of the layer" for number in range(3)]
+
+
+def settings_of(prefix: str, attributes: Dict[str, str]) -> Json:
+    """Arguments of ``nn.BatchNorm`` for what a node of batch normalisation computes, with MXNet's defaults."""
+    true = ("1", "True")
+    return dict(
+        axis=int(attributes.get("axis", 1)),
+        momentum=float(attributes.get("momentum", 0.9)),
+        epsilon=float(attributes.get("eps", 1e-3)),
+        scale=attributes.get("fix_gamma", "True") not in true,
+        use_global_stats=attributes.get("use_global_stats") in true,
+        prefix=prefix,
+        params=ParameterDict(),  # nothing to share: the constructor's own parameters are thrown away
+    )
 
 
 def is_ours(node: Json) -> bool:
@@ -151,11 +171,43 @@ def _of_plain_graphs(export: Callable, block: HybridBlock, *args: Any, **kwargs:
     if not recorded:  # before the first forward; MXNet raises an error
         return export(block, *args, **kwargs)
     symbol = plain(recorded[1])
-    ignored = gamma.names(json_of(symbol))
-    parameters = [parameter for is_input, parameter in block._cached_op_args if not is_input]
-    gamma.write_ones("export", [parameter for parameter in parameters if parameter.name in ignored], 5)
+    ignored = gammas_without_effect(json_of(symbol))
+    given = [parameter for is_input, parameter in block._cached_op_args if not is_input and parameter.name in ignored]
+    written = [one for one in given if any((array.asnumpy() != 1).any() for array in one.list_data())]
+    for parameter in written:
+        parameter.set_data(np.ones(parameter.shape, parameter.dtype))
+    warn_of_ones("export", [one.name for one in written], stacklevel=4)
     block._cached_graph = recorded[0], symbol
     try:
         return export(block, *args, **kwargs)
     finally:
         block._cached_graph = recorded
+
+
+# ---- gammas that do not count ----------------------------------------------------------------------------------
+# MXNet takes 1 in layers with ``scale=False``, which is ``fix_gamma`` in graphs. Exporters read the stored values.
+
+
+def gammas_without_effect(graph: Json) -> List[str]:
+    """Returns the variables of a graph that are a gamma without effect, and nothing else."""
+    nodes = graph["nodes"]
+    ignored: Set[int] = set()
+    counted = {at for at, *_ in graph["heads"]}
+    for node in nodes:
+        for place, (at, *_) in enumerate(node["inputs"]):
+            (ignored if place == 1 and has_fixed_gamma(node) else counted).add(at)
+    return [nodes[at]["name"] for at in sorted(ignored - counted) if nodes[at]["op"] == "null"]
+
+
+def has_fixed_gamma(node: Json) -> bool:
+    """Whether the node is a batch normalisation whose gamma counts as 1, which is also the default."""
+    return node["op"] in blocks.OPERATORS and node.get("attrs", {}).get("fix_gamma", "True") in ("1", "True")
+
+
+def warn_of_ones(verb: str, written: List[str], stacklevel: int) -> None:
+    if written:
+        warnings.warn(
+            f"{verb} wrote 1 into gammas that were not 1: {arguments.some(written, ', ')}. Their layers have "
+            "scale=False (fix_gamma): MXNet uses 1 for them, but ONNX and other exporters use the stored values",
+            stacklevel=stacklevel,
+        )

@@ -52,10 +52,10 @@ class Graph:
         return {"nodes": self.nodes, "arg_nodes": variables, "heads": heads, "attrs": graph["attrs"]}
 
 
-def json_of(symbol: mx.sym.Symbol, casts: bool = True) -> Json:
-    """Returns the graph of a symbol, with the nodes of this package; ``casts``: with those of mixed precision.
+def json_of(symbol: mx.sym.Symbol) -> Json:
+    """Returns the graph of a symbol, with the nodes of this package and those of mixed precision.
 
-    By default, MXNet's ``Symbol.tojson`` removes them from a copy of the graph, which it never frees.
+    By default, MXNet's ``Symbol.tojson`` removes the latter from a copy of the graph, which it never frees.
     """
     recorded: Json = json.loads(_tojson(symbol, remove_amp_cast=False))
     for node in recorded["nodes"]:
@@ -66,9 +66,7 @@ def json_of(symbol: mx.sym.Symbol, casts: bool = True) -> Json:
                 gone = "a SyncBatchNorm that this graph has recorded is gone. Keep the layer as long as the graph."
                 raise mx.MXNetError(gone)
             node["attrs"].update(layer.attributes[number])
-    if casts:
-        return recorded
-    return Graph().rewrite(recorded, lambda _, node, given: given if node["op"].startswith("amp_") else None)
+    return recorded
 
 
 def symbol_of(graph: Json) -> mx.sym.Symbol:

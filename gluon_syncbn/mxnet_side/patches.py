@@ -16,7 +16,7 @@ from ..system import arguments
 from ..training import steps
 from ..training.replicas import IN_GRAPH, Replicas
 from ..training.session import session
-from . import blocks, draws, trainer
+from . import blocks, trainer
 from .nodes import layers_of
 from .op import Role
 
@@ -39,7 +39,6 @@ def install() -> None:
     replace(blocks.noting, _BatchNorm, "__call__")
     replace(_issuing, mx.nd, "CachedOp")
     replace(_once, gluon.HybridBlock, "_build_cache")
-    replace(_telling, mx.random, "seed")
 
 
 def replace(around: Callable, owner: Any, *names: str) -> None:
@@ -237,9 +236,3 @@ def _naming_layers(backward: Callable, *args: Any, **kwargs: Any) -> Any:
                 "BatchNorm. A gradient penalty (autograd.grad with create_graph=True) needs a net without them"
             ) from error
         raise
-
-
-def _telling(seed: Callable, seed_state: Any, *args: Any, **kwargs: Any) -> None:
-    """Seeds that are drawn in `draws` follow from MXNet's."""
-    seed(seed_state, *args, **kwargs)
-    draws.seeded(seed_state)

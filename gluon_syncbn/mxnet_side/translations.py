@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 import ast
-import json
 import sys
 from typing import Any, Dict, List
 
 import mxnet as mx
 import numpy as np
 
-from .nodes import json_of
+from .nodes import Graph, json_of, symbol_of
 
 #: The newest opset of MXNet 1.9.1. The exporter tries the translations of this opset before those of older ones.
 _OPSET = 13
-_POOLING = "_contrib_AdaptiveAvgPooling2D"
+POOLING = "_contrib_AdaptiveAvgPooling2D"
 
 
-def _table() -> Dict[str, Any]:
-    """Returns the exporter's. MXNet 1.8 has none."""
+def of_exporter() -> Dict[str, Any]:
+    """Returns the exporter's translations. MXNet 1.8 has none."""
     exporter = sys.modules.get("mxnet.onnx.mx2onnx._export_onnx")
     return exporter.MXNetGraph.registry_.setdefault(_OPSET, {}) if exporter else {}
 
 
-def register() -> None:
-    _table()[_POOLING] = _adaptive_average_pooling
-
-
-def unregister() -> None:
-    _table().pop(_POOLING, None)
-
-
-def _adaptive_average_pooling(node: Dict[str, Any], **kwargs: Any) -> List[Any]:
+def adaptive_average_pooling(node: Dict[str, Any], **kwargs: Any) -> List[Any]:
     """Writes the pooling as a product with a matrix on each side, which ONNX has for all sizes.
 
-    Of m inputs, output i of n averages those from floor(i * m / n) to before ceil((i + 1) * m / n), on both axes.
+    MXNet computes the matrices from unit vectors.
     """
     from onnx import helper, numpy_helper
 
@@ -58,23 +49,19 @@ def _adaptive_average_pooling(node: Dict[str, Any], **kwargs: Any) -> List[Any]:
 
 
 def _means(given: int, wanted: int) -> np.ndarray:
-    matrix = np.zeros((wanted, given))
-    for row in range(wanted):
-        begin, end = row * given // wanted, -(-(row + 1) * given // wanted)
-        matrix[row, begin:end] = 1 / (end - begin)
-    return matrix
+    vectors = mx.nd.eye(given, dtype="float64").reshape((1, given, given, 1))
+    matrix: np.ndarray = mx.nd.contrib.AdaptiveAvgPooling2D(vectors, output_size=(wanted, 1)).asnumpy()
+    return matrix[0, :, :, 0].T.copy()
 
 
 def _shape(entry: List[int], kwargs: Dict[str, Any]) -> List[int]:
     """Returns the shape of an output in the graph: the exporter knows only those of the graph's inputs and weights."""
     of_any = json_of(mx.sym.var("any"))  # the version, without which MXNet assumes an old one
-    graph = {**of_any, "nodes": kwargs["mx_graph"], "heads": [entry]}
-    graph["arg_nodes"] = [number for number, node in enumerate(graph["nodes"]) if node["op"] == "null"]
+    symbol = symbol_of(Graph().rewrite({**of_any, "nodes": kwargs["mx_graph"], "heads": [entry]}, lambda *_: None))
     shapes = {name: value.shape for name, value in kwargs["weights"].items()}
     for one in kwargs["proc_nodes"]:
         if hasattr(one, "type"):  # a ValueInfoProto: an input
             shapes[one.name] = tuple(dimension.dim_value for dimension in one.type.tensor_type.shape.dim)
-    symbol = mx.sym.load_json(json.dumps(graph))
     names = set(symbol.list_inputs())
     _, (shape,), _ = symbol.infer_shape_partial(**{name: shape for name, shape in shapes.items() if name in names})
     if not shape or 0 in shape[2:]:

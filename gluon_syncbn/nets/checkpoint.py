@@ -6,10 +6,11 @@ import functools
 import itertools
 import os
 import queue
+import random
 import re
 import threading
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, TypeVar
 
 import mxnet as mx
@@ -19,7 +20,7 @@ from mxnet.ndarray import NDArray
 
 from .. import _native
 from ..layer import SyncBatchNorm
-from ..mxnet_side import blocks, draws, patches
+from ..mxnet_side import blocks, patches
 from ..mxnet_side.nodes import json_of
 from ..mxnet_side.op import NAME
 from ..system import arguments, kinds
@@ -108,7 +109,7 @@ class _Recomputed(Block):
         recording = autograd.is_recording() and bool(arrays)
         if not recording and not _of_thread.frames:
             return forward(*args)
-        seed = draws.seed() if _may_be_random(self, forward, args) else None
+        seed = _of_thread.generators[-1].getrandbits(31) if _may_be_random(self, forward, args) else None
         with _seeded(seed, arrays[0].ctx):
             if not recording:  # within a block that is being recomputed
                 return forward(*args)
@@ -167,8 +168,35 @@ def _recorded(block: Block, forward: Callable[..., Any], seed: Optional[int], ar
     return map_arrays(lambda a: kinds.like(guarded(kinds.classic(a)), a) if is_float(a) else a, outputs)
 
 
-def _seeded(seed: Optional[int], context: mx.Context) -> Any:
-    return nullcontext() if seed is None else draws.drawn_from(seed, context)
+# ---- random numbers --------------------------------------------------------------------------------------------
+# MXNet keeps a generator for each thread and does not expose its state. Drawing a number from it would wait for the
+# operators in flight. So a forward that will be recomputed takes its seed from a generator here, which starts with the
+# seed of ``mx.random.seed``, or with the initial seed of MXNet's own, 0.
+
+_seed = mx.random.seed  # as it is before `install`
+
+
+def install() -> None:
+    """Changes ``mx.random.seed``, as scripts call it before they have a block."""
+    patches.replace(_seeding, mx.random, "seed")
+
+
+def _seeding(seed: Callable[..., None], seed_state: Any, *args: Any, **kwargs: Any) -> None:
+    seed(seed_state, *args, **kwargs)
+    _of_thread.generators[0] = random.Random(int(seed_state))
+
+
+@contextmanager
+def _seeded(seed: Optional[int], context: mx.Context) -> Iterator[None]:
+    """Makes random operators on this context, and recomputed forwards within, draw from the seed if there is one."""
+    if seed is not None:
+        _seed(seed, context)
+        _of_thread.generators.append(random.Random(seed))
+    try:
+        yield
+    finally:
+        if seed is not None:
+            _of_thread.generators.pop()
 
 
 # ---- parameters ------------------------------------------------------------------------------------------------
@@ -180,6 +208,8 @@ class _OfThread(threading.local):
     def __init__(self) -> None:
         #: What the recomputed forwards on this thread, the outermost first, are given (second time), or None, and use.
         self.frames: List[Tuple[Optional[Dict[int, NDArray]], Used]] = []
+        #: What their seeds come from: the thread's own generator, and that of each forward that the thread is within.
+        self.generators = [random.Random(0)]
 
 
 _of_thread = _OfThread()

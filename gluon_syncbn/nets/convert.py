@@ -10,7 +10,7 @@ import inspect
 import warnings
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Type, TypeVar
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Mapping, Optional, Set, Type, TypeVar
 
 from mxnet.gluon import Block, HybridBlock, ParameterDict, SymbolBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
@@ -18,12 +18,14 @@ from mxnet.gluon.nn import BatchNorm  # by name, because a script may put ours i
 
 from ..activation import NONE, RELU, BatchNormActivation, BatchNormAdd, invertible
 from ..layer import Settings, SyncBatchNorm, SyncBatchNormAdd
-from ..mxnet_side import blocks, gamma
+from ..mxnet_side import blocks
+from ..mxnet_side.blocks import Recorded
+from ..mxnet_side.export import settings_of
 from ..mxnet_side.op import NAME
 from ..system import arguments
 from ..training.replicas import Pooling
 from . import fusion
-from .graphs import Left, close_graph, open_graph
+from .graphs import close_graph, open_graph
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -93,23 +95,18 @@ def convert(
     with _open_graphs(net) as nodes:
         chosen = _chosen(net, selects)
         wanted = _check_kwargs(norm_layer, kwargs)
-        reasons = [
-            _otherwise(one._replicas.pooling, wanted, kwargs) if _is_ours(one) else blocks.difference(one)
-            for one in chosen
-        ]
-        plain = [block for block, reason in zip(chosen, reasons) if not reason and not _is_ours(block)]
+        reasons = [_reason_to_stay(one, wanted, kwargs) for one in chosen]
+        plain = [one for one, why in zip(chosen, reasons) if not why and not isinstance(one, SyncBatchNorm)]
         for block, new in [(block, _successor(block, norm_layer, kwargs)) for block in plain]:
             _replace(block, new)
         if fuse:
             fusion.install()
-            for block in filter(_is_ours, chosen):
-                block._fuses = True
-        ignored = gamma.of_layers(net, lambda layer: _is_ours(layer) and layer in chosen)
+            for block in chosen:
+                if isinstance(block, SyncBatchNorm):
+                    block._fuses = True
         if not chosen and not nodes:
             warnings.warn(f"convert changed nothing: {_none(net, select)}", stacklevel=2)
-    gamma.write_ones("convert", ignored)
-    stay = [Left(block.name, type(block).__name__, reason) for block, reason in zip(chosen, reasons) if reason]
-    _warn("convert", selects, stay + nodes)
+    _warn("convert", selects, nodes, zip(chosen, reasons))
     return net
 
 
@@ -118,9 +115,11 @@ def _chosen(net: Block, selects: Callable[..., bool]) -> List[BatchNorm]:
     return [one for one in layers if selects(one.name, *(parameter.name for parameter in one._reg_params.values()))]
 
 
-def _otherwise(pooling: Pooling, wanted: Pooling, kwargs: Mapping[str, Any]) -> str:
-    """Says in what a synchronised layer differs from what was asked for; empty if in nothing."""
-    for name, value, other in zip(Pooling._fields, pooling, wanted):
+def _reason_to_stay(layer: BatchNorm, wanted: Pooling, kwargs: Mapping[str, Any]) -> str:
+    """Says in what a layer differs from one that was asked for, or that can be converted; empty if in nothing."""
+    if not isinstance(layer, SyncBatchNorm):
+        return blocks.difference(layer)
+    for name, value, other in zip(Pooling._fields, layer._replicas.pooling, wanted):
         if value != other and (name in kwargs or other == "shuffle"):  # of `ShuffleBatchNorm`
             return f"it has {name}={value!r} already; call revert on it before"
     return ""
@@ -140,12 +139,8 @@ def _none(net: Block, select: Optional[str]) -> str:
     )
 
 
-def _is_ours(block: Block) -> bool:
-    return isinstance(block, SyncBatchNorm)
-
-
 @contextmanager
-def _open_graphs(net: Block) -> Iterator[List[Left]]:
+def _open_graphs(net: Block) -> Iterator[List[Recorded]]:
     """Makes layers of the nodes in recorded graphs, and afterwards turns graphs without synchronised layers back.
 
     Forgets the graphs that were recorded with the old layers. Yields the nodes that no layer stands for.
@@ -159,8 +154,9 @@ def _open_graphs(net: Block) -> Iterator[List[Left]]:
         forget_graphs(net)
 
 
-def _warn(verb: str, selects: Callable[..., bool], stay: Sequence[Left]) -> None:
-    texts = [f"{one.name} ({one.operator}: {one.reason})" for one in stay if selects(one.name)]
+def _warn(verb: str, selects: Callable[..., bool], nodes: List[Recorded], reasons: Any = ()) -> None:
+    texts = [f"{block.name} ({type(block).__name__}: {reason})" for block, reason in reasons if reason]
+    texts += [f"{node.name} ({node.operator}: {node.reason})" for node in nodes if selects(node.name)]
     if texts:
         warnings.warn(f"{verb} left as it was: {arguments.some(texts, '; ')}", stacklevel=3)
 
@@ -188,10 +184,9 @@ def revert(net: NetT) -> NetT:
     """
     arguments.block("net", net)
     with _open_graphs(net) as nodes:
-        ignored = gamma.of_layers(net, _is_ours)
-        for block in filter(_is_ours, blocks.iterate(net)):
-            _make_plain(block)
-    gamma.write_ones("revert", ignored)
+        for block in blocks.iterate(net):
+            if isinstance(block, SyncBatchNorm):
+                _make_plain(block)
     _warn("revert", blocks.selection(None), [node for node in nodes if node.operator == NAME])
     return net
 
@@ -255,24 +250,17 @@ def _check_kwargs(norm_layer: Type[SyncBatchNorm], kwargs: Mapping[str, Any]) ->
 
 def _successor(block: BatchNorm, norm_layer: Type[SyncBatchNorm], kwargs: Mapping[str, Any]) -> SyncBatchNorm:
     """Returns a synchronised layer with the settings of a plain one, and parameters of its own."""
-    settings = block._kwargs
     activation = getattr(block, "_activation", RELU if block.fuse_relu else NONE)
     adds = isinstance(block, BatchNormAdd)
     if kwargs.get("inplace") and not invertible(activation, adds):
         kwargs = {**kwargs, "inplace": False}
     if adds or activation != NONE:  # a user's own class may lack the arguments that other layers do not need
         kwargs = {**activation.arguments(), **kwargs}
-    # Plain Python numbers: BatchNorm also takes NumPy's.
+    settings = settings_of("", {name: str(value) for name, value in block._kwargs.items()})
     return (_with_addition(norm_layer) if adds else norm_layer)(  # type: ignore[arg-type]
-        axis=int(settings.get("axis", 1)),  # which contrib's layer lacks
-        momentum=float(settings["momentum"]),
-        epsilon=float(settings["eps"]),
         center=block.beta._differentiable,
-        scale=not settings["fix_gamma"],
-        use_global_stats=bool(settings["use_global_stats"]),
         in_channels=int(vars(block).get("in_channels", 0)),
-        prefix="",
-        params=ParameterDict(),
+        **settings,
         **kwargs,
     )
 

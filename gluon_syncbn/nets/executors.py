@@ -17,16 +17,19 @@ import mxnet as mx
 from mxnet import autograd
 from mxnet.context import Context
 from mxnet.executor import Executor
-from mxnet.module import executor_group
+from mxnet.module import Module, executor_group
 from mxnet.module.executor_group import DataParallelExecutorGroup
 
+from .. import _native
 from ..layer import SyncBatchNorm
-from ..mxnet_side import blocks, module, patches
-from ..mxnet_side.export import SYNCHRONISED, is_ours
+from ..mxnet_side import blocks, patches
+from ..mxnet_side.export import SYNCHRONISED, is_ours, settings_of, with_layers
 from ..mxnet_side.nodes import Json, Synchronised, json_of, uses
 from ..system import arguments
-from ..training.replicas import Replicas, issuing
-from .graphs import layer_of, settings_of, with_layers
+from ..training import steps
+from ..training.replicas import IN_GRAPH, Replicas, issuing
+from ..training.session import session
+from .graphs import layer_of
 
 #: Operators of MXNet whose nodes are also synchronised.
 operators: Set[str] = set()
@@ -35,11 +38,7 @@ trained: Set[str] = set()
 
 
 def install() -> None:
-    """Wraps the functions that create executors. MXNet does not tell an operator which executors train together.
-
-    - Only ``DataParallelExecutorGroup`` knows the contexts of a ``Module``.
-    - ``simple_bind`` and ``bind`` know one context each.
-    """
+    """Wraps the functions that create executors. MXNet does not tell an operator which executors train together."""
     patches.replace(_grouping, DataParallelExecutorGroup, "__init__")
     patches.replace(_binding, mx.sym.Symbol, "bind", "simple_bind")
 
@@ -63,7 +62,11 @@ def _grouping(
             if group.for_training:
                 _check(layer._replicas)
             layer._replicas.set_contexts(layer._replicas.given, group.execs[0].aux_dict[name].shape[0])
-        module.install()
+        # A program may have a class in the place of ``Module``, which makes the group itself.
+        patches.replace(_beginning, DataParallelExecutorGroup, "forward")
+        patches.replace(_within, DataParallelExecutorGroup, "backward")
+        patches.replace(_updating, Module, "update")
+        patches.replace(_after_forward, DataParallelExecutorGroup, "get_params")
 
 
 def _check(replicas: Replicas) -> None:
@@ -161,6 +164,88 @@ def _synchronised(symbol: mx.sym.Symbol, choose: Callable[[Json], Optional[SyncB
         )
     if not chosen:
         return symbol
-    patches.replace(module.calling, Executor, "forward")
+    patches.replace(_calling, Executor, "forward")
     means = [(nodes[nodes[number]["inputs"][-2][0]]["name"], layer) for number, layer in chosen.items()]
     return Synchronised.from_symbol(with_layers(recorded, chosen), means)
+
+
+# ---- steps ----------------------------------------------------------------------------------------------------
+
+
+def _calling(forward: Callable, executor: Executor, /, is_train: bool = False, **kwargs: Any) -> Any:
+    """MXNet makes the operators of an executor when it is bound, so nobody else sees which replicas will come."""
+    if is_train and isinstance(executor._symbol, Synchronised):
+        for _, layer in executor._symbol.layers:
+            layer._replicas.runs(IN_GRAPH)
+            meets = layer._replicas.pooling.mode != "local" and not layer._kwargs["use_global_stats"]
+            if meets and executor._ctx in layer._replicas.contexts:  # each layer is one node
+                _native.layer_called(layer._replicas.id, 0, str(executor._ctx))
+    return forward(executor, is_train, **kwargs)
+
+
+def _beginning(
+    forward: Callable, group: DataParallelExecutorGroup, data_batch: Any, is_train: Optional[bool] = None
+) -> None:
+    """A training forward begins a step: all executors of a ``Module`` begin in it.
+
+    Several modules may be one net, as the two of a GAN. The second one must not forget what the first one has failed
+    with: it would train on what is left of that. So a failure that nobody has been told of is raised here, and only
+    the forward after that starts afresh.
+    """
+    if not _is_synchronised(group) or not (group.for_training if is_train is None else is_train):
+        forward(group, data_batch, is_train)
+        return
+    reason = "" if session.depth() else _native.failure()
+    if reason and reason != session.raised:
+        session.raised = reason
+        raise mx.MXNetError(reason)
+    try:
+        with autograd.train_mode():  # whose scope is a step
+            forward(group, data_batch, is_train)
+    except BaseException:
+        session.raised = _native.failure()
+        raise
+
+
+def _within(backward: Callable, group: DataParallelExecutorGroup, *args: Any, **kwargs: Any) -> None:
+    """The backward belongs to the step of the forward. An update after it changes nothing in a step that failed, as
+    that of a ``gluon.Trainer``.
+    """
+    try:
+        backward(group, *args, **kwargs)
+    except BaseException as error:
+        if _is_synchronised(group) and not session.depth():
+            steps.break_off(f"{type(error).__name__} left the backward of a Module ({error})")
+            session.raised = _native.failure()
+        raise
+    _gate(group)
+
+
+def _updating(update: Callable, module: Module) -> None:
+    """Another module of the step may have failed since its backward."""
+    _gate(module._exec_group)
+    update(module)
+
+
+def _gate(group: DataParallelExecutorGroup) -> None:
+    if _is_synchronised(group):
+        gradients = [g for arrays in group.grad_arrays for g in arrays if g is not None]
+        if gradients:
+            _native.gate(gradients)
+
+
+def _after_forward(method: Callable, group: DataParallelExecutorGroup, *args: Any) -> None:
+    """An executor tells MXNet's engine only what its operators read and put out, and not that they write auxiliary
+    states (`GraphExecutor::InitCachedOps` in src/executor/graph_executor.cc). So the engine may copy the running
+    statistics before a forward that was issued earlier has written them.
+    """
+    steps.settle_failed()
+    if _is_synchronised(group):
+        for executor in group.execs:
+            for output in executor.outputs:
+                output.wait_to_read()
+    method(group, *args)
+
+
+def _is_synchronised(group: Optional[DataParallelExecutorGroup]) -> bool:
+    return isinstance(getattr(group, "symbol", None), Synchronised)

@@ -15,8 +15,8 @@ from mxnet.gluon import HybridBlock, Parameter, SymbolBlock
 from mxnet.gluon.block import _flatten, _regroup
 
 from ..layer import SyncBatchNorm
-from ..mxnet_side import blocks, gamma
-from ..mxnet_side.export import plain
+from ..mxnet_side import blocks
+from ..mxnet_side.export import gammas_without_effect, has_fixed_gamma, plain, warn_of_ones
 from ..mxnet_side.nodes import Entry, Graph, Json, json_of, symbol_of, uses
 from ..system import arguments, kinds
 from .graphs import Opened
@@ -73,10 +73,10 @@ def fold(net: HybridBlock) -> SymbolBlock:
     traced, inputs, in_format, out_format = prediction(net)
     parameters = _parameters(net, [name for name in traced.list_inputs() if name not in inputs])
     values = {name: one._reduce().asnumpy() for name, one in parameters.items()}  # the mean over the contexts
-    graph = json_of(traced, casts=False)
-    ones = [name for name in gamma.names(graph) if (values[name] != 1).any()]
+    graph = Graph().rewrite(json_of(traced), lambda _, node, given: given if node["op"].startswith("amp_") else None)
+    ones = [name for name in gammas_without_effect(graph) if (values[name] != 1).any()]
     values.update((name, np.ones_like(values[name])) for name in ones)
-    gamma.warn("fold", ones, stacklevel=3)
+    warn_of_ones("fold", ones, stacklevel=3)
     folding = _Folding(graph, values)
     symbol = folding.written()
     if folding.left:
@@ -217,7 +217,7 @@ class _Folding:
                 factor, beta, mean, variance = (
                     self._values[name].astype("float64") for name in self._names_of(norm)[1:]
                 )
-                factor = np.ones_like(factor) if gamma.is_fixed(norm) else factor
+                factor = np.ones_like(factor) if has_fixed_gamma(norm) else factor
                 scale = factor / np.sqrt(variance + float(norm.get("attrs", {}).get("eps", 1e-3)))
                 weight, bias = _scaled(weight, scale, layer), scale * (bias - mean) + beta
             return weight.astype(given[0].dtype), bias.astype(given[0].dtype)

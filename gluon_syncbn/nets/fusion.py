@@ -6,29 +6,29 @@ the operator that follows.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Optional, Set
+from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 
 import mxnet as mx
 from mxnet.gluon import HybridBlock
 
 from ..activation import RELU, RELU6, SLOPES, Activation, described, invertible
 from ..mxnet_side import patches
-from ..mxnet_side.export import ADDED, EPILOGUE, is_guard, is_ours
+from ..mxnet_side.export import is_guard, is_ours
 from ..mxnet_side.nodes import Entry, Graph, Json, json_of, symbol_of, uses
 from ..system import kinds
 from ..training.replicas import Replicas
 
 
 def install() -> None:
-    """Changes ``HybridBlock._get_graph``: Gluon records each graph through it and has no hook there."""
-    patches.replace(_of_fused_graphs, HybridBlock, "_get_graph")
+    """Changes ``HybridBlock._get_graph``, from which Gluon takes a graph that it runs, and has no hook there."""
+    patches.replace(_as_fused, HybridBlock, "_get_graph")
 
 
-def fused(symbol: mx.sym.Symbol, inputs: Dict[str, mx.nd.NDArray]) -> Optional[mx.sym.Symbol]:
-    """Returns the graph in which layers with ``fuses`` have absorbed the operators behind them; None if unchanged."""
+def fused(symbol: mx.sym.Symbol, inputs: Dict[str, mx.nd.NDArray]) -> mx.sym.Symbol:
+    """Returns the graph in which layers with ``fuses`` have absorbed the operators behind them."""
     recorded = json_of(symbol)
     if not any(node.get("attrs", {}).get("fuses") == "1" for node in recorded["nodes"]):
-        return None
+        return symbol
     casts = _alike(symbol, recorded, inputs, "amp_multicast")
     if casts:
         recorded = Graph().rewrite(recorded, lambda number, _, given: given if number in casts else None)
@@ -37,7 +37,6 @@ def fused(symbol: mx.sym.Symbol, inputs: Dict[str, mx.nd.NDArray]) -> Optional[m
     sums |= _alike(symbol, recorded, inputs, "_npi_add")  # which may mix shapes or types
     nodes, used = recorded["nodes"], uses(recorded)
     given: List[List[Entry]] = []  # the inputs of each node, in the new graph
-    layers: List[str] = []
     graph = Graph()
 
     def only(entry: Entry) -> bool:  # an output that is used elsewhere too is not absorbed
@@ -56,16 +55,13 @@ def fused(symbol: mx.sym.Symbol, inputs: Dict[str, mx.nd.NDArray]) -> Optional[m
             layer, entries = nodes[before[0]], given[before[0]]
             if not (only(summand) and only(before) and is_ours(layer) and layer["attrs"].get("fuses") == "1"):
                 continue
-            layers.append(layer["name"])
-            epilogue = {EPILOGUE: node["name"]}
             if addition is not None:
-                epilogue[ADDED] = nodes[addition]["name"]
                 addend = given[addition][1 - place]
                 if guard is not None and not is_guard(graph.nodes[addend[0]]):
                     addend = [graph.add({**nodes[guard], "name": f"{layer['name']}_addend"}, [addend]), 0, 0]
                 entries = [*entries[:3], addend, *entries[3:]]
             adds = addition is not None
-            attributes = {**layer["attrs"], **epilogue, **activation.attributes()}
+            attributes = {**layer["attrs"], **activation.attributes()}
             inplace = attributes["inplace"] == "1" and invertible(activation, adds)
             attributes.update(adds=str(int(adds)), inplace=str(int(inplace)), fuses="0")  # it absorbs nothing more
             at = graph.add({**layer, "attrs": attributes}, entries)
@@ -75,8 +71,7 @@ def fused(symbol: mx.sym.Symbol, inputs: Dict[str, mx.nd.NDArray]) -> Optional[m
             return [[at if guard is None else graph.add(nodes[guard], [[at, 0, 0]]), 0, 0]]
         return None
 
-    written = graph.rewrite(recorded, fold)
-    return kinds.like(symbol_of(written), symbol) if layers else None
+    return kinds.like(symbol_of(graph.rewrite(recorded, fold)), symbol)
 
 
 def _alike(symbol: mx.sym.Symbol, graph: Json, inputs: Dict[str, mx.nd.NDArray], *operators: str) -> Set[int]:
@@ -110,10 +105,7 @@ def _activation_of(node: Json) -> Optional[Activation]:
     return None
 
 
-def _of_fused_graphs(get: Callable, block: HybridBlock, *args: Any) -> Any:
+def _as_fused(get: Callable, block: HybridBlock, *args: Any) -> Tuple[List[mx.sym.Symbol], mx.sym.Symbol]:
+    """The block keeps the other graph, which files are written from."""
     inputs, symbol = get(block, *args)
-    arrays = kinds.arrays_of(args)
-    new = fused(symbol, dict(zip([one.name for one in inputs], arrays)))
-    if new is not None:
-        block._cached_graph = inputs, new
-    return block._cached_graph
+    return inputs, fused(symbol, dict(zip([one.name for one in inputs], kinds.arrays_of(args))))

@@ -8,29 +8,21 @@ makes the block a plain graph again unless one of its layers is synchronised.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Type
+from typing import Any, Dict, List, Optional, Sequence, Type
 
 import mxnet as mx
 from mxnet.gluon import Block, Parameter, ParameterDict, SymbolBlock
 from mxnet.gluon.nn import BatchNorm, BatchNormReLU  # by name, because a script may put ours into their places in `nn`
 
-from ..activation import Activation, BatchNormAdd
+from ..activation import Activation
 from ..layer import SyncBatchNorm, SyncBatchNormAdd
 from ..mxnet_side import blocks
 from ..mxnet_side.blocks import Recorded
-from ..mxnet_side.export import SYNCHRONISED, is_guard, names_of_outputs, passing
-from ..mxnet_side.nodes import Entry, Graph, Json, json_of, symbol_of, uses
-from ..mxnet_side.op import NAME, SYMBOLS
+from ..mxnet_side.export import settings_of, with_layers
+from ..mxnet_side.nodes import Json, json_of, uses
+from ..mxnet_side.op import NAME
 from ..system import kinds
 from ..training.replicas import Replicas
-
-
-class Left(NamedTuple):
-    """A node of batch normalisation that no layer stands for."""
-
-    name: str
-    operator: str
-    reason: str
 
 
 class Opened(SymbolBlock):
@@ -40,7 +32,7 @@ class Opened(SymbolBlock):
     __layers__: Dict[int, BatchNorm]
     _settings: Dict[int, Json]  # of the layers with which an operator of MXNet's computes the same
     _recorded: Json
-    _left: List[Left]
+    _left: List[Recorded]
 
     def forward(self, x: Any, *args: Any) -> Any:
         if isinstance(x, mx.sym.Symbol) or self._cached_op is None:
@@ -49,15 +41,15 @@ class Opened(SymbolBlock):
         return super().forward(x, *args)
 
 
-def open_graph(block: SymbolBlock) -> List[Left]:
-    """Makes layers of the nodes. Returns the nodes that stay."""
+def open_graph(block: SymbolBlock) -> List[Recorded]:
+    """Makes layers of the nodes. Returns the nodes that stay, with the reasons."""
     if isinstance(block, Opened):
         return block._left
     graph = json_of(block._cached_graph[1])
     parameters = {parameter.name: parameter for parameter in block._reg_params.values()}
     used = uses(graph)
     layers: Dict[int, BatchNorm] = {}
-    left: List[Left] = []
+    left: List[Recorded] = []
     for node in blocks.recorded(block, graph):
         given = [parameters[name] for name in (*node.inputs[1:3], *node.inputs[-2:]) if name in parameters]
         layer = None
@@ -69,7 +61,7 @@ def open_graph(block: SymbolBlock) -> List[Left]:
             reason = "the layer that recorded it no longer exists"
             layer = _layer(node, graph["nodes"][node.number].get("attrs", {}), given)
         if layer is None:
-            left.append(Left(node.name, node.operator, reason))
+            left.append(node._replace(reason=reason))
         else:
             layers[node.number] = layer
     if layers:
@@ -92,20 +84,6 @@ def close_graph(block: SymbolBlock) -> None:
 def derived(cls: Type[Block], base: Type[Block]) -> Type[Any]:
     """Returns a class with the name of ``cls`` in which the methods of another base come first."""
     return type(cls.__name__, (base, cls), {"__doc__": cls.__doc__, "__module__": cls.__module__})
-
-
-def settings_of(prefix: str, attributes: Dict[str, str]) -> Json:
-    """Arguments of ``nn.BatchNorm`` for what a node of batch normalisation computes, with MXNet's defaults."""
-    true = ("1", "True")
-    return dict(
-        axis=int(attributes.get("axis", 1)),
-        momentum=float(attributes.get("momentum", 0.9)),
-        epsilon=float(attributes.get("eps", 1e-3)),
-        scale=attributes.get("fix_gamma", "True") not in true,
-        use_global_stats=attributes.get("use_global_stats") in true,
-        prefix=prefix,
-        params=ParameterDict(),  # nothing to share: the constructor's own parameters are thrown away
-    )
 
 
 def layer_of(prefix: str, attributes: Dict[str, str], replicas: Replicas) -> SyncBatchNorm:
@@ -143,42 +121,6 @@ def _layer(node: Recorded, attributes: Dict[str, str], parameters: Sequence[Para
     return layer
 
 
-def with_layers(recorded: Json, layers: Mapping[int, BatchNorm]) -> mx.sym.Symbol:
-    """Returns the graph with the nodes of layers in the places of nodes, given by number. Nodes that only serve these
-    are gone. A plain layer leaves out a mask.
-    """
-    nodes, names = recorded["nodes"], names_of_outputs(recorded)
-    serving = {at for number in layers for at, *_ in nodes[number]["inputs"]}
-    serving |= {at for number in serving if blocks.is_meeting(nodes[number]) for at, *_ in nodes[number]["inputs"]}
-    serving |= {number for number, node in enumerate(nodes) if is_guard(node) and node["inputs"][0][0] in layers}
-
-    def unfold(number: int, node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
-        layer = layers.get(number)
-        if layer is None:
-            return passing(node, inputs) if number in serving else None
-        name = names.get(number, node["name"])
-        own = [entry for entry in inputs if entry]  # nothing is left of the batch's statistics but a mask
-        attributes = {k: v for k, v in node.get("attrs", {}).items() if k.startswith("__") and k != SYNCHRONISED}
-        parameters = [layer._reg_params[parameter].name for parameter in blocks.PARAMETERS]
-        data = _DATA[: len(own) - len(parameters)]
-        if not isinstance(layer, SyncBatchNorm):
-            data = data[: 1 + isinstance(layer, BatchNormAdd)]
-        given = dict(zip([data[0], *parameters[:2], *data[1:]], own))
-        given.update(zip(parameters[2:], own[-2:]))
-        variables = {name: parameter.var() for name, parameter in layer._reg_params.items()}
-        with layer.name_scope():
-            written = json_of(layer.hybrid_forward(SYMBOLS, *map(kinds.variable, data), **variables))
-        last = written["heads"][0][0]
-        for at, part in enumerate(written["nodes"]):
-            if part["op"] != "null":  # an output is called after its node
-                part["name"] = name if at == last else f"{name}_{part['name']}"
-                part.setdefault("attrs", {}).update(attributes)
-        return graph.append(written, lambda _, part, __: [given[part["name"]]] if part["op"] == "null" else None)
-
-    graph = Graph()
-    return symbol_of(graph.rewrite(recorded, unfold))
-
-
 def _write(block: Opened) -> None:
     """Writes the graph with the present settings of its layers."""
     layers = {
@@ -190,6 +132,3 @@ def _write(block: Opened) -> None:
     block._clear_cached_op()
     inputs, before = block._cached_graph
     block._cached_graph = inputs, kinds.like(written, before)
-
-
-_DATA = [f"input {number} of the layer" for number in range(3)]

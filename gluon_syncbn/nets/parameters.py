@@ -51,8 +51,7 @@ def broadcast_parameters(params: Any, kvstore: Any = None, root_rank: int = 0) -
     store = store_of(kvstore, given)
     last = store.num_workers - 1 if store is not None else 0
     root_rank = arguments.whole("root_rank", root_rank, 0, last)
-    check_values("params", given)
-    mx.nd.waitall()  # a static graph does not tell MXNet that it writes running statistics
+    await_values("params", given)
     if store is not None:  # all raise an error if they differ
         ours = [(f"'{one.name}'", f"of shape {one.shape} and type {np.dtype(one.dtype).name}") for one in given]
         store.compare(store.tell_all("the parameters' shapes", ours), "the parameters: number")
@@ -66,13 +65,15 @@ def broadcast_parameters(params: Any, kvstore: Any = None, root_rank: int = 0) -
         parameter.set_data(kinds.like(mx.nd.array(value, dtype=value.dtype), array))
 
 
-def check_values(argument: str, parameters: Iterable[Parameter]) -> None:
+def await_values(argument: str, parameters: Iterable[Parameter]) -> None:
+    """ValueError if some have none."""
     for parameter in parameters:
         if parameter._data is None:
             raise ValueError(
                 f"{argument}: '{parameter.name}' without a value was given, expected initialised parameters: call "
                 "initialize, and predict one batch if shapes are not known yet"
             )
+    mx.nd.waitall()  # a static graph does not tell MXNet that it writes running statistics
 
 
 def store_of(kvstore: Any, parameters: Iterable[Parameter]) -> Optional[ProcessStore]:
@@ -159,7 +160,7 @@ def to_torch(net: Block, module: ModuleT) -> ModuleT:
     import torch
 
     for block, _, keys in pairs:
-        check_values("net", map(block._reg_params.get, keys))
+        await_values("net", map(block._reg_params.get, keys))
         for name, key in keys.items():
             first, *others = (array.asnumpy() for array in block._reg_params[name].list_data())
             alike = all(np.array_equal(first, other) for other in others)  # else plain running statistics of each

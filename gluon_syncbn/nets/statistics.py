@@ -23,7 +23,7 @@ from ..system import arguments, kinds
 from ..system.kinds import values
 from ..training import steps
 from ..training.replicas import Pooling, Replicas
-from .parameters import check_values, store_of
+from .parameters import await_values, store_of
 
 
 def average_running_stats(net: Block, weights: Optional[Sequence[float]] = None, kvstore: Any = None) -> None:
@@ -69,7 +69,6 @@ def average_running_stats(net: Block, weights: Optional[Sequence[float]] = None,
     given = [arguments.number("weights", weight, 0, 2**53, "numbers from 0 to 2**53") for weight in weights or ()]
     if weights is not None and not any(given):
         arguments.refuse("weights", weights, "at least one above 0")
-    mx.nd.waitall()  # a static graph does not tell MXNet that it writes running statistics
     moments = []
     for layer in running:
         contexts = layer.contexts
@@ -133,7 +132,6 @@ def update_bn_stats(
     num_iters = arguments.whole("num_iters", num_iters, 1, 2**63 - 1)
     store = store_of(kvstore, [one.mean for one in running])
     layers, stay = _layers_to_measure(net)
-    mx.nd.waitall()  # a static graph does not tell MXNet that it writes running statistics
     parameters = [parameter for one in running for parameter in (one.mean, one.var)]
     before = [(array, array.copy()) for parameter in parameters for array in parameter.list_data()]
     try:
@@ -171,7 +169,7 @@ class _Running(NamedTuple):
 
 
 def _find_running(net: Block) -> List[_Running]:
-    """Returns those of all layers, without repetitions; ValueError if some have no values."""
+    """Returns those of all layers, which have their values, without repetitions."""
     found: Dict[Parameter, _Running] = {}
     for block in blocks.iterate(net):
         if blocks.is_batch_norm(block):
@@ -182,7 +180,7 @@ def _find_running(net: Block) -> List[_Running]:
                 mean, var = map(parameters.get, node.inputs[-2:])
                 if mean is not None and var is not None:
                     found.setdefault(mean, _Running(node.name, mean, var))
-    check_values("net", [parameter for one in found.values() for parameter in (one.mean, one.var)])
+    await_values("net", [parameter for one in found.values() for parameter in (one.mean, one.var)])
     return list(found.values())
 
 

@@ -111,9 +111,15 @@ def assert_synchronised(net: Block) -> None:
 
 
 def _summarised(net: Block) -> Summary:
-    rows = Summary(row for block in blocks.iterate(arguments.block("net", net)) for row in _rows(block))
-    called = "plain, because a hybrid_forward calls the operator; call a layer there"
-    rows += [Row(f"{name} ({operator})", statistics=called) for name, operator in blocks.without_layer(net)]
+    within = list(blocks.iterate(arguments.block("net", net)))
+    rows = Summary(row for block in within for row in _rows(block))
+    means = {name for block in within if isinstance(block, SymbolBlock) for name in block.params}
+    means.update(block.running_mean.name for block in within if blocks.is_batch_norm(block))
+    graphs = [one for one in within if getattr(one, "_cached_graph", ()) and not isinstance(one, SymbolBlock)]
+    nodes = [node for block in graphs for node in blocks.recorded(block) if node.operator != NAME]
+    called = dict.fromkeys(f"{node.name} ({node.operator})" for node in nodes if node.inputs[3] not in means)
+    why = "plain, because a hybrid_forward calls the operator; call a layer there"
+    rows += [Row(layer, statistics=why) for layer in called]
     rows.stores = [repr(store) for store in stores_of(net.collect_params().values())]
     return rows
 
@@ -143,17 +149,13 @@ def _rows(block: Block) -> Iterator[Row]:
         yield _row(block, f"plain, because {reason}")
     elif isinstance(block, _OF_ONE_SAMPLE):
         yield _row(block, _NO_BATCH)
-    elif isinstance(block, Opened):
-        for left in block._left:
-            yield Row(f"{left.name} ({left.operator})", statistics=f"plain, because {left.reason}")
     elif isinstance(block, SymbolBlock):
-        for node in blocks.recorded(block):
-            if node.operator == NAME:
+        there = f"it is in the recorded graph {block.name}".rstrip() + "; convert(net) changes it"
+        for node in block._left if isinstance(block, Opened) else blocks.recorded(block):
+            ours, statistics = node.operator == NAME, f"plain, because {node.reason or there}"
+            if ours and not node.reason:
                 statistics = f"{_FROZEN if node.frozen else SYNCHRONISED}, in a recorded graph"
-                yield Row(f"{node.name} (SyncBatchNorm)", statistics=statistics)
-            else:
-                why = f"it is in the recorded graph {block.name}".rstrip() + "; convert(net) changes it"
-                yield Row(f"{node.name} ({node.operator})", statistics=f"plain, because {why}")
+            yield Row(f"{node.name} ({'SyncBatchNorm' if ours else node.operator})", statistics=statistics)
 
 
 def _statistics(layer: SyncBatchNorm) -> str:

@@ -23,9 +23,6 @@ from gluon_syncbn.training.session import session
 BATCH_NORM = nn.BatchNorm
 CONTEXTS = [mx.cpu(0), mx.cpu(1)]
 
-# Nets here have gammas that do not count and are not 1.
-pytestmark = pytest.mark.filterwarnings("ignore:\\w+ wrote 1 into gammas that were not 1:UserWarning")
-
 # For a Symbol without a type, as GluonCV makes its inputs, SymbolBlock asks MXNet, which cannot know it yet.
 untyped_symbol = pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments:UserWarning")
 
@@ -324,38 +321,15 @@ class Scaled(nn.BatchNorm):
         return super().hybrid_forward(F, x, gamma * 2, beta, running_mean, running_var)
 
 
-class Sharpened(nn.BatchNorm):
-    def hybrid_forward(self, F, x, gamma, beta, running_mean, running_var):
-        return F.BatchNorm(x, gamma, beta, running_mean, running_var, **{**self._kwargs, "eps": 0.1})
-
-
-class Noisy(nn.BatchNorm):
-    def hybrid_forward(self, F, x, gamma, beta, running_mean, running_var):
-        return super().hybrid_forward(F, x, gamma, beta, running_mean, running_var) + F.zeros_like(x)
-
-
-class Swapped(nn.BatchNorm):
-    def hybrid_forward(self, F, x, gamma, beta, running_mean, running_var):
-        return super().hybrid_forward(F, x, beta, gamma, running_mean, running_var)
+class Bound(nn.BatchNorm):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.hybrid_forward = lambda F, x, *args, **parameters: x
 
 
 class WithForward(nn.BatchNorm):
     def forward(self, x, *args):
         return super().forward(x * 2, *args)
-
-
-class WithParameter(nn.BatchNorm):
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.bias = self.params.get("bias", shape=(1,))
-
-    def hybrid_forward(self, F, x, gamma, beta, running_mean, running_var, bias):
-        return super().hybrid_forward(F, x, gamma, beta, running_mean, running_var)
-
-
-class Untraceable(nn.BatchNorm):
-    def hybrid_forward(self, F, x, gamma, beta, running_mean, running_var):
-        return super().hybrid_forward(F, x.reshape(x.shape), gamma, beta, running_mean, running_var)
 
 
 class ByAnotherName(nn.BatchNorm):
@@ -464,21 +438,12 @@ def test_subclasses_of_the_layer():
 @pytest.mark.parametrize(
     "cls, reason",
     [
-        (Scaled, "its hybrid_forward is more than a BatchNorm"),
-        (Noisy, "its hybrid_forward is more than a BatchNorm"),
-        (Sharpened, "does not hand on its parameters and settings as they are"),
-        (Swapped, "does not hand on its parameters and settings as they are"),
+        (Scaled, "it has a hybrid_forward of its own"),
+        (Bound, "it has a hybrid_forward of its own"),
         (WithForward, "it has a forward of its own"),
-        (WithParameter, "it has other parameters or blocks than a BatchNorm"),
-        (Untraceable, "its hybrid_forward cannot be traced"),
     ],
 )
-@pytest.mark.parametrize("whose", ["the user's", "GluonCV's"])
-def test_a_subclass_that_computes_something_else_is_left_and_named(monkeypatch, cls, reason, whose):
-    if whose == "GluonCV's":
-        monkeypatch.setattr(cls, "__module__", "gluoncv.nn.block")
-    elif cls is not WithForward:
-        reason = "it has a hybrid_forward of its own"
+def test_a_subclass_that_computes_something_else_is_left_and_named(cls, reason):
     net = nn.HybridSequential(prefix="net_")
     with net.name_scope():
         net.add(nn.BatchNorm(), *(cls() for _ in range(6)), nn.InstanceNorm())

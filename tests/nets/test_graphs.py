@@ -20,9 +20,6 @@ SIZES = (3, 2)
 CONTRIB = functools.partial(gluon.contrib.nn.SyncBatchNorm, num_devices=2)
 RECORDERS = {"BatchNorm": nn.BatchNorm, "BatchNormReLU": nn.BatchNormReLU, "contrib": CONTRIB}
 
-# Nets here have gammas that do not count and are not 1.
-pytestmark = pytest.mark.filterwarnings("ignore:\\w+ wrote 1 into gammas that were not 1:UserWarning")
-
 # For a Symbol without a type, as GluonCV makes its inputs, SymbolBlock asks MXNet, which cannot know it yet.
 untyped_symbol = pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments:UserWarning")
 

@@ -6,7 +6,7 @@ from mxnet.gluon.nn.basic_layers import _BatchNorm
 from mxnet.module.executor_group import DataParallelExecutorGroup
 
 from gluon_syncbn.mxnet_side import patches
-from gluon_syncbn.nets import executors
+from gluon_syncbn.nets import checkpoint, executors
 
 CHANGED = [
     (autograd._RecordingStateScope, "__enter__"),
@@ -44,3 +44,4 @@ def test_install_and_remove():
     finally:
         patches.install()
         executors.install()
+        checkpoint.install()

@@ -85,6 +85,7 @@ class Finder:
 
     def __init__(self, instead: Mapping[str, Any], changes: Mapping[str, Change]) -> None:
         self._builtins = {**vars(builtins), "__import__": _importer(instead)}
+        self._before = self._give_builtins if instead else None
         self._changes = changes
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Optional[importlib.machinery.ModuleSpec]:
@@ -92,7 +93,7 @@ class Finder:
             return None
         spec = spec_behind(self, name, path, target)
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-            change(spec.loader, self._give_builtins, self._changes.get(name))
+            change(spec.loader, self._before, self._changes.get(name))
         return spec
 
     def _give_builtins(self, module: ModuleType) -> None:
