@@ -414,11 +414,8 @@ def _check_array(name: str, value: Any, expected: str = "an NDArray with samples
 
 
 def _check_alike(name: str, arrays: Sequence[Any], axis: int) -> None:
-    def kind(array: Any) -> Tuple[Any, ...]:
-        return array.shape[:axis] + array.shape[axis + 1 :], array.dtype, type(array)
-
+    samples = [(type(one), one.dtype, one.shape[:axis] + one.shape[axis + 1 :]) for one in arrays]
     for i, array in enumerate(arrays):
-        if kind(array) != kind(arrays[0]) or not array.shape[axis]:
-            arguments.refuse(
-                f"{name}[{i}]", array, f"samples like those of {name}[0], {arguments.described(arrays[0])}"
-            )
+        if samples[i] != samples[0] or not array.shape[axis]:
+            expected = f"samples like those of {name}[0], {arguments.described(arrays[0])}"
+            arguments.refuse(f"{name}[{i}]", array, expected)
