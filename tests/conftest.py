@@ -68,7 +68,7 @@ def pytest_configure():
         newer = [path for path in SOURCES.rglob("*.*") if path.stat().st_mtime > core.stat().st_mtime]
         if newer:
             names = ", ".join(sorted(path.name for path in newer))
-            pytest.exit(f"{core} is older than {names}: `make dev` compiles it", returncode=4)
+            pytest.exit(f"{core} is older than {names}: `make core` compiles it", returncode=4)
 
 
 def pytest_collection_modifyitems(items):
