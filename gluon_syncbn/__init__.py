@@ -12,9 +12,9 @@ try:
     _compatibility.warn()
     _cuda_libraries.load()
     import mxnet as _mxnet
-except _cuda_libraries.MissingLibraries:
-    raise
 except ImportError as error:
+    if error.name == _cuda_libraries.__package__:  # a missing CUDA library
+        raise
     raise ImportError(f"gluon_syncbn needs Apache MXNet 1.9 ({error}): {_distribution.MXNET}", name=__name__) from (
         None if error.name == "mxnet" else error
     )

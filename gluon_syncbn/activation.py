@@ -36,11 +36,8 @@ class Activation(NamedTuple):
 
     def arguments(self) -> Dict[str, Any]:
         """Returns the arguments of a layer."""
-        if self == NONE:
-            return {"activation": None}
-        if self.slope:
-            return {"activation": "leaky", "slope": self.slope}
-        return {"activation": "relu6" if math.isfinite(self.ceiling) else "relu"}
+        name = next((name for name, one in _NAMED.items() if one == self), "leaky")
+        return {"activation": name, "slope": self.slope} if name == "leaky" else {"activation": name}
 
     def apply(self, F: Any, z: Any, dtype: Any = np.float32) -> Any:
         """Applies the activation by MXNet's own operators. ``dtype`` is the type of the layer's parameters."""
@@ -56,6 +53,7 @@ class Activation(NamedTuple):
 NONE = Activation()
 RELU = Activation(0.0)
 RELU6 = Activation(0.0, 6.0)
+_NAMED: Dict[Optional[str], Activation] = {None: NONE, "relu": RELU, "relu6": RELU6}
 #: The least and the largest slope of a leaky ReLU. Kernels for float32 and float16 tell each from 0 and from 1.
 SLOPES = float(np.finfo(np.float32).tiny), 1 - 2.0**-24
 
@@ -64,10 +62,9 @@ def of_arguments(activation: Any, slope: Any) -> Activation:
     """Returns the activation that a layer's arguments describe."""
     expected = "a number above 0 and below 1, in float32 too; activation=None and 'relu' are 1 and 0"
     slope = arguments.number("slope", slope, *SLOPES, expected)
-    if activation is None:
-        return NONE
-    choices = {"relu": RELU, "relu6": RELU6, "leaky": Activation(slope)}
-    return choices[arguments.one_of("activation", activation, tuple(choices))]
+    if activation is not None:
+        arguments.one_of("activation", activation, ("relu", "relu6", "leaky"))
+    return _NAMED.get(activation, Activation(slope))
 
 
 def described(activation: Activation, adds: bool, inplace: bool) -> str:
@@ -80,25 +77,20 @@ def invertible(activation: Activation, adds: bool) -> bool:
     return not adds and activation.slope > 0 and math.isinf(activation.ceiling)
 
 
-def epilogue(F: Any, z: Any, addend: Optional[Any], activation: Activation, dtype: Any) -> Any:
-    """Applies the addition and the activation by MXNet's own operators.
-
-    In graphs, ``+`` is ``elemwise_add``, whose two gradients may share the memory of its one input (``_backward_add``
-    in src/operator/tensor/elemwise_binary_op_basic.cc). The gradients may be wrong where one is added to an array, or
-    where one is not requested. ``broadcast_add`` shares no memory.
-    """
-    sum_ = kinds.classic(z) if addend is None else F.broadcast_add(kinds.classic(z), kinds.classic(addend))
-    return kinds.like(activation.apply(F, sum_, dtype), z)
-
-
 class BatchNormActivation(nn.BatchNorm):
     """``nn.BatchNorm`` and an activation."""
 
     _activation = NONE
 
     def hybrid_forward(self, F: Any, x: Any, addend: Optional[Any] = None, **parameters: Any) -> Any:
-        z = super().hybrid_forward(F, x, **parameters)
-        return epilogue(F, z, addend, self._activation, self.gamma.dtype)
+        y = super().hybrid_forward(F, x, **parameters)
+        z = kinds.classic(y)
+        if addend is not None:
+            # In graphs, `+` is elemwise_add, whose two gradients may share the memory of its one input (_backward_add
+            # in src/operator/tensor/elemwise_binary_op_basic.cc). The gradients may be wrong where one is added to an
+            # array, or where one is not requested. broadcast_add shares no memory.
+            z = F.broadcast_add(z, kinds.classic(addend))
+        return kinds.like(self._activation.apply(F, z, self.gamma.dtype), y)
 
 
 class BatchNormAdd(BatchNormActivation):

@@ -9,11 +9,11 @@ Learning", CVPR 2020, arXiv 1911.05722 (section 3.3 and appendix A.9).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple, Union, overload
+from typing import Any, Callable, Iterator, List, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
-from mxnet import gluon, nd
+from mxnet import nd
 from mxnet.context import Context
 from mxnet.gluon.data import Sampler
 from mxnet.util import is_np_array
@@ -119,26 +119,12 @@ class _Unshuffled(list):
     """Features that must not be unshuffled again."""
 
 
-@overload
 def split_and_load(
-    data: Any, ctx_list: Sequence[Context], batch_axis: int = ..., even_split: bool = ..., *, shuffle: None = ...
-) -> List[Any]: ...
-@overload
-def split_and_load(
-    data: Any, ctx_list: Sequence[Context], batch_axis: int = ..., even_split: bool = ..., *, shuffle: SampleShuffle
-) -> ShuffledBatch: ...
-def split_and_load(
-    data: Any,
-    ctx_list: Sequence[Context],
-    batch_axis: int = 0,
-    even_split: bool = True,
-    *,
-    shuffle: Optional[SampleShuffle] = None,
-) -> Union[List[Any], ShuffledBatch]:
+    data: Any, ctx_list: Sequence[Context], batch_axis: int = 0, even_split: bool = True, *, shuffle: SampleShuffle
+) -> ShuffledBatch:
     """Splits a batch as ``gluon.utils.split_and_load`` does, and shuffles the samples on their way to the devices.
 
-    No sample moves twice. The result is a `ShuffledBatch` with a shard for each context. Without ``shuffle`` this is
-    Gluon's function, with its arguments, results and errors.
+    No sample moves twice. The result has a shard for each context.
 
     Parameters
     ----------
@@ -151,7 +137,7 @@ def split_and_load(
     even_split : bool
         Whether to raise an error if the devices cannot share the samples evenly. Otherwise the first devices get one
         more.
-    shuffle : SampleShuffle, optional
+    shuffle : SampleShuffle
         Draws the permutation.
 
     Raises
@@ -159,8 +145,6 @@ def split_and_load(
     ValueError
         If an argument is not as described, or there are fewer samples than devices.
     """
-    if shuffle is None:
-        return gluon.utils.split_and_load(data, ctx_list, batch_axis, even_split)
     if not isinstance(data, np.ndarray):
         _check_array("data", data, "an NDArray or a numpy.ndarray (shuffle_shards is for batches on devices)")
     ctx_list = arguments.contexts("ctx_list", ctx_list)
@@ -414,11 +398,8 @@ def _check_array(name: str, value: Any, expected: str = "an NDArray with samples
 
 
 def _check_alike(name: str, arrays: Sequence[Any], axis: int) -> None:
-    def kind(array: Any) -> Tuple[Any, ...]:
-        return array.shape[:axis] + array.shape[axis + 1 :], array.dtype, type(array)
-
+    samples = [(type(one), one.dtype, one.shape[:axis] + one.shape[axis + 1 :]) for one in arrays]
     for i, array in enumerate(arrays):
-        if kind(array) != kind(arrays[0]) or not array.shape[axis]:
-            arguments.refuse(
-                f"{name}[{i}]", array, f"samples like those of {name}[0], {arguments.described(arrays[0])}"
-            )
+        if samples[i] != samples[0] or not array.shape[axis]:
+            expected = f"samples like those of {name}[0], {arguments.described(arrays[0])}"
+            arguments.refuse(f"{name}[{i}]", array, expected)

@@ -332,9 +332,7 @@ class SyncBatchNorm(nn.BatchNorm):
     def hybrid_forward(self, F: Any, x: Any, mask: Any = None, *, addend: Any = None, **parameters: Any) -> Any:
         """Returns the output as the kind of ``x``, from operators of ``mx.nd`` or ``mx.sym``."""
         if mask is not None and self._inplace and self.mode == "shuffle":
-            raise ValueError(
-                "mask: expected none where inplace=True and mode='shuffle': x cannot be found under a mask"
-            )
+            arguments.refuse("mask", mask, "none with inplace=True and mode='shuffle': x cannot be found under a mask")
         kwargs, replicas, training = dict(self._kwargs), self._replicas, autograd.is_training()
         # MXNet's BatchNorm fails in 5 dimensions behind a convolution ("Check failed: !is_view").
         frozen = kwargs.pop("use_global_stats") or (F is mx.nd and not training)

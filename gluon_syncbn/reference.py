@@ -75,9 +75,12 @@ class Pool(NamedTuple):
     n: int  # values per channel; 0 for the running statistics
 
 
-class Statistics(NamedTuple):
-    """The values that the backward needs from the forward."""
+class Forward(NamedTuple):
+    """The results of `forward`, and what `backward` needs of it."""
 
+    outputs: List[np.ndarray]  # of each shard, in its shape
+    running_mean: List[np.ndarray]  # the new one of each shard, [C]
+    running_var: List[np.ndarray]
     pools: List[Pool]
     slots: List[Slot]  # the slots that hold a value, in order
     axis: int
@@ -85,16 +88,6 @@ class Statistics(NamedTuple):
     scale: bool
     slopes: List[np.ndarray]  # dy/dz of each value of a shard, channels last
     counts: List[np.ndarray]  # whether each position of a shard counts: one channel, channels last
-
-
-class Forward(NamedTuple):
-    """One entry per shard: outputs of the shard's shape, new running statistics of shape [C]. Also the backward's
-    state."""
-
-    outputs: List[np.ndarray]
-    state: Statistics
-    running_mean: List[np.ndarray]
-    running_var: List[np.ndarray]
 
 
 class Gradients(NamedTuple):
@@ -147,7 +140,7 @@ def forward(
     - `masks`: one per shard, or None where all positions count. Their extents are those of the shard, or 1; the channel
         axis has extent 1, or is left out.
 
-    **Returns:** outputs, statistics, new running means and variances. The arguments are not changed.
+    **Returns:** `Forward`. The arguments are not changed.
 
     **Raises:** `ValueError` for arrays that do not fit, a batch without a value, a `permutation` of other slots
     or with a fixed point, and, with ``nonfinite='error'``, statistics that are not finite. The layer checks all else.
@@ -229,19 +222,19 @@ def forward(
         unbiased = [pool.n / max(pool.n - 1, 1) if running_variance == "unbiased" else 1 for pool in batch]
         new_vars.append(_updated(old_var, [pool.var * k for pool, k in zip(batch, unbiased)], momentum))
 
-    state = Statistics(pools, slots, axis, epsilon, scale, slopes, counts)
-    return Forward([np.moveaxis(y, -1, axis) for y in outputs], state, new_means, new_vars)
+    outputs = [np.moveaxis(y, -1, axis) for y in outputs]
+    return Forward(outputs, new_means, new_vars, pools, slots, axis, epsilon, scale, slopes, counts)
 
 
 def backward(
     shards: Sequence[np.ndarray],
     head_grads: Sequence[np.ndarray],
     gamma: np.ndarray,
-    state: Statistics,
+    state: Forward,
 ) -> Gradients:
     """Returns the gradients of the summed losses with respect to each shard, and each shard's part of dgamma and dbeta.
 
-    **Arguments:** the shards and `gamma` that `forward` got, and the statistics that it returned. `head_grads` are the
+    **Arguments:** the shards and `gamma` that `forward` got, and what it returned. `head_grads` are the
     gradients of the loss with respect to each output, in the shapes of the shards.
 
     **Returns:** `Gradients`. dgamma is zero where `scale` was false.

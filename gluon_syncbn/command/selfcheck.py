@@ -204,7 +204,7 @@ def step(contexts: Sequence[mx.Context], stores: Mapping[Optional[str], str]) ->
         autograd.backward(outputs, [mx.nd.array(dy, ctx=ctx) for dy, ctx in zip(heads, contexts)])
 
         expected = reference.forward(shards, gamma, beta, np.zeros(4), np.ones(4))
-        gradients = reference.backward(shards, heads, gamma, expected.state)
+        gradients = reference.backward(shards, heads, gamma, expected)
         pairs = list(zip(outputs, expected.outputs)) + [(x.grad, dx) for x, dx in zip(inputs, gradients.dxs)]
         pairs += [(layer.running_var.data(ctx), var) for ctx, var in zip(contexts, expected.running_var)]
         pairs += [(layer.gamma.grad(ctx), dg) for ctx, dg in zip(contexts, gradients.dgammas)]

@@ -4,9 +4,9 @@ and the layers use the same store of processes, and the first step tells who tak
 
 from __future__ import annotations
 
-import inspect
+import warnings
 import weakref
-from typing import Any, Callable, Iterable, List
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Sequence
 
 import mxnet as mx
 from mxnet import gluon
@@ -14,12 +14,14 @@ from mxnet import gluon
 from .. import _native
 from ..exchange.store import ProcessStore
 from ..system import environment
+from ..system.arguments import some
 from ..system.logs import log
 from ..training import devices
-from ..training.replicas import followers_of, stores_of
+from ..training.replicas import IN_GRAPH, NEVER, UNFUSED, followers_of, stores_of
 from ..training.session import session
-from . import mixed
+from . import blocks
 
+_MEANS = ("running_mean", "moving_mean")
 #: Of each launcher: the variable with the number of its processes, another one that must be set, and our store.
 _LAUNCHERS = (
     ("PMI_SIZE", "", "mpi"),
@@ -30,27 +32,24 @@ _LAUNCHERS = (
 )
 
 
-def constructing(construct: Callable, *args: Any, **kwargs: Any) -> None:
+def constructing(construct: Callable, trainer: gluon.Trainer, *args: Any, **kwargs: Any) -> None:
     """A new Trainer and the layers use the same store of processes, if one of them has one and the user has chosen
     nothing else. `devices` finds the Trainer's gradients: those of contexts that take no part would be added again.
     """
-    given = inspect.signature(construct).bind(*args, **kwargs).arguments
-    store = given.get("kvstore")
-    if "kvstore" not in given and not given.get("update_on_kvstore"):
-        params = given["params"]
-        listed = list(params.values()) if hasattr(params, "values") else params
-        known = [p for p in listed if isinstance(p, gluon.Parameter)] if isinstance(listed, (list, tuple)) else []
-        stores = stores_of(known)
-        if len(stores) == 1:
-            store = kwargs["kvstore"] = stores[0]
-            log.info("the Trainer uses the KVStore of the layers: %r", store)
-    construct(*args, **kwargs)
+    construct(trainer, *args, **kwargs)
+    settings = trainer._kvstore_params
+    chosen = "kvstore" in kwargs or len(args) > 3  # behind the parameters, the optimizer and its settings
+    stores = [] if chosen or settings["update_on_kvstore"] else stores_of(trainer._params)
+    if len(stores) == 1:
+        settings["kvstore"] = stores[0]
+        log.info("the Trainer uses the KVStore of the layers: %r", stores[0])
+    store = settings["kvstore"]
     if isinstance(store, ProcessStore):
-        store.expect(given["self"])
+        store.expect(trainer)
         if session.exchange is None and not session.chosen:  # `configure` has not chosen
             session.set_exchange(store)
             log.info("layers without a KVStore of their own use that of the Trainer: %r", store)
-    devices.trainers.add(given["self"])
+    devices.trainers.add(trainer)
 
 
 def initialising(initialise: Callable, trainer: gluon.Trainer) -> None:
@@ -60,7 +59,8 @@ def initialising(initialise: Callable, trainer: gluon.Trainer) -> None:
     """
     if trainer not in _initialised:
         _initialised.add(trainer)
-        mixed.warn_of(trainer._params)
+        for text in _surprises(trainer._params):
+            warnings.warn(text, stacklevel=4)
         _tell_who_meets(trainer._params)
     if trainer._kvstore is not None:
         _gate(trainer, with_running=True)
@@ -127,3 +127,80 @@ def _tell_who_meets(parameters: Iterable[gluon.Parameter]) -> None:
                 f"statistics and gradients of all processes, write kv = gluon_syncbn.kvstore({store!r}) and "
                 "gluon.Trainer(..., kvstore=kv). mode='local' is for statistics of each device."
             )
+
+
+def _surprises(parameters: Sequence[gluon.Parameter]) -> Iterator[str]:
+    """Says in what a net computes something else than it was asked for, which is rarely intended."""
+    replicas, layers = followers_of(parameters), _layers(parameters)
+    if any(one.meets() for one in replicas):
+        # Layers whose gamma is not trained are frozen and do not count. Layers that the trainer does not know count
+        # where they have run within a block of the net, or are operators in its graph.
+        synchronised = [stem for stem, (mean, *_) in layers.items() if followers_of([mean])]
+        trained = [stem for stem, (_, gamma, _) in layers.items() if gamma is not None and gamma.grad_req != "null"]
+        plain = [stem for stem in trained if stem not in synchronised] + _run_within(parameters) + _called(parameters)
+        if plain:
+            yield (
+                f"{len(synchronised)} of {len(synchronised) + len(plain)} layers of batch normalisation are "
+                f"synchronised, and these are not: {some(plain, ', ')}. gluon_syncbn.convert(net) reaches layers that "
+                "norm_layer= does not, and after a forward those in attributes of other objects; "
+                "gluon_syncbn.summary(net) lists all"
+            )
+    # Nothing is fused without a graph. Some layers may stay outside of graphs on purpose.
+    eager = [one.name for one in replicas if one.ran == UNFUSED]
+    if eager and not any(one.ran == IN_GRAPH for one in replicas):
+        yield (
+            f"{some(eager, ', ')}: fuse=True fuses nothing here, because no graph contains these layers. Call "
+            "net.hybridize() before the first step"
+        )
+    bypassed = []
+    for mean, *affine in layers.values():
+        ours, trains = followers_of([mean]), [one for one in affine if one is not None and one.grad_req != "null"]
+        fresh = any(all(array._fresh_grad for array in one._data or ()) for one in trains)  # got gradients in this step
+        if fresh and any(one.meets() for one in ours) and all(one.ran == NEVER for one in ours):
+            bypassed.append(ours[0].name)
+    if bypassed:
+        yield (
+            f"{some(bypassed, ', ')}: the parameters of these synchronised layers got gradients, but the layers were "
+            "not computed. Something else normalises in their places: call the layers, and if the graph of the net was "
+            "loaded or is out of date, call net.hybridize() again"
+        )
+
+
+def _layers(parameters: Sequence[gluon.Parameter]) -> Dict[str, List[Any]]:
+    """Returns the running mean, gamma and beta of each layer, as their names tell; None for one that is not there."""
+    by_name = {parameter.name: parameter for parameter in parameters}
+    means = {name[: -len(mean)]: by_name[name] for name in by_name for mean in _MEANS if name.endswith(mean)}
+    return {stem[:-1]: [mean, by_name.get(f"{stem}gamma"), by_name.get(f"{stem}beta")] for stem, mean in means.items()}
+
+
+def _called(parameters: Sequence[gluon.Parameter]) -> List[str]:
+    """Returns the BatchNorm operators in graphs of the net whose running statistics no name tells."""
+    found: Dict[str, None] = {}
+    for block in blocks.with_graphs_of({id(parameter) for parameter in parameters}):
+        given = {parameter.name: parameter for is_input, parameter in block._cached_op_args if not is_input}
+        for node in blocks.recorded(block):
+            if node.operator in blocks.OPERATORS and not node.frozen:
+                gamma, mean = given.get(node.inputs[1]), given.get(node.inputs[3])
+                trains = gamma is None or gamma.grad_req != "null"
+                if trains and (mean is None or not mean.name.endswith(_MEANS)):
+                    found[node.name] = None
+    return list(found)
+
+
+def _run_within(parameters: Sequence[gluon.Parameter]) -> List[str]:
+    """Returns the layers that are not synchronised, that the trainer does not know, and that a block with synchronised
+    parameters has called.
+    """
+    known = {id(parameter) for parameter in parameters}
+    found: Dict[str, None] = {}
+    for block, layers in list(blocks.called.items()):
+        plain = [
+            layer.name
+            for layer in list(layers)
+            if id(layer.running_mean) not in known
+            and not followers_of([layer.running_mean])
+            and layer.gamma.grad_req != "null"
+        ]
+        if plain and followers_of(one for one in block.collect_params().values() if id(one) in known):
+            found.update(dict.fromkeys(plain))
+    return list(found)

@@ -37,14 +37,10 @@ PACKAGES = {
 DRIVER = "libcuda.so.1"
 
 
-class MissingLibraries(ImportError):
-    """A library that MXNet is linked against is missing."""
-
-
 def load() -> None:
     """Loads the libraries that the MXNet on ``sys.path`` needs, unless they are loaded or MXNet is a CPU build.
 
-    Raises `MissingLibraries` if libraries or the driver are missing; the text names them and the packages that contain
+    Raises ImportError if libraries or the driver are missing; the text names them and the packages that contain
     them. If a library exists and cannot be loaded, it raises OSError, in the dynamic loader's own words.
     """
     if "mxnet.base" in sys.modules:  # which loads MXNet's library
@@ -70,7 +66,7 @@ def load() -> None:
         ctypes.CDLL(str(mxnet))  # a library may know by itself where others are (RUNPATH)
     except OSError:
         what = f"The MXNet in {mxnet} is built for NVIDIA GPUs and cannot start "
-        raise MissingLibraries(what + "; and ".join(reasons), name=__package__) from None
+        raise ImportError(what + "; and ".join(reasons), name=__package__) from None
 
 
 def needed(library: Path) -> List[str]:

@@ -13,6 +13,7 @@ from mxnet import autograd, nd
 from .. import _native
 from ..exchange.store import ProcessStore
 from ..system import arguments
+from .replicas import Replicas
 from .session import session
 
 __all__ = ["gather"]
@@ -70,10 +71,10 @@ def gather(features: Any, *, name: str = "gather", kvstore: Any = None) -> Any:
     if not isinstance(name, str) or not name:
         arguments.refuse("name", name, "a text")
     store = session.exchange_of(kvstore) or session.exchange
-    beside = [] if listed else session.beside(features.context)
-    if beside:
-        expected = f"a list of one array for each of {list(beside)}, because layers are there"
-        arguments.refuse("features", features, expected)
+    for layer in [] if listed else list(Replicas.by_token.values()):
+        if len(layer.contexts) > 1 and features.context in layer.contexts:
+            expected = f"a list of one array for each of {layer.contexts}, because layers are there"
+            arguments.refuse("features", features, expected)
     contexts = [array.context for array in arrays]
     rows = arrays[0]
     if len(arrays) > 1:

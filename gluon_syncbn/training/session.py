@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from typing import Any, Callable, Dict, List, Literal, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Literal, Optional, Tuple
 
 import mxnet as mx
 from mxnet.context import Context
@@ -96,11 +96,6 @@ class Session:
         two threads do so at once, each operator may be the first in one queue, and then wait for the other for ever.
         """
         return self._issuing.setdefault((context.device_typeid, context.device_id), threading.Lock())
-
-    def beside(self, context: Context) -> Sequence[Context]:
-        """Returns the contexts of a layer that is on this context and on others; empty if there is none."""
-        places = [layer.contexts for layer, _ in self._layers.values()]
-        return next((contexts for contexts in places if len(contexts) > 1 and context in contexts), [])
 
     # ---- scopes --------------------------------------------------------------------------------------------
 

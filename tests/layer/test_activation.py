@@ -88,7 +88,7 @@ def expected(layer, batch, addends=None, mean=0.0, var=1.0, use_global_stats=Tru
         batch.shards, batch.gamma, batch.beta, np.zeros(5) + mean, np.zeros(5) + var, epsilon=1e-3, addends=addends,
         use_global_stats=use_global_stats, **layer._activation._asdict(),
     )  # fmt: skip
-    return forward.outputs, reference.backward(batch.shards, batch.heads, batch.gamma, forward.state)
+    return forward.outputs, reference.backward(batch.shards, batch.heads, batch.gamma, forward)
 
 
 def specification_of_z(layer, batch, given, settings):

@@ -15,6 +15,9 @@ from gluon_syncbn.activation import BatchNormAdd
 from gluon_syncbn.mxnet_side.nodes import json_of
 
 LEAKY = {"activation": "leaky", "inplace": True}
+#: How gamma is initialised, by how it comes to be 0.
+GAMMAS = {"zeros": "zeros", "Zero": mx.init.Zero(), "Constant": mx.init.Constant(0), "deferred": "zeros"}
+GAMMAS.update(set="ones", loaded="ones")
 
 
 @pytest.mark.parametrize("behind", [{"inplace": True}, LEAKY], ids=["none", "leaky"])
@@ -67,16 +70,14 @@ def test_a_gamma_that_hides_x(contexts, rng, gamma, beta, training):
 
 
 @pytest.mark.parametrize("way", ["eager", "hybrid", "static_alloc"])
-@pytest.mark.parametrize("begin", ["zeros", mx.init.Zero(), mx.init.Constant(0), "set", "deferred", "loaded"], ids=str)
+@pytest.mark.parametrize("begin", GAMMAS)
 def test_a_gamma_that_begins_at_0(contexts, rng, capsys, tmp_path, begin, way):
     """As at the end of residual blocks. The layer keeps x, and trains on when gamma has left 0."""
     batch, places = make_batch(rng, 2, dtype="float32"), contexts[:2]
     xs, heads = on_devices(batch.shards, places, "float32"), on_devices(batch.heads, places, "float32")
     found = []
     for inplace in (True, False):
-        init = "ones" if begin == "set" else "zeros" if isinstance(begin, str) else begin
-        deferred = begin in ("deferred", "loaded")
-        layer = nn.BatchNorm(gamma_initializer="ones" if begin == "loaded" else init, in_channels=0 if deferred else 5)
+        layer = nn.BatchNorm(gamma_initializer=GAMMAS[begin], in_channels=0 if begin in ("deferred", "loaded") else 5)
         layer = convert(layer, inplace=inplace)
         layer.initialize(ctx=places)
         if begin == "set":

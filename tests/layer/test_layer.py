@@ -94,7 +94,7 @@ def test_each_replica_keeps_its_part_of_the_parameter_gradients(contexts, rng):
     batch = make_batch(rng, 3)
     layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:3], "float64")
     step(layer, batch, contexts, "float64")
-    state = reference.forward(batch.shards, batch.gamma, batch.beta, np.zeros(5), np.ones(5)).state
+    state = reference.forward(batch.shards, batch.gamma, batch.beta, np.zeros(5), np.ones(5))
     gradients = reference.backward(batch.shards, batch.heads, batch.gamma, state)
     for ctx, dgamma, dbeta in zip(contexts, gradients.dgammas, gradients.dbetas):
         np.testing.assert_allclose(layer.gamma.grad(ctx).asnumpy(), dgamma, rtol=1e-11)
@@ -129,7 +129,7 @@ def test_large_offset(contexts, rng, axis, dtype):
     for got in result.running_var:
         np.testing.assert_allclose(got, variance, rtol=1e-6)
     want = reference.forward(batch.shards, batch.gamma, batch.beta, np.zeros(5), np.ones(5), axis=axis)
-    gradients = reference.backward(batch.shards, batch.heads, batch.gamma, want.state)
+    gradients = reference.backward(batch.shards, batch.heads, batch.gamma, want)
     for got, expected in zip(result.outputs + result.dxs, want.outputs + gradients.dxs):
         np.testing.assert_allclose(got, expected, atol=1e-4 if dtype == "float32" else 1e-9)
 
@@ -191,7 +191,7 @@ def test_gradient_in_predict_mode(contexts, rng, way):
     with autograd.record(train_mode=False):
         y = layer(x)
     y.backward(nd.array(batch.heads[0], ctx=contexts[0], dtype="float64"), train_mode=False)
-    state = reference.forward(batch.shards[:1], batch.gamma, batch.beta, mean, variance, use_global_stats=True).state
+    state = reference.forward(batch.shards[:1], batch.gamma, batch.beta, mean, variance, use_global_stats=True)
     want = reference.backward(batch.shards[:1], batch.heads[:1], batch.gamma, state)
     np.testing.assert_allclose(x.grad.asnumpy(), want.dxs[0], rtol=1e-10)
     np.testing.assert_allclose(layer.gamma.grad(contexts[0]).asnumpy(), want.dgammas[0], rtol=1e-10)

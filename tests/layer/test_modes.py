@@ -269,7 +269,7 @@ def test_a_layer_used_twice_in_one_forward(contexts, rng, pooling, way):
             settings["permutation"] = permutation(layer, batch, 2, call=use if eager else 0, node=-1 if eager else use)
         inputs = arrays if use == 0 else [np.tanh(y) for y in arrays]
         forward = reference.forward(inputs, batch.gamma, batch.beta, *channels, **settings)
-        states.append((inputs, forward.state))
+        states.append((inputs, forward))
         arrays = forward.outputs
     for y, want in zip(ys, arrays):
         np.testing.assert_allclose(y.asnumpy(), want, rtol=0, atol=1e-10)

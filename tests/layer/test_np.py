@@ -338,7 +338,7 @@ def test_split_and_load(set_np, contexts, kind):
     for arrays in (batch.shuffled_shards, restored):
         assert [type(array) for array in arrays] == [expected] * 2
     np.testing.assert_array_equal(np.concatenate([array.asnumpy() for array in restored]), 2 * whole)
-    shards = contrastive.split_and_load(whole, contexts[:3], even_split=False)
+    shards = gluon.utils.split_and_load(whole, contexts[:3], even_split=False)
     assert all(type(shard) is mx.np.ndarray for shard in shards)
     with pytest.raises(ValueError, match=r"shards\[1\]: NDArray of shape"):
         contrastive.shuffle_shards([shards[0], shards[1].as_nd_ndarray()], shuffle=SampleShuffle(1))
@@ -415,14 +415,14 @@ def test_the_training_of_a_book(set_np, contexts, rng, way):
         losses = []
         for _ in range(2):
             for x, y in loader:
-                parts = [contrastive.split_and_load(a, devices, even_split=False) for a in (x, y)]
+                parts = [gluon.utils.split_and_load(a, devices, even_split=False) for a in (x, y)]
                 with autograd.record():
                     parts = [loss(net(a), b) for a, b in zip(*parts)]
                 for part in parts:
                     part.backward()
                 trainer.step(len(y), ignore_stale_grad=True)
                 losses.append(float(sum(part.as_in_ctx(devices[0]).sum() for part in parts)))
-        predicted = [net(a) for a in contrastive.split_and_load(mx.np.array(images), devices)]
+        predicted = [net(a) for a in gluon.utils.split_and_load(mx.np.array(images), devices)]
         return losses, np.concatenate([a.asnumpy() for a in predicted]), net
 
     norm = nn.BatchNorm if way == "convert" else SyncBatchNorm

@@ -187,7 +187,7 @@ class Specification:
 
         def back(dys: Values) -> reference.Gradients:
             self.meetings += meets
-            return self._layer_back(layer, xs, dys, places, from_0.state)
+            return self._layer_back(layer, xs, dys, places, from_0)
 
         return from_0.outputs, back
 
@@ -210,13 +210,13 @@ class Specification:
 
         def back(dys: Values) -> reference.Gradients:
             one_by_one = zip(xs, dys, places, forwards)
-            each = [self._layer_back(layer, [x], [dy], [place], f.state) for x, dy, place, f in one_by_one]
+            each = [self._layer_back(layer, [x], [dy], [place], f) for x, dy, place, f in one_by_one]
             return reference.Gradients(*([value for (value,) in field] for field in zip(*each)))
 
         return [forward.outputs[0] for forward in forwards], back
 
     def _layer_back(
-        self, layer: SyncBatchNorm, xs: Values, dys: Values, places: Sequence[mx.Context], state: reference.Statistics
+        self, layer: SyncBatchNorm, xs: Values, dys: Values, places: Sequence[mx.Context], state: reference.Forward
     ) -> reference.Gradients:
         gradients = reference.backward(xs, dys, self.weights[layer.gamma.name], state)
         for place, dgamma, dbeta in zip(places, gradients.dgammas, gradients.dbetas):

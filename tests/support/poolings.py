@@ -69,7 +69,7 @@ def specification(
         running_variance="unbiased" if layer._unbiased else "biased", nonfinite=nonfinite,
         **layer._activation._asdict(), addends=addends, masks=masks,
     )  # fmt: skip
-    gradients = reference.backward(batch.shards, batch.heads, batch.gamma, forward.state)
+    gradients = reference.backward(batch.shards, batch.heads, batch.gamma, forward)
     return Result(
         forward.outputs,
         gradients.dxs,

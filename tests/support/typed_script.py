@@ -21,7 +21,7 @@ net.initialize(ctx=contexts)
 gluon_syncbn.configure(timeout=60.0, seed=1)
 version: str = gluon_syncbn.__version__
 trainer = gluon.Trainer(net.collect_params(), "sgd")
-parts = contrastive.split_and_load(mx.nd.ones((4, 3, 8, 8)), contexts)
+parts = gluon.utils.split_and_load(mx.nd.ones((4, 3, 8, 8)), contexts)
 for _ in range(2):
     with autograd.record():
         losses = [net(part) for part in parts]

@@ -106,23 +106,6 @@ def test_many_samples(contexts):
     np.testing.assert_array_equal(np.concatenate([k.asnumpy() for k in batch.apply(lambda x: x)]), data)
 
 
-@pytest.mark.parametrize("kind", ["NDArray", "numpy", "list"])
-@pytest.mark.parametrize("settings", [(), (1,), (0, False)], ids=str)
-def test_without_a_shuffle_it_is_gluons(contexts, kind, settings):
-    data = numbered(5 if settings == (0, False) else 6, 4)
-    data = nd.array(data) if kind == "NDArray" else data.tolist() if kind == "list" else data
-    for count in (1, 2):
-        loaded = split_and_load(data, contexts[:count], *settings)
-        plain = gluon.utils.split_and_load(data, contexts[:count], *settings)
-        assert type(loaded) is list
-        assert [shard.context for shard in loaded] == contexts[:count]
-        for shard, wanted in zip(loaded, plain):
-            np.testing.assert_array_equal(shard.asnumpy(), wanted.asnumpy())
-            assert shard.dtype == wanted.dtype
-    with pytest.raises(ValueError, match="evenly split"):
-        split_and_load(numbered(5, 2), contexts[:2], shuffle=None)
-
-
 def test_the_shards_are_no_list_that_a_training_loop_takes_by_accident(contexts):
     batch = split_and_load(numbered(4, 2), contexts[:2], shuffle=SampleShuffle(1))
     for use in (iter, len, lambda b: b[0], lambda b: zip(b, b)):

@@ -85,7 +85,7 @@ def assert_same_layers(seeds):
             of_shard = np.concatenate(heads[i * case.slots : (i + 1) * case.slots], 1)
             moved = np.moveaxis(shard, case.axis, 0).shape
             whole.append(np.moveaxis(of_shard.reshape(moved), 0, case.axis))
-        wanted, given = truth.backward(want, heads), reference.backward(shards, whole, gamma, got.state)
+        wanted, given = truth.backward(want, heads), reference.backward(shards, whole, gamma, got)
         for found, values in ((given.dxs, wanted.xs), (given.daddends if addends else [], wanted.addends)):
             for part, value in zip([part for array in found for part in truth.cut(array)], values):
                 assert_near(part, value)
@@ -134,8 +134,8 @@ def test_a_fault_is_found(monkeypatch, fault):
 def run(shards, heads, gamma, beta, mean, var, **kwargs):
     """All that forward and backward give, one entry per shard each."""
     result = reference.forward(shards, gamma, beta, mean, var, **kwargs)
-    grads = reference.backward(shards, heads, gamma, result.state)
-    return {**result._asdict(), **grads._asdict(), "state": [], "daddends": []}
+    grads = reference.backward(shards, heads, gamma, result)
+    return {**dict(zip(result._fields[:3], result)), **grads._asdict(), "daddends": []}
 
 
 def assert_same(got, want):
@@ -162,10 +162,10 @@ def test_a_large_offset_costs_no_digits(offset):
     shifted = [x + offset for x in shards]
     at_zero = reference.forward([x - offset for x in shifted], gamma, beta, mean, var)
     far = reference.forward(shifted, gamma, beta, mean, var)
-    np.testing.assert_allclose(far.state.pools[0].var, at_zero.state.pools[0].var, rtol=1e-7)
+    np.testing.assert_allclose(far.pools[0].var, at_zero.pools[0].var, rtol=1e-7)
     for near_dx, far_dx in zip(
-        reference.backward([x - offset for x in shifted], heads, gamma, at_zero.state).dxs,
-        reference.backward(shifted, heads, gamma, far.state).dxs,
+        reference.backward([x - offset for x in shifted], heads, gamma, at_zero).dxs,
+        reference.backward(shifted, heads, gamma, far).dxs,
     ):
         np.testing.assert_allclose(far_dx, near_dx, rtol=1e-5, atol=1e-6)
 
@@ -175,7 +175,7 @@ def test_one_value_per_channel_gives_beta():
     _, _, gamma, beta, mean, var = problem([(1, 3)])
     result = reference.forward([np.array([[5.0, -1.0, 2.0]])], gamma, beta, mean, var)
     np.testing.assert_array_equal(result.outputs[0][0], beta)
-    dx = reference.backward([np.array([[5.0, -1.0, 2.0]])], [np.ones((1, 3))], gamma, result.state).dxs[0]
+    dx = reference.backward([np.array([[5.0, -1.0, 2.0]])], [np.ones((1, 3))], gamma, result).dxs[0]
     assert not dx.any()
 
 
@@ -200,8 +200,8 @@ def test_arguments_are_not_changed():
     before = [a.copy() for a in arguments]
     for kwargs in ({}, {"use_global_stats": True}, {"mode": "shuffle", "permutation": [1, 0]}):
         result = reference.forward(shards, gamma, beta, mean, var, **kwargs)
-        grads = reference.backward(shards, heads, gamma, result.state)
-        pools = [array for pool in result.state.pools for array in (pool.mean, pool.var)]
+        grads = reference.backward(shards, heads, gamma, result)
+        pools = [array for pool in result.pools for array in (pool.mean, pool.var)]
         for results in (result.outputs, result.running_mean, result.running_var, *grads, pools):
             for array in results:  # and are not part of what is returned
                 array += 1
@@ -249,7 +249,7 @@ def test_a_wrong_argument_is_named(change, message):
 
 def test_a_head_gradient_of_another_shape_is_named():
     shards, _, gamma, beta, mean, var = problem([(2, 3)])
-    state = reference.forward(shards, gamma, beta, mean, var).state
+    state = reference.forward(shards, gamma, beta, mean, var)
     with pytest.raises(ValueError, match=r"head_grads have shapes \[\(1, 3\)\]"):
         reference.backward(shards, [np.ones((1, 3))], gamma, state)
 
