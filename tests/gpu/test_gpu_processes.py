@@ -117,7 +117,7 @@ def test_a_gpu_that_does_not_come_to_a_sum():
         assert re.search(
             r"rank \d of 2 waits for rank \d \(over NCCL.* in the gradient of 'array0' and 4 more", text
         ), text
-        assert 2.5 < seconds < 25
+        assert seconds < 25
 
 
 def test_a_way_that_is_none():

@@ -17,7 +17,8 @@ TOGETHER = [
     "under_masks",
     "same_bits_on_repetition",
     "pushpull_and_broadcast",
-    "running_stats_of_all_processes",
+    "averages_running_stats",
+    "updates_bn_stats",
     "recomputed",
     "gathers",
     "gradients_in_any_order",
@@ -33,7 +34,6 @@ FAULTS = {
     "raises": ("rank 1 of 2 has failed: OSError left the recorded step (disk full)", 60),
     "one batch more": ("rank 1 of 2 has ended (rank 0 was in the forward of call 3", 60),
     "skips a layer": ("in the forward of call 2 of SyncBatchNorm 'layer0'", 3),
-    "another layer": ("in the forward of call 2 of SyncBatchNorm 'layer0'", 3),
     "repeats a step": ("in the forward of call 2 of SyncBatchNorm 'layer1'", 3),
     "another shape": ("in gradient 0, round 2", 60),
 }
@@ -50,15 +50,8 @@ def failed():
     """Jobs of two processes that end early, two at a time: most of each is starting Python and waiting."""
     jobs = {fault: ("fault", fault, limit) for fault, (_, limit) in FAULTS.items()}
     jobs["killed"] = ("fault", "killed", 300)
-    for scenario in (
-        "another_net",
-        "a_batch_that_is_not_finite",
-        "broadcasts_parameters",
-        "interrupted",
-        "gathers_alone",
-        "gathers_other_rows",
-    ):
-        jobs[scenario] = (scenario,)
+    others = "another_net a_batch_that_is_not_finite broadcasts_parameters interrupted gathers_alone gathers_other_rows"
+    jobs.update({scenario: (scenario,) for scenario in others.split()})
     with ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2)) as pool:
         return dict(zip(jobs, pool.map(lambda arguments: Job(2, *arguments), jobs.values())))
 

@@ -148,7 +148,7 @@ def work():
     except mx.MXNetError as error:
         print(error, flush=True)
 threading.Thread(target=work).start()
-time.sleep(0.3)
+until_it_waits()
 ready()
 """
     codes = {"": 0, "raise RuntimeError('out of data')": 1}

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import mpi_worker
 import numpy as np
-from mpi_worker import CONTEXTS, devices_of, kv, main, report, wait_for_reports
+from mpi_worker import CONTEXTS, devices_of, kv, main
 from replicas import on_devices
+from reports import report, wait_for
 
 import gluon_syncbn
 from gluon_syncbn.system import kinds
@@ -309,7 +310,6 @@ def two_machines():
 
 def fails(spoil):
     """A step that fails changes no parameter, and all processes learn why."""
-    gluon_syncbn.configure(timeout=3)
     net = nn.HybridSequential()
     net.add(nn.Dense(4, in_units=3), nn.Dense(300_000, in_units=4))
     net.initialize(ctx=OWN)
@@ -326,6 +326,7 @@ def fails(spoil):
 
     if spoil is not begins_elsewhere:
         step()
+    gluon_syncbn.configure(timeout=3)  # the first step, for which everything is built, takes its time
     before = [p.data(OWN[0]).asnumpy() for p in net.collect_params().values()]
     since = time.monotonic()
     if kv.rank == 1:
@@ -340,8 +341,8 @@ def fails(spoil):
                     break
                 except mx.MXNetError:
                     pass
-        report(since, error)
-        wait_for_reports([r for r in range(kv.num_workers) if SPOILS[sys.argv[1]][1] or r != 1])
+        report(kv.rank, since, error)
+        wait_for([r for r in range(kv.num_workers) if SPOILS[sys.argv[1]][1] or r != 1])
         raise SystemExit(3) from None
     raise AssertionError("nothing has failed")
 
@@ -359,7 +360,7 @@ def ends(net):
 
 
 def is_late(net):
-    wait_for_reports([0])
+    wait_for([0])
     os._exit(1)
 
 

@@ -6,9 +6,10 @@ import sys
 import time
 
 import numpy as np
-from mpi_worker import CONTEXTS, kv, main, report, specified, summed, wait_for_reports
+from mpi_worker import CONTEXTS, kv, main, specified, summed
 from poolings import specification
 from replicas import WAYS, assert_same, collect, make_batch, on_devices, prepare, step, step_in_any_order
+from reports import report, wait_for
 
 import gluon_syncbn
 from gluon_syncbn import _native
@@ -137,7 +138,6 @@ def members_do_not_wait_for_others():
 def a_member_fails():
     """Rank 2 of groups [0, 2] and [1, 3] leaves its second step; says what the others learn."""
     fault, groups = sys.argv[2], [[0, 2], [1, 3]]
-    gluon_syncbn.configure(timeout=60 if fault == "raises" else 3)
     batch = make_batch(np.random.RandomState(5), REPLICAS)
     layer = make_layer(batch, groups=groups)
     since = time.monotonic()
@@ -145,19 +145,20 @@ def a_member_fails():
         for k in range(4):
             if k == 1:
                 kv.allgather("before the fault", np.zeros(1))
+                gluon_syncbn.configure(timeout=60 if fault == "raises" else 3)
                 since = time.monotonic()
             if k == 1 and kv.rank == 2:
                 if fault == "raises":
                     with autograd.record():
                         raise OSError("disk full")
-                wait_for_reports([0, 1, 3])  # it does not come
+                wait_for([0, 1, 3])  # it does not come
                 os._exit(4)
             step(layer, part_of(batch), CONTEXTS, "float64")
     except (OSError, mx.MXNetError) as error:
-        report(since, error)
+        report(kv.rank, since, error)
     else:
-        report(since, "nothing")
-    wait_for_reports(range(kv.num_workers) if fault == "raises" else [0, 1, 3])
+        report(kv.rank, since, "nothing")
+    wait_for(range(kv.num_workers) if fault == "raises" else [0, 1, 3])
     os._exit(3)
 
 

@@ -4,9 +4,9 @@ import os
 import sys
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
+from reports import report
 
 import gluon_syncbn
 
@@ -118,8 +118,7 @@ def fault_in_a_sum(fault):
         kv.pushpull("not all come", total)
         mx.nd.waitall()
     except mx.MXNetError as error:
-        text = f"FAILED rank {kv.rank} after {time.monotonic() - start:.1f} s: {error}\n"
-        Path(os.environ["MPI_WORKER_REPORTS"], str(kv.rank)).write_text(text)
+        report(kv.rank, start, error)
         raise SystemExit(3) from None
 
 

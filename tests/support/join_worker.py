@@ -3,8 +3,9 @@
 import time
 
 import numpy as np
-from mpi_worker import CONTEXTS, devices_of, kv, main, report, reporting, wait_for_reports
+from mpi_worker import CONTEXTS, devices_of, kv, main, reporting
 from replicas import WAYS
+from reports import report, wait_for
 
 import gluon_syncbn
 from gluon_syncbn import contrastive
@@ -137,8 +138,8 @@ def errors_end_all():
                 if kv.rank == 1 and step == 3:
                     raise OSError("disk full")
     except (OSError, mx.MXNetError) as error:
-        report(time.monotonic(), error)
-        wait_for_reports(range(kv.num_workers))
+        report(kv.rank, time.monotonic(), error)
+        wait_for(range(kv.num_workers))
         raise SystemExit(3) from None
 
 

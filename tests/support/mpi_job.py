@@ -3,6 +3,7 @@
 import re
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from environments import ended
@@ -18,7 +19,6 @@ FAULTS_BY_RELAY = [
     ("raises", "rank 1 of 2 has failed: OSError left the recorded step (disk full)", 60),
     ("one batch more", "rank 1 of 2 has ended (rank 0 was in ", 60),
     ("skips a layer", "in the forward of call 2 of SyncBatchNorm 'layer1'", 3),
-    ("another layer", "in the forward of call 2 of SyncBatchNorm 'layer1'", 3),
     ("repeats a step", "in the forward of call 3 of SyncBatchNorm 'layer0'", 3),
     ("another shape", "the processes disagree about their arrays in gradient 0, round 2", 60),
 ]
@@ -29,6 +29,15 @@ def failure_of(rank, output):
     found = re.search(rf"FAILED rank {rank} after ([0-9.]+) s: (.*)", output)
     assert found, output
     return float(found[1]), found[2]
+
+
+def left(job, name, limit=60):
+    """The text of a file that a rank of this job leaves in its folder by `reports.leave`."""
+    path, end = job.folder / str(name), time.monotonic() + limit
+    while not path.exists():
+        assert time.monotonic() < end, job.output()
+        time.sleep(0.05)
+    return path.read_text()
 
 
 class Job:

@@ -6,10 +6,8 @@
 
 import ctypes
 import json
-import os
 import sys
 import time
-from pathlib import Path
 
 import light  # noqa: F401
 
@@ -21,6 +19,7 @@ import mxnet as mx  # noqa: E402
 import numpy as np  # noqa: E402
 from mxnet import autograd, gluon, nd  # noqa: E402
 from replicas import Batch, make_batch, on_devices, prepare, truth  # noqa: E402
+from reports import leave, wait_for  # noqa: E402
 
 from gluon_syncbn import _native  # noqa: E402
 from gluon_syncbn.exchange import bridge  # noqa: E402
@@ -196,12 +195,10 @@ def between_processes(point, action, times, seconds, limit, way):
         "parameters kept": _equal(net.values("gamma", "beta"), affine),
         "statistics": _kind(after[0], running[0], net.tracked(running)[0]),
     }
-    Path(os.environ["MPI_WORKER_REPORTS"], f"told {kv.rank}").write_text(f"TOLD {kv.rank} {json.dumps(told)}\n")
+    leave(f"told {kv.rank}", f"TOLD {kv.rank} {json.dumps(told)}\n")
     if errors:
-        until = time.monotonic() + 30
-        other = Path(os.environ["MPI_WORKER_REPORTS"], f"told {1 - kv.rank}")
-        while action == "raise" and not other.exists() and time.monotonic() < until:
-            time.sleep(0.05)  # mpiexec ends the other, which has something to tell
+        if action == "raise":  # the other has something to tell
+            wait_for([f"told {1 - kv.rank}"])
         raise SystemExit(3)
     print(f"OK {kv.rank}", flush=True)
 

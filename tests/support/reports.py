@@ -1,0 +1,29 @@
+"""Files that the ranks of a job leave for the test and for each other.
+
+What a process prints at its end may get lost: mpiexec ends all with the first that ends with an error.
+"""
+
+import os
+import time
+from pathlib import Path
+
+
+def path_of(name):
+    return Path(os.environ["MPI_WORKER_REPORTS"], str(name))
+
+
+def leave(name, text=""):
+    """The file is there when all of it is there."""
+    path_of(f".{name}").write_text(text)
+    path_of(f".{name}").rename(path_of(name))
+
+
+def report(rank, since, error):
+    leave(rank, f"FAILED rank {rank} after {time.monotonic() - since:.1f} s: {error}\n")
+
+
+def wait_for(names):
+    """Before an end with an error, on which mpiexec ends the others."""
+    until = time.monotonic() + 30
+    while time.monotonic() < until and not all(path_of(name).exists() for name in names):
+        time.sleep(0.05)
