@@ -3,13 +3,15 @@
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
+from environments import shell
 from places import ROOT, SUPPORT
-from pythons import python
 
 import gluon_syncbn
 
@@ -34,6 +36,19 @@ def run(*command, cwd="/", limit=900):
         timeout=limit,
     )
     return done.returncode, done.stdout
+
+
+def python(version):
+    """The path of one, `3.9` for example, that runs and can make environments; None where this machine has none."""
+    roots = [os.environ.get("PYENV_ROOT"), str(Path.home() / ".pyenv")]
+    places = [path for root in roots if root for path in sorted(Path(root).glob(f"versions/{version}.*/bin/python"))]
+    on_path = shutil.which(f"python{version}")
+    for path in [*reversed(places), *([on_path] if on_path else [])]:
+        program = "import ensurepip, ctypes, ssl, sys; print('%d.%d' % sys.version_info[:2])"
+        done = subprocess.run([str(path), "-c", program], capture_output=True, text=True, timeout=60, env=shell())
+        if done.stdout.strip() == version:
+            return str(path)
+    return None
 
 
 def made(pattern):
