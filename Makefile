@@ -12,8 +12,9 @@ PYTHON ?=
 ARGS ?=
 PY := $(VENV)/bin/python
 export VENV PYTHON
-# The user's own settings of these would mix other packages in or install past .venv.
-unexport PYTHONHOME PYTHONPATH PIP_TARGET PIP_PREFIX
+# The user's own settings of these would mix other packages in, install past .venv, or have each of the processes that
+# tests start compile the sources of this package again (and MXNet's, on the emulator).
+unexport PYTHONHOME PYTHONPATH PIP_TARGET PIP_PREFIX PYTHONDONTWRITEBYTECODE
 
 help:
 	@cat <<'END'

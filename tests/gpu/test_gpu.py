@@ -56,7 +56,7 @@ if not GPUS:
 HEAD = """
 import ctypes, os, signal, sys, threading, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
-import gluon_syncbn
+import light, gluon_syncbn
 import mxnet as mx, numpy as np
 from gluon_syncbn import SyncBatchNorm, _native
 from mxnet import autograd
@@ -73,7 +73,7 @@ def text_of(program):
 
 def run(program, **variables):
     command = [sys.executable, "-W", "ignore", *program]
-    return ended(command, **variables)
+    return ended(command, SUPPORT, **variables)
 
 
 def side_by_side(programs, **variables):
@@ -340,7 +340,7 @@ def test_a_build_without_nccl(tmp_path):
     link = ["g++", "-shared", "-Wl,--no-as-needed", "-o", str(library), f"-L{folder}"]
     subprocess.run([*link, "-l:libcuda.so.1", "-l:libnvrtc.so.11.2"], check=True, timeout=60, env=shell())
     program = f"""
-        import ctypes, gluon_syncbn, mxnet as mx, numpy as np
+        import ctypes, light, gluon_syncbn, mxnet as mx, numpy as np
         from mxnet import autograd
         handle = ctypes.CDLL({str(library)!r})._handle
         gluon_syncbn._native.find_in(handle, str(gluon_syncbn._native.PATH.parent / "csrc"), {str(tmp_path)!r})
@@ -412,7 +412,7 @@ def test_kernels_that_are_not_there():
     """An error of the layer's own: all replicas have it, with the layer's name."""
     gpus(2)
     program = """
-        import gluon_syncbn, mxnet as mx, numpy as np
+        import light, gluon_syncbn, mxnet as mx, numpy as np
         from mxnet import autograd
         gluon_syncbn._native.find_in(mx.base._LIB._handle, "/no", "")
         contexts = [mx.gpu(0), mx.gpu(1)]
@@ -870,7 +870,7 @@ def test_a_gpu_that_mxnet_has_no_code_for():
     if not EMULATED:
         pytest.skip("needs a GPU that MXNet does not know: the emulator is one")
     program = """
-        import gluon_syncbn, mxnet as mx
+        import light, gluon_syncbn, mxnet as mx
         layer = gluon_syncbn.SyncBatchNorm(in_channels=4)
         layer.initialize(ctx=[mx.cpu(0), mx.gpu(1)])
         """
