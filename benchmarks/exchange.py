@@ -121,6 +121,7 @@ def sizes(over: str, store: Any, work: Dict[str, Any]) -> Dict[str, Any]:
         # As in a step, nothing is made for a call; there, no Python is on the way either.
         def call(
             handle: int,
+            layer: int,
             calls: Any = calls,
             size: int = size,
             data: Any = (values.ctypes.data, total.ctypes.data),
@@ -130,8 +131,8 @@ def sizes(over: str, store: Any, work: Dict[str, Any]) -> Dict[str, Any]:
 
         steps: Dict[str, Callable[[], None]] = {
             "bare": _measuring.bare_sum(over, values),
-            "ours": functools.partial(call, store.handle, ids[store.handle]),
-            "transport": functools.partial(call, alone.handle, ids[alone.handle]),
+            "ours": functools.partial(call, store.handle, layers[store.handle]),
+            "transport": functools.partial(call, alone.handle, layers[alone.handle]),
         }
         taken = in_turn(steps, work["rounds"])
         cells.append({"bytes": size, "processes": store.num_workers, "microseconds": taken})
