@@ -21,15 +21,15 @@
 namespace syncbn {
 namespace {
 
-constexpr double kWarnAfter = 10;         // seconds
-constexpr double kCheckAfter = 0.04;      // seconds: less than `kSlice`, so that each slice has one check
-constexpr double kAskAfter = 0.2;         // seconds: replicas that are about to come seldom take longer
-constexpr double kEndAfterInterrupt = 5;  // seconds, if spinning cannot be told from computing
-constexpr double kWindow = 4.0;           // seconds of samples to keep
-constexpr double kStopped = 1.0;          // between two samples; more means that the process itself was stopped
-constexpr double kIdleShare = 0.25;       // of one core: Horovod's thread, which polls every 1 ms, takes 0.12 to 0.19
-constexpr double kEndAfterIdle = 1.5;     // seconds
-constexpr double kMeasured = 0.5;         // seconds
+constexpr double kWarnAfter = 10;          // seconds
+constexpr double kCheckAfter = 0.04;       // seconds: less than `kSlice`, so that each slice has one check
+constexpr double kAskAfter = 0.2;          // seconds: replicas that are about to come seldom take longer
+constexpr double kEndAfterInterrupt = 10;  // seconds, if threads that poll, as Horovod's, cannot be told from computing
+constexpr double kWindow = 4.0;            // seconds of samples to keep
+constexpr double kStopped = 1.0;           // between two samples; more means that the process itself was stopped
+constexpr double kIdleShare = 0.25;        // of one core: Horovod's thread, which polls every 1 ms, takes 0.12 to 0.19
+constexpr double kEndAfterIdle = 1.5;      // seconds
+constexpr double kMeasured = 0.5;          // seconds
 
 std::atomic<long> interrupted{0};
 // The previous handlers of SIGINT.
@@ -157,7 +157,7 @@ void Wait::look() {
     if (waited_ >= kAskAfter) ask_for_callers();
     const bool interrupted = interrupts() != interrupts_;
     if (interrupted && interrupted_ < 0) interrupted_ = waited_;
-    const bool ends = spins && interrupted && waited_ - interrupted_ >= kEndAfterInterrupt;
+    const bool ends = interrupted && waited_ - interrupted_ >= kEndAfterInterrupt;
     from_outside_ = true;
     // A step that still computes may finish first, so that a handler can save its work.
     if (ends || ((interrupted || step().nobody_left) && idle_for(kEndAfterIdle)))

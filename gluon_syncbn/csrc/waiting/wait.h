@@ -36,8 +36,6 @@ class Wait {
     // up. Warns once if it takes long.
     void look();
 
-    bool spins = false;  // a spinning thread may keep a processor busy without computing
-
   protected:
     // What has not happened: "rank 0 of 2 waits for rank 1".
     virtual std::string state() { return state_; }
