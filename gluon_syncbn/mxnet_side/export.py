@@ -71,17 +71,20 @@ def _plain_layer(attributes: Dict[str, str]) -> BatchNorm:
 def with_layers(
     recorded: Json, layers: Mapping[int, BatchNorm], marks: Optional[Mapping[int, str]] = None, named: bool = True
 ) -> mx.sym.Symbol:
-    """Returns the graph with the nodes of layers in the places of nodes, given by number. Guards and first nodes of
-    calls are gone. A plain layer leaves out a mask. ``marks`` has values of `SYNCHRONISED`. ``named``: outputs keep
-    their names, which are those of guards.
+    """Returns the graph with the nodes of layers in the places of nodes, given by number. Their guards, and the first
+    nodes of their calls, are gone. A plain layer leaves out a mask. ``marks`` has values of `SYNCHRONISED`. ``named``:
+    outputs keep their names, which are those of guards.
     """
     nodes = recorded["nodes"]
     behind = {node["inputs"][0][0]: number for number, node in enumerate(nodes) if is_guard(node)}
+    serving = {at for number in layers for at, *_ in nodes[number]["inputs"]}
+    serving |= {at for number in serving if blocks.is_meeting(nodes[number]) for at, *_ in nodes[number]["inputs"]}
+    serving |= {guard for number, guard in behind.items() if number in layers}
 
     def unfold(number: int, node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
-        if is_guard(node):
+        if number in serving and is_guard(node):
             return inputs
-        if blocks.is_meeting(node):
+        if number in serving and blocks.is_meeting(node):
             mask = inputs[-1] if int(node["attrs"]["masks"]) else []
             return [inputs[0], mask, *inputs[3:]]  # the mask in the place of the batch's statistics
         if number not in layers:

@@ -13,6 +13,8 @@ from mxnet.gluon import nn
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, convert, freeze, revert
+from gluon_syncbn.mxnet_side import blocks
+from gluon_syncbn.mxnet_side.export import is_ours, with_layers
 from gluon_syncbn.mxnet_side.nodes import json_of
 from gluon_syncbn.nets.graphs import Opened
 
@@ -358,13 +360,27 @@ def test_attributes_of_a_symbol():
         {
             name: {key: value for key, value in attributes.items() if key.startswith("__")}
             for name, attributes in symbol.attr_dict().items()
-            if name in mxnets.attr_dict()  # through Custom, our layer is more than one node
+            if name in mxnets.attr_dict() or not gluon_syncbn._native.why_custom()  # where our layer is several nodes
         }
         for symbol in (ours, mxnets)
     ]
     assert of_any[0] == of_any[1] and of_any[0]["bn_gamma"]["__lr_mult__"] == "2.0"
     (node,) = (each for each in ours.attr_dict().values() if "eps" in each)
     assert (node["eps"], node["fix_gamma"], np.float32(node["momentum"])) == ("0.0001", "0", np.float32(0.8))
+
+
+def test_a_node_beside_a_replaced_one_keeps_what_serves_it():
+    """The first node of its call, and the copies that guard it through Custom."""
+    net = nn.HybridSequential()
+    net.add(*[SyncBatchNorm(in_channels=3) for _ in range(2)])
+    net.initialize(ctx=[mx.cpu(0)] * 2)
+    graph = json_of(net(mx.sym.var("data")))
+    last = [n for n, node in enumerate(graph["nodes"]) if is_ours(node) and not blocks.is_meeting(node)][-1]
+    before, after = (
+        [node["op"] for node in one["nodes"] if node["op"] != "null"]
+        for one in (graph, json_of(with_layers(graph, {last: nn.BatchNorm(in_channels=3)})))
+    )
+    assert after == [*before[: len(before) // 2], "BatchNorm"] and after.count("Custom") == 2
 
 
 @untyped_symbol
