@@ -480,8 +480,11 @@ void Sums::serve_next() {
 // Everything that this process has begun fails, and what it begins later.
 void Sums::give_up(const std::exception& reason) noexcept {
     step().fail(reason);
-    segment_.leave(Segment::State::kFailed, reason.what());
-    if (machines_ != nullptr) machines_->fail(reason.what());
+    // The others hear the first reason, if this rank has given one, and not what a wait has made of it.
+    const bool failed = segment_.state_of(segment_.rank()) == Segment::State::kFailed;
+    const std::string first = failed ? segment_.reason_of(segment_.rank()) : reason.what();
+    segment_.leave(Segment::State::kFailed, first);
+    if (machines_ != nullptr) machines_->fail(first.c_str());
     std::vector<std::shared_ptr<Round>> rounds;
     if (current_ != nullptr) rounds.push_back(std::move(current_));
     {
