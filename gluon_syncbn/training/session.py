@@ -225,7 +225,11 @@ def kvstore(name: str, *, gpus: Any = None) -> ProcessStore:
     if store is None:
         store = ProcessStore(name, named.transport(name))
         session.stores.append(store)
-        store.meet_in_memory()
+        try:
+            store.meet_in_memory()
+        except BaseException as error:
+            store.fail(f"rank {store.rank} left gluon_syncbn.kvstore with {type(error).__name__}: {error}")
+            raise
     if gpus is not None:
         store.nccl = False
     return store
