@@ -82,7 +82,6 @@ class Transport:
     mpi: List[int] = []
     #: Bytes from which the transport itself adds arrays of gradients, of all ranks only; None: it adds none.
     adds_from: Optional[int] = None
-    #: The core's exchange over this transport alone, which `open` gives.
     handle: _native.Handle
 
     def __init__(self, rank: int, size: int) -> None:

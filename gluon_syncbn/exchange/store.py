@@ -400,8 +400,8 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             why = "groups name them" if pooling.groups else f"groups reach from rank {self.rank} to others"
             every = f"all {agreed.replicas} devices of this process in every step, not {here}, because {why}"
             arguments.refuse(name, getattr(pooling, name), every)
-        if pooling.problem(here):
-            raise ValueError(pooling.problem(here))
+        if here % (pooling.group_size or 1):
+            arguments.refuse("group_size", pooling.group_size, f"a divisor of the {here} devices of this step")
         return pooling.agreed(agreed.key, layer.channels, [0] * self.rank + [here], self.rank)
 
     def fail(self, reason: str) -> None:

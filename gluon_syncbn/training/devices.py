@@ -47,11 +47,11 @@ def devices(contexts: Sequence[Context]) -> Iterator[None]:
     if _active:
         raise ValueError("contexts: devices(...) is active already; leave that block first")
     mx.nd.waitall()
-    _active = chosen
     for parameter in _trained_parameters():
         for array in parameter.list_data():
             if array.ctx in chosen:
                 _marks[id(array)], array._fresh_grad = array._fresh_grad, False
+    _active = chosen
     _native.reset()
     _native.devices(list(map(str, chosen)))
     try:

@@ -140,9 +140,12 @@ def test_groups_that_stay_at_home(layer_id, replicas, named, messages):
 @pytest.mark.parametrize(
     "pooling, expected",
     [
-        ({"group_size": 2}, "expected all 3 devices of this process in every step, not 2, because groups reach"),
-        ({"group_size": 3}, "group_size: 3 was given, expected a divisor of the number of devices, 2"),
-        ({"groups": ((0, 5), (1, 2, 3, 4))}, "all 3 devices of this process in every step, not 2, because groups name"),
+        (
+            {"group_size": 2},
+            "group_size: 2 was given, expected all 3 devices of this process in every step, not 2, because groups",
+        ),
+        ({"group_size": 3}, "group_size: 3 was given, expected a divisor of the 2 devices of this step"),
+        ({"groups": ((0, 5), (1, 2, 3, 4))}, "expected all 3 devices of this process in every step, not 2, because"),
         ({"groups": ((0, 1, 2), (3, 4, 5))}, "expected all 3 devices of this process in every step, not 2"),
     ],
     ids=str,
