@@ -526,7 +526,7 @@ def test_memory_is_freed_while_a_collective_hangs(phase, tmp_path):
 
 
 def test_ctrl_c_while_nccl_connects():
-    """It spins meanwhile, as NCCL's sockets do, so that the process does not look idle. Either wait may end first."""
+    """It spins meanwhile, as NCCL's sockets do, so that the process does not look idle."""
     gpus(2)
     if not EMULATED:
         pytest.skip("nothing keeps NCCL from connecting")
@@ -563,7 +563,7 @@ def test_ctrl_c_while_nccl_connects():
             output, errors = process.communicate(timeout=60)
         finally:
             process.kill()
-    assert re.search("NCCL has not (connected the GPUs|answered), and the process was asked to end", output), errors
+    assert "NCCL has not connected the GPUs, and the process was asked to end (Ctrl-C" in output, errors
     assert process.returncode in (1, -signal.SIGINT), errors
 
 

@@ -47,7 +47,7 @@ std::string Mailbox::loss(size_t rank, const std::string& exchange) const {
     return name_of(rank) + " " + fate_of(rank) + " (rank " + number_of(rank_) + " was in " + exchange + ")";
 }
 
-void WaitForOthers::give_up(const std::string& reason) {
+void WaitForOthers::give_up(const std::string& reason, bool) {
     mail_.leave(Mailbox::State::kFailed, reason);
     throw Failure(reason);
 }

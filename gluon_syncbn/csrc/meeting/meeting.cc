@@ -145,9 +145,9 @@ class WaitForReplicas : public Wait {
         if (!failure->layer.empty()) throw Failure(*failure);
         throw Failure(config_.name, "", call_, describe(meeting_, phase_) + ". " + failure->reason);
     }
-    [[noreturn]] void give_up(const std::string& text) override {  // (6)
+    [[noreturn]] void give_up(const std::string& text, bool from_outside = false) override {  // (6)
         std::optional<Failure> cause;
-        if (!from_outside_ && !complete_) {
+        if (!from_outside && !complete_) {
             std::lock_guard<std::mutex> lock(waits.mutex);
             if (!waits.reasons.empty()) cause.emplace(waits.reasons.begin()->second);
         }

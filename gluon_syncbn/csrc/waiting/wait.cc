@@ -21,15 +21,14 @@
 namespace syncbn {
 namespace {
 
-constexpr double kWarnAfter = 10;          // seconds
-constexpr double kCheckAfter = 0.04;       // seconds: less than `kSlice`, so that each slice has one check
-constexpr double kAskAfter = 0.2;          // seconds: replicas that are about to come seldom take longer
-constexpr double kEndAfterInterrupt = 10;  // seconds, if threads that poll, as Horovod's, cannot be told from computing
-constexpr double kWindow = 4.0;            // seconds of samples to keep
-constexpr double kStopped = 1.0;           // between two samples; more means that the process itself was stopped
-constexpr double kIdleShare = 0.25;        // of one core: Horovod's thread, which polls every 1 ms, takes 0.12 to 0.19
-constexpr double kEndAfterIdle = 1.5;      // seconds
-constexpr double kMeasured = 0.5;          // seconds
+constexpr double kWarnAfter = 10;      // seconds
+constexpr double kCheckAfter = 0.04;   // seconds: less than `kSlice`, so that each slice has one check
+constexpr double kAskAfter = 0.2;      // seconds: replicas that are about to come seldom take longer
+constexpr double kWindow = 4.0;        // seconds of samples to keep
+constexpr double kStopped = 1.0;       // between two samples; more means that the process itself was stopped
+constexpr double kIdleShare = 0.25;    // of one core: Horovod's thread, which polls every 1 ms, takes 0.12 to 0.19
+constexpr double kEndAfterIdle = 1.5;  // seconds
+constexpr double kMeasured = 0.5;      // seconds
 
 std::atomic<long> interrupted{0};
 // The previous handlers of SIGINT.
@@ -157,15 +156,14 @@ void Wait::look() {
     if (waited_ >= kAskAfter) ask_for_callers();
     const bool interrupted = interrupts() != interrupts_;
     if (interrupted && interrupted_ < 0) interrupted_ = waited_;
-    const bool ends = interrupted && waited_ - interrupted_ >= kEndAfterInterrupt;
-    from_outside_ = true;
-    // A step that still computes may finish first, so that a handler can save its work.
+    const bool ends = interrupted && waited_ - interrupted_ >= after_interrupt;
+    // A step that still computes may finish first, if it does so soon, so that a handler can save its work.
     if (ends || ((interrupted || step().nobody_left) && idle_for(kEndAfterIdle)))
-        give_up(state() + ", and the process was asked to end (Ctrl-C, or its main thread has ended).");
+        give_up(state() + ", and the process was asked to end (Ctrl-C, or its main thread has ended).", true);
     if (step().forking && in_vain())
         give_up(state() + ", and the process was forked (os.fork, multiprocessing, subprocess with preexec_fn). " +
-                "Fork before a step or after it, not between the calls of its replicas.");
-    from_outside_ = false;
+                    "Fork before a step or after it, not between the calls of its replicas.",
+                true);
     check_others();
     const bool late = waited_ >= limit_;
     if (!late && (waited_ < kWarnAfter || warned_)) return;
@@ -177,7 +175,7 @@ void Wait::look() {
     late ? give_up(text.str()) : warn(text.str());
 }
 
-void Wait::give_up(const std::string& text) { throw Failure(text); }
+void Wait::give_up(const std::string& text, bool) { throw Failure(text); }
 
 void Wait::warn(const std::string& text) { log(Level::kWarning, Failure(layer_, "", "", text).what()); }
 

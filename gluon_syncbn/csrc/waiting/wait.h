@@ -36,13 +36,15 @@ class Wait {
     // up. Warns once if it takes long.
     void look();
 
+    double after_interrupt = 10;  // seconds, where threads that poll, as Horovod's, cannot be told from computing
+
   protected:
     // What has not happened: "rank 0 of 2 waits for rank 1".
     virtual std::string state() { return state_; }
     // What is likely if it takes long, and what to do about it.
     virtual std::string advice() { return advice_; }
-    // Throws the text.
-    [[noreturn]] virtual void give_up(const std::string& text);
+    // Throws the text. `from_outside`: the process was asked to end, or was forked.
+    [[noreturn]] virtual void give_up(const std::string& text, bool from_outside = false);
     virtual void warn(const std::string& text);
     // Throws the reason if the step has failed elsewhere.
     virtual void throw_if_failed();
@@ -58,8 +60,6 @@ class Wait {
     double waited() const { return waited_; }
     // Allows so many seconds more from now on.
     void extend(double seconds) { limit_ = std::floor(waited_ + seconds); }
-
-    bool from_outside_ = false;  // the reason to give up: the process was asked to end, or was forked
 
   private:
     static constexpr double kForkIdle = 1;  // seconds without computing
