@@ -121,10 +121,7 @@ SYNCBN_API(const char*, problem) { return problem; }
 
 // Registers the operator. `process` begins the name of each layer in graphs, and its number follows. After `find_in`.
 SYNCBN_API(void, register, const char* process) {
-    const syncbn::MXNet functions;
-    const auto* const first = reinterpret_cast<void* const*>(&functions);
-    const auto* const end = first + sizeof functions / sizeof *first;
-    if (std::find(first, end, nullptr) != end) throw syncbn::Failure("this MXNet lacks functions that the layer calls");
+    const syncbn::MXNet functions;  // first, because it may throw
     registry().process = process;
     check(syncbn::register_operator(functions));
 }

@@ -4,7 +4,6 @@
 
 #include <dlfcn.h>
 
-#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -54,26 +53,34 @@ struct Function {
 // Finds a function of MXNet's or of a library that it is linked against.
 inline Function find(const char* name) { return {mxnet_library == nullptr ? nullptr : dlsym(mxnet_library, name)}; }
 
+// The same, of one that the layer cannot do without. Throws if the library, once it is known, lacks it.
+inline Function needed(const char* name) {
+    const Function found = find(name);
+    if (mxnet_library != nullptr && found.address == nullptr)
+        throw std::runtime_error(std::string("this MXNet lacks a function that the layer calls: ") + name);
+    return found;
+}
+
 // All but the first return 0 or fail.
 struct MXNet {
-    const char* (*MXGetLastError)() = find("MXGetLastError");
-    int (*MXCustomOpRegister)(const char* op_type, CustomOpPropCreator creator) = find("MXCustomOpRegister");
-    int (*MXAutogradIsTraining)(bool* training) = find("MXAutogradIsTraining");
-    int (*MXAutogradIsRecording)(bool* recording) = find("MXAutogradIsRecording");
-    int (*MXNDArrayGetData)(void* handle, void** data) = find("MXNDArrayGetData");
-    int (*MXNDArrayGetContext)(void* handle, int* device_type, int* number) = find("MXNDArrayGetContext");
-    int (*MXNDArrayFree)(void* handle) = find("MXNDArrayFree");
+    const char* (*MXGetLastError)() = needed("MXGetLastError");
+    int (*MXCustomOpRegister)(const char* op_type, CustomOpPropCreator creator) = needed("MXCustomOpRegister");
+    int (*MXAutogradIsTraining)(bool* training) = needed("MXAutogradIsTraining");
+    int (*MXAutogradIsRecording)(bool* recording) = needed("MXAutogradIsRecording");
+    int (*MXNDArrayGetData)(void* handle, void** data) = needed("MXNDArrayGetData");
+    int (*MXNDArrayGetContext)(void* handle, int* device_type, int* number) = needed("MXNDArrayGetContext");
+    int (*MXNDArrayFree)(void* handle) = needed("MXNDArrayFree");
     using Push = int(void (*run)(void* context, void* parameter), void* parameter, void (*deleter)(void* parameter),
                      const void* context, void** reads, int read_count, void** writes, int write_count,
                      const void* property, int priority, const char* name);
-    Push* MXEnginePushSync = find("MXEnginePushSync");
-    Push* MXEnginePushSyncND = find("MXEnginePushSyncND");  // of arrays
+    Push* MXEnginePushSync = needed("MXEnginePushSync");
+    Push* MXEnginePushSyncND = needed("MXEnginePushSyncND");  // of arrays
     // The function calls `complete` later.
     int (*MXEnginePushAsyncND)(void (*run)(void* context, void* complete, void* parameter), void* parameter,
                                void (*deleter)(void* parameter), const void* context, void** reads, int read_count,
                                void** writes, int write_count, const void* property, int priority, const char* name,
-                               bool wait) = find("MXEnginePushAsyncND");
-    int (*MXShallowCopyNDArray)(void* handle, void** out) = find("MXShallowCopyNDArray");  // a handle of its own
+                               bool wait) = needed("MXEnginePushAsyncND");
+    int (*MXShallowCopyNDArray)(void* handle, void** out) = needed("MXShallowCopyNDArray");  // a handle of its own
 };
 inline MXNet mx;  // empty until `register_operator`
 

@@ -105,6 +105,9 @@ void load_core() {
     functions.MXNDArrayGetData = ndarray_get_data;
     functions.MXNDArrayFree = ndarray_free;
     functions.MXEnginePushSyncND = engine_push;
+    syncbn::mxnet_library = dlopen(nullptr, RTLD_NOW);
+    expect(syncbn_register(kProcess) != 0, "a library without the functions that the layer calls is refused");
+    syncbn::mxnet_library = nullptr;
     syncbn::registry().process = kProcess;
     expect(syncbn::register_operator(functions) == 0, "the operator is registered");
 }
