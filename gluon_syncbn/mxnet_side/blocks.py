@@ -20,7 +20,7 @@ from .op import NAME, Role
 PARAMETERS = ("gamma", "beta", "running_mean", "running_var")
 #: Operators of BatchNorm in a recorded graph; for custom ones their `op_type`.
 OPERATORS = ("BatchNorm", "_contrib_SyncBatchNorm", "_contrib_BatchNormWithReLU")
-_CUDNN_OFF = ("gluoncv.nn.block", "BatchNormCudnnOff.hybrid_forward")  # which changes no result
+_CUDNN_OFF = ("gluoncv.nn.block", "BatchNormCudnnOff")  # which changes no result
 
 
 def iterate(net: Block, seen: Optional[Set[int]] = None) -> Iterator[Block]:
@@ -66,8 +66,8 @@ def difference(block: Block) -> str:
     if isinstance(block, ContribSyncBatchNorm):
         return "it is a subclass of contrib's SyncBatchNorm"
     for name in ("forward", "__call__", "hybrid_forward"):
-        function = getattr(cls, name)
-        known = function is getattr(_BatchNorm, name) or (function.__module__, function.__qualname__) == _CUDNN_OFF
+        owner = next(one for one in cls.__mro__ if name in vars(one))
+        known = owner in _BatchNorm.__mro__ or (owner.__module__, owner.__qualname__) == _CUDNN_OFF
         if not known or name in vars(block):
             return f"it has a {name} of its own"
     return ""
