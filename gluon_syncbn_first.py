@@ -20,8 +20,8 @@ class Finder:
 
         spec = compatibility.spec_behind(self, name, path, target)
         if hasattr(getattr(spec, "loader", None), "exec_module"):
-            compatibility.change(spec.loader, lambda _: compatibility.supply(), None)
             compatibility.change(spec.loader, lambda _: cuda_libraries.load(), None)
+            compatibility.change(spec.loader, lambda _: compatibility.supply(), None)  # runs first
         return spec
 
 

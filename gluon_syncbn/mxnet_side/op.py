@@ -125,8 +125,8 @@ def sync_batch_norm(
         if node >= 0:
             return F.Custom(*given, op_type=NAME, name="track" if role == Role.TRACK else "fwd", **attributes)
         texts = {key: str(value) for key, value in attributes.items()}
-        number = _native.call_create(list(texts), list(texts.values()))
-        replicas.attributes[str(number)], replicas.by_call[str(number)] = texts, replicas
+        number = str(_native.call_create(list(texts), list(texts.values())))
+        replicas.attributes[number], replicas.by_call[number] = texts, replicas
         replicas.calls[settings, role, adds, masks] = number
         return custom(*given, role=role, adds=adds, masks=masks)
 

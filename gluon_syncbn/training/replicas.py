@@ -72,7 +72,7 @@ class Replicas:
         self.contexts: List[Context] = []  # the same, without repetitions
         self.on_cpus = True  # some of them may be
         self.of_context = 1  # `per_context` of these
-        self.calls: Dict[Any, int] = {}  # the numbers of eager ones in the core, by their settings
+        self.calls: Dict[Any, str] = {}  # the numbers of eager ones in the core, by their settings
         self.attributes: Dict[str, Dict[str, str]] = {}  # of these, by their numbers
         self.problem = ""  # why these contexts cannot train
         self.running: weakref.WeakSet[Parameter] = weakref.WeakSet()  # the parameters of the running statistics

@@ -62,7 +62,7 @@ struct MomentsArguments {
     const void* mask;
 };
 
-// Combines the chunks of a slot: [chunks][slots] into [slots]. Grid: a warp for each slot and channel.
+// Combines the chunks of a slot: [chunks][slots] into [slots]. Grid: a block for each kBlock / 32 slots and channels.
 struct MergeArguments {
     Index slots, channels;
     const double* partial;

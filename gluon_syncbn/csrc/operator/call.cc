@@ -144,9 +144,9 @@ void Call::end() {
         if (passes_on()) {
             pass_on();
         } else if (backward_) {
-            differentiate();
-            if (node_.adds && reqs_[kAddend] == kAdd)
+            if (node_.adds && reqs_[kAddend] == kAdd)  // first, because dx may have the memory of dy
                 copy(dz_, tensor_.type, tensor_.shape.size(), written(kAddend), true);
+            differentiate();
         } else {
             if (frozen_) tensor_.cut(1);
             normalise();

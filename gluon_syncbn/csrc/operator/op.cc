@@ -16,7 +16,6 @@
 #include <cstring>
 #include <iterator>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <optional>
 #include <thread>
