@@ -34,6 +34,7 @@ FAULTS = {
     "raises": ("rank 1 of 2 has failed: OSError left the recorded step (disk full)", 60),
     "one batch more": ("rank 1 of 2 has ended (rank 0 was in the forward of call 3", 60),
     "skips a layer": ("in the forward of call 2 of SyncBatchNorm 'layer0'", 3),
+    "another layer": ("in the forward of call 2 of SyncBatchNorm 'layer0'", 3),
     "repeats a step": ("in the forward of call 2 of SyncBatchNorm 'layer1'", 3),
     "another shape": ("in gradient 0, round 2", 60),
 }

@@ -185,7 +185,7 @@ def assert_survived(done, action, point):
     assert survivor is not None, done.output
     assert survivor["statistics"] in ("old", "new")
     if action == "raise":
-        assert hit is not None and hit["reached"], done.output
+        assert hit is not None and hit["reached"], f"{point} was not reached: {done.output}"
         assert hit["errors"] and hit["parameters kept"], done.output
     if survivor["errors"]:
         assert survivor["seconds"] < HANGS / 10

@@ -19,6 +19,7 @@ FAULTS_BY_RELAY = [
     ("raises", "rank 1 of 2 has failed: OSError left the recorded step (disk full)", 60),
     ("one batch more", "rank 1 of 2 has ended (rank 0 was in ", 60),
     ("skips a layer", "in the forward of call 2 of SyncBatchNorm 'layer1'", 3),
+    ("another layer", "in the forward of call 2 of SyncBatchNorm 'layer1'", 3),
     ("repeats a step", "in the forward of call 3 of SyncBatchNorm 'layer0'", 3),
     ("another shape", "the processes disagree about their arrays in gradient 0, round 2", 60),
 ]

@@ -718,6 +718,10 @@ def train_step(k):
         with autograd.record():
             y = _layers[1](x)
         y.asnumpy()
+    if faulty and fault == "another layer":
+        with autograd.record():
+            y = _layers[1](_layers[1](x))
+        y.asnumpy()
     if faulty and fault == "repeats a step":
         with autograd.record():
             y = _layers[0](x)
