@@ -166,7 +166,8 @@ void Wait::look() {
                 true);
     check_others();
     const bool late = waited_ >= limit_;
-    if (!late && (waited_ < kWarnAfter || warned_)) return;
+    // Without a limit, the process waits for itself: for gradients that its backward has not written yet.
+    if (!late && (waited_ < kWarnAfter || warned_ || limit_ == kForEver)) return;
     warned_ = true;
     std::ostringstream text;
     text << state() << " after ";
