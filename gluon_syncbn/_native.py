@@ -295,9 +295,9 @@ def set_layers(layer_of: Callable[[Any, int], Any]) -> None:
         exchange, values = _exchanges[number], array_at(rows, count * length).reshape(count, length)
         array_at(out, length)[:] = exchange.add(layer_of(exchange, layer), values)
 
-    def agreed(number: int, layer: int, here: int, out: int) -> None:
+    def agreed(number: int, layer: int, out: int) -> None:
         exchange = _exchanges[number]
-        _core.syncbn_agreed(out, *exchange.agreed(layer_of(exchange, layer), here))
+        _core.syncbn_agreed(out, *exchange.known[layer_of(exchange, layer).id])
 
     assert not _of_exchanges
     _of_exchanges.extend([_ADD(_guarded(add)), _AGREED(_guarded(agreed))])
@@ -306,7 +306,7 @@ def set_layers(layer_of: Callable[[Any, int], Any]) -> None:
 
 # The types of `AddInPython` and `AgreedInPython` in csrc/exchange/python.h.
 _ADD = ctypes.CFUNCTYPE(ctypes.c_bool, *[ctypes.c_int64] * 4, *[ctypes.c_void_p] * 2)
-_AGREED = ctypes.CFUNCTYPE(ctypes.c_bool, *[ctypes.c_int64] * 3, ctypes.c_void_p)
+_AGREED = ctypes.CFUNCTYPE(ctypes.c_bool, *[ctypes.c_int64] * 2, ctypes.c_void_p)
 _of_exchanges: List[Any] = []  # the core keeps pointers to them
 
 

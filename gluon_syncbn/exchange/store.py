@@ -387,23 +387,6 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
 
     # ---- Exchange ------------------------------------------------------------------------------------------------
 
-    def agreed(self, layer: LayerInfo, here: int = 0) -> Agreed:
-        """For the core: returns the agreement about a layer, for a step with ``here`` replicas in this process.
-
-        With 0, all of them take part. ValueError: some members of a group are missing.
-        """
-        agreed, pooling = self.known[layer.id], layer.pooling
-        if not agreed.ranks or here in (0, agreed.replicas):
-            return agreed
-        if pooling.groups or len(agreed.ranks) > 1:
-            name = "groups" if pooling.groups else "group_size"
-            why = "groups name them" if pooling.groups else f"groups reach from rank {self.rank} to others"
-            every = f"all {agreed.replicas} devices of this process in every step, not {here}, because {why}"
-            arguments.refuse(name, getattr(pooling, name), every)
-        if here % (pooling.group_size or 1):
-            arguments.refuse("group_size", pooling.group_size, f"a divisor of the {here} devices of this step")
-        return pooling.agreed(agreed.key, layer.channels, [0] * self.rank + [here], self.rank)
-
     def fail(self, reason: str) -> None:
         _native.processes_failed(self.handle, reason)
 

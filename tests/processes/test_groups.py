@@ -10,11 +10,12 @@ NUMBERS = "equals_the_specification+empty_shards+layers_in_any_order"
 
 
 @pytest.mark.parametrize("way", [{}, BY_TRANSPORT], ids=["memory", "transport"])
-@pytest.mark.parametrize(("processes", "contexts", "more"), [(4, 1, "members_do_not_wait_for_others"), (2, 2, "")])
+@pytest.mark.parametrize(
+    ("processes", "contexts", "more"), [(4, 1, "members_do_not_wait_for_others"), (2, 2, "fewer_devices")]
+)
 def test_named_groups(processes, contexts, more, way):
     """Against the specification; the same bits for all members; any order of layers with other groups."""
-    also = [more] if more else []
-    also += ["messages_to_members_only"] if way else []
+    also = [more, "messages_to_members_only"] if way else [more]
     job = Job(
         processes,
         "+".join([NUMBERS, *also]),

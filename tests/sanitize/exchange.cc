@@ -55,7 +55,7 @@ bool add(int64_t, int64_t, int64_t rows, int64_t length, const double* values, d
     return true;
 }
 
-bool agreed(int64_t, int64_t layer, int64_t, syncbn::Agreed* out) {
+bool agreed(int64_t, int64_t layer, syncbn::Agreed* out) {
     out->key = layer;
     return true;
 }

@@ -6,6 +6,7 @@ import sys
 import time
 
 import numpy as np
+import pytest
 from mpi_worker import CONTEXTS, kv, main, specified, summed
 from poolings import specification
 from replicas import WAYS, assert_same, collect, make_batch, on_devices, prepare, step, step_in_any_order
@@ -133,6 +134,23 @@ def members_do_not_wait_for_others():
             kv.allgather("the next group", np.zeros(1))
         for x in (layer.running_mean, layer.running_var):
             assert np.isfinite(x.data().asnumpy()).all()
+
+
+def fewer_devices():
+    """Groups within a process are those of the devices that take part; others need all devices of the process."""
+    batch = part_of(make_batch(np.random.RandomState(6), REPLICAS))
+    one = batch._replace(shards=batch.shards[1:], heads=batch.heads[1:])
+    alone = gluon_syncbn.SyncBatchNorm(in_channels=5, mode="local")
+    want = step(prepare(alone, one, CONTEXTS[1:], "float64"), one, CONTEXTS[1:], "float64")
+    inside, reaching = make_layer(batch, group_size=HERE), make_layer(batch, groups=NAMED[0])
+    for layer in (inside, reaching):
+        step(layer, batch, CONTEXTS, "float64")
+    with gluon_syncbn.devices(CONTEXTS[1:]):
+        got = step(inside, one, CONTEXTS[1:], "float64")
+        with pytest.raises(mx.MXNetError, match="so all 2 devices of this process take part in every step, not 1"):
+            step(reaching, one, CONTEXTS[1:], "float64")
+    for name in ("outputs", "dxs"):
+        np.testing.assert_allclose(getattr(got, name)[0], getattr(want, name)[0], rtol=0, atol=1e-11)
 
 
 def a_member_fails():

@@ -119,7 +119,7 @@ def test_groups_that_stay_at_home(layer_id, replicas, named, messages):
     def work(rank, store):
         layer = info(layer_id, replicas[rank], **{"groups" if isinstance(named, list) else "group_size": named})
         store.learn([layer])
-        of = store.agreed(layer)
+        of = store.known[layer.id]
         return np.concatenate([values[other] for other in of.ranks])[of.members], of
 
     results = everywhere(all_stores, work)
@@ -135,30 +135,6 @@ def test_groups_that_stay_at_home(layer_id, replicas, named, messages):
             (members,) = [sorted(group) for group in named if starts[rank] + i in group]
             np.testing.assert_array_equal(got[of.groups == of.groups[of.first + i]], all_values[members])
     assert sum(len(of.ranks) - 1 for _, of in results) == messages
-
-
-@pytest.mark.parametrize(
-    "pooling, expected",
-    [
-        (
-            {"group_size": 2},
-            "group_size: 2 was given, expected all 3 devices of this process in every step, not 2, because groups",
-        ),
-        ({"group_size": 3}, "group_size: 3 was given, expected a divisor of the 2 devices of this step"),
-        ({"groups": ((0, 5), (1, 2, 3, 4))}, "expected all 3 devices of this process in every step, not 2, because"),
-        ({"groups": ((0, 1, 2), (3, 4, 5))}, "expected all 3 devices of this process in every step, not 2"),
-    ],
-    ids=str,
-)
-def test_groups_and_fewer_devices(layer_id, pooling, expected):
-    def work(rank, store):
-        layer = info(layer_id, 3, **pooling)
-        store.learn([layer])
-        return store.agreed(layer, 2)
-
-    for error in everywhere(stores(2), work):
-        assert isinstance(error, ValueError)
-        assert expected in str(error)
 
 
 @pytest.mark.parametrize(

@@ -328,8 +328,7 @@ std::vector<Processes::Step> Processes::between(const Ranks& ranks) const {
     return steps;
 }
 
-// The first call of a layer asks later for the agreement, because that may take a while, and so does a call with another
-// number of replicas.
+// The first call of a layer asks later for the agreement, because that may take a while.
 Underway Processes::begin(Combine combine, const CallId& id, const Contribution& own) {
     std::unique_lock<std::mutex> lock(mutex_);
     const auto known = known_.find(id.layer);
@@ -337,7 +336,7 @@ Underway Processes::begin(Combine combine, const CallId& id, const Contribution&
     lock.unlock();
     if (agreed == nullptr)
         return later([=] {
-            Known learned{agreed_in_python(number_, id, 0), id.name};
+            Known learned{agreed_in_python(number_, id), id.name};
             std::unique_lock<std::mutex> lock(mutex_);
             known_.emplace(id.layer, std::move(learned));
             lock.unlock();
@@ -347,21 +346,22 @@ Underway Processes::begin(Combine combine, const CallId& id, const Contribution&
         const bool fits = machine_ != nullptr && own.length <= machine_->most_values();
         return Steps::begun(*this, fits ? in_levels_ : in_job_, combine, id, *agreed, own);
     }
-    const auto among = [](Mailbox& mail, const Agreed& agreed) -> std::vector<Step> {
-        const Ranks others = without(agreed.ranks.empty() ? mail.everybody : agreed.ranks, mail.rank());
-        return {{&mail, 0, others, others}};
-    };
     if (!agreed->ranks.empty()) {
         const auto replicas = static_cast<int64_t>(own.length) / (2 * agreed->channels + (id.phase == 0));
-        if (replicas != agreed->replicas)
-            return later([=] {
-                const Agreed of_these = agreed_in_python(number_, id, replicas);
-                return *Steps::begun(*this, among(*job_, of_these), combine, id, of_these, own)(kForEver);
-            });
+        const bool all = replicas == agreed->replicas;
+        if (!all && agreed->ranks.size() > 1)
+            throw Failure("groups reach from " + job_->name_of(job_->rank()) + " to others, so all " +
+                          std::to_string(agreed->replicas) + " devices of this process take part in every step, not " +
+                          std::to_string(replicas) + ": call the layer on all of them.");
+        if (!all) {  // they form groups of their own
+            const Total total{combined(combine, own), 0, agreed->key};
+            return [total](double) { return total; };
+        }
     }
     Mailbox* mail = job_.get();
     if (machine_ != nullptr && machine_->ranks() == job_->ranks()) mail = machine_.get();
-    return Steps::begun(*this, among(*mail, *agreed), combine, id, *agreed, own);
+    const Ranks others = without(agreed->ranks.empty() ? mail->everybody : agreed->ranks, mail->rank());
+    return Steps::begun(*this, std::vector<Step>{{mail, 0, others, others}}, combine, id, *agreed, own);
 }
 
 std::string Processes::bytes_of(int64_t key, const char* what, double timeout, const std::vector<std::string>& own) {

@@ -84,7 +84,7 @@ class Carried : public Inbox {
     using Inbox::Inbox;
 
     size_t most_values() const override { return std::numeric_limits<int>::max(); }
-    uint32_t heard(uint32_t) override { return heard_; }
+    uint32_t arrivals(uint32_t) override { return heard_; }
     void sleep(uint32_t, uint32_t seen, double seconds) override {
         std::unique_lock<std::mutex> lock(mutex_);
         changed_.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return heard_ != seen; });
@@ -159,9 +159,9 @@ void deliver(Mailbox& mailbox, const char* message, size_t size) {
     static_cast<Carried&>(mailbox).deliver(message, size);
 }
 
-Agreed agreed_in_python(int64_t exchange, const CallId& id, int64_t replicas) {
+Agreed agreed_in_python(int64_t exchange, const CallId& id) {
     Agreed found;
-    call("could not agree on the net", exchange, agreed, id.layer, replicas, &found);
+    call("could not agree on the net", exchange, agreed, id.layer, &found);
     return found;
 }
 

@@ -15,13 +15,13 @@ namespace syncbn {
 inline thread_local std::string python_problem;
 // The sum over the contexts of this process, from [rows][length].
 using AddInPython = bool(int64_t exchange, int64_t layer, int64_t rows, int64_t length, const double*, double* total);
-// The agreement about a layer, for a step with so many replicas in this process; 0: with all.
-using AgreedInPython = bool(int64_t exchange, int64_t layer, int64_t replicas, Agreed*);
+// The agreement about a layer.
+using AgreedInPython = bool(int64_t exchange, int64_t layer, Agreed*);
 
 // Called once, before the first use. The functions must stay as long as the process.
 void set_python_functions(AddInPython* add, AgreedInPython* agreed);
 
-Agreed agreed_in_python(int64_t exchange, const CallId& id, int64_t replicas);
+Agreed agreed_in_python(int64_t exchange, const CallId& id);
 
 // The mailbox of a carrier in Python. A message is the number of its readers and their ranks, as int64, then a Head and
 // what follows it. The following are for the carrier.
