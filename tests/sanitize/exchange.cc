@@ -112,7 +112,7 @@ void play_rank_1(syncbn::Segment& segment) {
             const size_t size = gathering.count(label.key) != 0 ? 0 : found.size;
             segment.post(label, std::string(size, 0).data(), size, {0});
             segment.done(0, label, found);
-            segment.wake(segment.ring_of(label));
+            segment.wake(segment.event_of(label));
         }
         pause(rest);
     }

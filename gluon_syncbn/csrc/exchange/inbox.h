@@ -48,7 +48,7 @@ class Inbox : public Mailbox {
         return labels;
     }
 
-    uint32_t ring_of(const Label&) const override { return 0; }  // there is one for all
+    uint32_t event_of(const Label&) const override { return 0; }  // there is one for all
 
     State state_of(size_t rank) const override { return states_[rank]; }
     std::string reason_of(size_t rank) const override {
@@ -100,7 +100,7 @@ class Inbox : public Mailbox {
         ++heard_;
     }
 
-    mutable std::mutex mutex_;  // guards all but the states and what is heard
+    mutable std::mutex mutex_;  // guards all but the states and the event count
     std::vector<std::atomic<State>> states_;
     std::atomic<uint32_t> heard_{0};
 

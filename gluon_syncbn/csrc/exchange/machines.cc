@@ -34,7 +34,7 @@ void Machines::announce(int64_t round, const std::string& text) {
 }
 
 std::optional<std::string> Machines::announced(int64_t round) {
-    job_.heard(0);  // lets messages arrive
+    job_.arrivals(0);  // lets messages arrive
     return job_.take_bytes(leaders_[0], label(kOrder, round));
 }
 
@@ -83,7 +83,7 @@ bool Machines::has_ended(Sum& sum) {
 }
 
 void Machines::check() {
-    job_.heard(0);  // lets messages arrive
+    job_.arrivals(0);  // lets messages arrive
     job_.check_open();
     for (const size_t rank : job_.everybody)
         if (rank != job_.rank() && (job_.state_of(rank) == Mailbox::State::kFailed || job_.died(rank) != 0))

@@ -69,12 +69,12 @@ class Mailbox {
     // Returns the labels of vectors that `rank` has left for this one.
     virtual std::vector<Label> left_by(size_t rank) const = 0;
 
-    // A ring is for all threads with one label. Its number changes with each arrival. A thread can sleep until the
-    // number is not `seen`, or for `seconds`, and can wake the sleepers.
-    virtual uint32_t ring_of(const Label& label) const = 0;
-    virtual uint32_t heard(uint32_t ring) = 0;
-    virtual void sleep(uint32_t ring, uint32_t seen, double seconds) = 0;
-    virtual void wake(uint32_t ring) = 0;
+    // An event count (Reed, Kanodia, CACM 1979) is of all threads with one label, and changes with each arrival. A thread
+    // can sleep until it is not `seen`, or for `seconds`, and can wake the sleepers.
+    virtual uint32_t event_of(const Label& label) const = 0;
+    virtual uint32_t arrivals(uint32_t event) = 0;
+    virtual void sleep(uint32_t event, uint32_t seen, double seconds) = 0;
+    virtual void wake(uint32_t event) = 0;
     // Whether an arrival wakes who sleeps.
     virtual bool wakes() const { return true; }
 

@@ -40,7 +40,7 @@ class MpiMailbox : public Inbox {
     }
 
     // Whoever waits moves messages along.
-    uint32_t heard(uint32_t) override {
+    uint32_t arrivals(uint32_t) override {
         const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
         // A long message moves on in parts, and a poll that yields between two of them takes longer than all of them.
         for (int part = 0; lock && part < kParts; ++part) {

@@ -64,25 +64,25 @@ class Processes::WaitForVectors final : public WaitForOthers {
           label_(label),
           from_(from),
           found_(from_.size()),
-          ring_(mail_.ring_of(label)),
+          event_(mail_.event_of(label)),
           began_(seconds()) {}
 
     // Whether all have come; waits at most so many seconds.
     bool comes_within(double limit) {
         const double until = limit > 0 ? seconds() + limit : 0;
         while (true) {
-            const uint32_t heard = mail_.heard(ring_);
+            const uint32_t seen = mail_.arrivals(event_);
             if (have_come()) break;
             if (limit == 0) return false;
             check_members();
             look();
-            if (polls(heard)) continue;
+            if (polls(seen)) continue;
             const double left = until - seconds();
             if (left <= 0) return false;
             slept_ = true;
-            mail_.sleep(ring_, heard, std::min(kSleep, left));
+            mail_.sleep(event_, seen, std::min(kSleep, left));
         }
-        if (!slept_) mail_.wake(ring_);  // then the last to come finds all vectors at once
+        if (!slept_) mail_.wake(event_);  // then the last to come finds all vectors at once
         return true;
     }
     // The vectors of these ranks.
@@ -153,11 +153,11 @@ class Processes::WaitForVectors final : public WaitForOthers {
     // from its core. Linux lets another session's process run only at the end of the time slice (sched_autogroup), and
     // mpiexec gives each process a session. In this case the thread also sleeps when no other thread has run. Where no
     // arrival wakes it, it polls on, because late is still sooner than the end of a nap.
-    bool polls(uint32_t heard) {
+    bool polls(uint32_t seen) {
         const double most = mail_.wakes() ? kSpin : kSpinUnwoken;
         for (double now = seconds(); now - began_ < most && !yielded_ && in_vain_ < kInVain;) {
             sched_yield();
-            if (mail_.heard(ring_) != heard) return true;
+            if (mail_.arrivals(event_) != seen) return true;
             const double then = now;
             now = seconds();
             yielded_ = mail_.wakes() && now - then > kTaken;
@@ -171,7 +171,7 @@ class Processes::WaitForVectors final : public WaitForOthers {
     const Label label_;
     const Ranks& from_;
     std::vector<Mailbox::Found> found_;  // of each of these ranks
-    const uint32_t ring_;
+    const uint32_t event_;
     const double began_;
     std::string others_;  // what they do meanwhile
     bool yielded_ = false, slept_ = false;
@@ -235,7 +235,7 @@ class Processes::Steps {
         wait_.emplace(processes_, mail, id_.name, own, step.from, id_.timeout + step.longer);
         mail.post(own, values_, length_ * sizeof(double), step.readers);
         // If all read from all, the last to come wakes the others.
-        if (step.readers != step.from) mail.wake(mail.ring_of(own));
+        if (step.readers != step.from) mail.wake(mail.event_of(own));
         SYNCBN_POINT("after_post");
     }
     void end() {

@@ -92,7 +92,7 @@ void Segment::write(const Label& label, const void* values, size_t size, const R
     box.readers.store(bits, std::memory_order_relaxed);
     box.stamp.store(stamp + (stamp & 1) + 1);
     if (own.used <= index) own.used = static_cast<uint32_t>(index + 1);
-    memory_->rings[ring_of(label)].posts.fetch_add(1);
+    memory_->events[event_of(label)].posts.fetch_add(1);
 }
 
 Mailbox::Found Segment::find(size_t rank, const Label& label) const {
@@ -115,33 +115,33 @@ std::vector<Label> Segment::left_by(size_t rank) const {
     return labels;
 }
 
-// ---- rings ---------------------------------------------------------------------------------------------------------
+// ---- event counts --------------------------------------------------------------------------------------------------
 
-uint32_t Segment::ring_of(const Label& label) const {
+uint32_t Segment::event_of(const Label& label) const {
     uint64_t hash = 0;
     for (const int64_t field : {label.key, label.node, label.call, label.phase, label.piece})
         hash = (hash ^ static_cast<uint64_t>(field)) * 0x9E3779B97F4A7C15u;
-    return static_cast<uint32_t>(hash >> 32) % kRings;
+    return static_cast<uint32_t>(hash >> 32) % kEvents;
 }
 
-void Segment::sleep(uint32_t ring, uint32_t seen, double seconds) {
+void Segment::sleep(uint32_t event, uint32_t seen, double seconds) {
     timespec timeout;
     timeout.tv_sec = static_cast<time_t>(seconds);
     timeout.tv_nsec = static_cast<long>((seconds - std::floor(seconds)) * 1e9);
-    memory_->rings[ring].sleepers.fetch_add(1);
-    futex(&memory_->rings[ring].posts, FUTEX_WAIT, seen, &timeout);
-    memory_->rings[ring].sleepers.fetch_sub(1);
+    memory_->events[event].sleepers.fetch_add(1);
+    futex(&memory_->events[event].posts, FUTEX_WAIT, seen, &timeout);
+    memory_->events[event].sleepers.fetch_sub(1);
 }
 
 // A sleeper registers before the kernel compares the number of posts, so a wake-up is never missed. A process that was
 // killed asleep stays registered, which costs a call of the kernel.
-void Segment::wake(uint32_t ring) {
-    if (memory_->rings[ring].sleepers != 0) futex(&memory_->rings[ring].posts, FUTEX_WAKE, INT_MAX, nullptr);
+void Segment::wake(uint32_t event) {
+    if (memory_->events[event].sleepers != 0) futex(&memory_->events[event].posts, FUTEX_WAKE, INT_MAX, nullptr);
 }
 
-void Segment::ring(uint32_t ring) {
-    memory_->rings[ring].posts.fetch_add(1);
-    wake(ring);
+void Segment::advance(uint32_t event) {
+    memory_->events[event].posts.fetch_add(1);
+    wake(event);
 }
 
 // ---- members -------------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ void Segment::leave(State state, const std::string& reason) {
     if (!is_own() || state_of(rank_) != State::kPresent) return;
     own.reason[reason.copy(own.reason, kReasonSize - 1)] = 0;
     own.state = state;
-    for (uint32_t number = 0; number < kRings + ranks(); ++number) ring(number);
+    for (uint32_t number = 0; number < kEvents + ranks(); ++number) advance(number);
 }
 
 }  // namespace syncbn

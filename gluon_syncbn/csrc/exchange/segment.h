@@ -2,10 +2,10 @@
 //
 //   rank 0      [outbox 0] [outbox 1] ...      1. post: a free outbox of one's own gets label and vector
 //   rank 1      [outbox 0] [outbox 1] ...      2. whoever waits looks through the outboxes of the others for the label
-//   rings       [0] [1] ...                    3. whoever completes a set of vectors wakes those who sleep at its ring
-//   lanes       [0] [1] ...                    pieces of long sums, one lane for each rank: see sums.h
+//   events      [0] [1] ...                    3. whoever completes a set of vectors wakes those who sleep until it comes
+//   pipelines   [0] [1] ...                    pieces of long sums, one pipeline for each rank: see sums.h
 //
-// Every word has one writer, but for the readers' marks and the rings. A process that is killed leaves nothing locked,
+// Every word has one writer, but for the readers' marks and the event counts. A process that is killed leaves nothing locked,
 // and others do not see its unfinished posts. The kernel frees the memory with the last process, since it has no name.
 #pragma once
 
@@ -40,14 +40,14 @@ class Segment : public Mailbox {
     void done(size_t rank, const Label& label, const Found& found) override;
     std::vector<Label> left_by(size_t rank) const override;
 
-    uint32_t ring_of(const Label& label) const override;
-    // The ring of a rank's thread for long sums.
-    static uint32_t ring_of(size_t rank) { return static_cast<uint32_t>(kRings + rank); }
-    uint32_t heard(uint32_t ring) override { return memory_->rings[ring].posts; }
-    void sleep(uint32_t ring, uint32_t seen, double seconds) override;
-    void wake(uint32_t ring) override;
-    // The number of the ring changes, and all wake who sleep there.
-    void ring(uint32_t ring);
+    uint32_t event_of(const Label& label) const override;
+    // That of a rank's thread for long sums.
+    static uint32_t event_of(size_t rank) { return static_cast<uint32_t>(kEvents + rank); }
+    uint32_t arrivals(uint32_t event) override { return memory_->events[event].posts; }
+    void sleep(uint32_t event, uint32_t seen, double seconds) override;
+    void wake(uint32_t event) override;
+    // Changes an event count, and wakes all who sleep there.
+    void advance(uint32_t event);
 
     State state_of(size_t rank) const override { return memory_->of[rank].state; }
     std::string reason_of(size_t rank) const override { return memory_->of[rank].reason; }
@@ -57,10 +57,10 @@ class Segment : public Mailbox {
     // The part of a rank in long sums: how far it is, and its pieces. Only the rank itself writes there. Counts never
     // decrease.
     static constexpr size_t kPiece = 1 << 19, kPieces = 4;  // bytes, and pieces of a rank
-    struct alignas(256) Lane {                              // no cache line of which another lane uses
+    struct alignas(256) Pipeline {                          // no cache line of which another pipeline uses
         std::atomic<uint64_t> in, added, total, out;
     };
-    Lane& lane(size_t rank) const { return memory_->of[rank].lane; }
+    Pipeline& pipeline(size_t rank) const { return memory_->of[rank].pipeline; }
     char* piece(size_t rank, uint64_t number) const { return memory_->of[rank].pieces[number % kPieces]; }
 
   protected:
@@ -68,11 +68,11 @@ class Segment : public Mailbox {
 
   private:
     static constexpr size_t kOutboxes = 256;  // of a rank, which limits its simultaneous exchanges
-    static constexpr size_t kRings = 256;
+    static constexpr size_t kEvents = 256;
     static constexpr size_t kTokenSize = 32;
     static constexpr size_t kReasonSize = 1024;
 
-    struct alignas(64) Ring {
+    struct alignas(64) EventCount {
         std::atomic<uint32_t> posts, sleepers;
     };
     struct alignas(64) Outbox {         // whoever looks reads one cache line
@@ -84,11 +84,11 @@ class Segment : public Mailbox {
     // Begins as zeros, and ends with the last rank.
     struct Memory {
         char token[kTokenSize];
-        Ring rings[kRings + kMostRanks];
+        EventCount events[kEvents + kMostRanks];
         struct alignas(4096) OfRank {
             double values[kOutboxes][kMostValues];
             char pieces[kPieces][kPiece];
-            Lane lane;
+            Pipeline pipeline;
             std::atomic<uint32_t> used;  // outboxes
             std::atomic<State> state;
             std::atomic<int64_t> process;

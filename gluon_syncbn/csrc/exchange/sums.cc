@@ -150,7 +150,7 @@ struct Sums::Piece {
 // machines, or NCCL.
 struct Sums::Need {
     enum Of { kOwn, kRanks, kLeader, kMachines, kGpus } of = kOwn;
-    std::atomic<uint64_t> Segment::Lane::* count = nullptr;
+    std::atomic<uint64_t> Segment::Pipeline::* count = nullptr;
     uint64_t least = 0;
 
     bool operator==(const Need& other) const { return of == other.of && count == other.count && least == other.least; }
@@ -165,11 +165,11 @@ class Sums::WaitForRanks final : public WaitForOthers {
           need_(need) {}
 
     const Need& need() const { return need_; }
-    // Sleeps until the ring of this rank is not what was `heard`, or for a while; `polls`: only for a moment.
-    void sleep(uint32_t heard, bool polls) {
+    // Sleeps until the event count of this rank is not what was `seen`, or for a while; `polls`: only for a moment.
+    void sleep(uint32_t seen, bool polls) {
         check_members();
         look();
-        mail_.sleep(sums_.ring_, heard, polls ? kPoll : kSleep);
+        mail_.sleep(sums_.event_, seen, polls ? kPoll : kSleep);
     }
 
   protected:
@@ -177,7 +177,7 @@ class Sums::WaitForRanks final : public WaitForOthers {
     bool is_missing(size_t rank) const override {
         if (need_.of == Need::kLeader && rank != 0) return false;
         if (need_.count == nullptr) return need_.of == Need::kLeader;
-        return sums_.segment_.lane(rank).*need_.count < need_.least;
+        return sums_.segment_.pipeline(rank).*need_.count < need_.least;
     }
     void check_others() override {
         WaitForOthers::check_others();
@@ -216,42 +216,42 @@ class Sums::Pass {
           segment_(sums.segment_),
           round_(round),
           pieces_(Piece::cut(round)),
-          lane_(segment_.lane(segment_.rank())),
-          first_(lane_.out),
+          pipeline_(segment_.pipeline(segment_.rank())),
+          first_(pipeline_.out),
           last_(first_ + pieces_.size()),
           totalled_(first_) {}
 
     void run() {
-        while (lane_.out < last_) {
-            const uint32_t heard = segment_.heard(sums_.ring_);
+        while (pipeline_.out < last_) {
+            const uint32_t seen = segment_.arrivals(sums_.event_);
             Need need;
             if (goes_on(&need))
                 sums_.wait_.reset();
             else
-                wait(need, heard);
+                wait(need, seen);
         }
-        while (round_.gpus != nullptr && !round_.gpus->idle()) wait({Need::kGpus}, segment_.heard(sums_.ring_));
+        while (round_.gpus != nullptr && !round_.gpus->idle()) wait({Need::kGpus}, segment_.arrivals(sums_.event_));
     }
 
   private:
-    using Count = std::atomic<uint64_t> Segment::Lane::*;
+    using Count = std::atomic<uint64_t> Segment::Pipeline::*;
 
     // Does what can be done next. Returns false, with the reason, if there is nothing.
     bool goes_on(Need* need) {
         const bool several = sums_.machines_ != nullptr || segment_.members.of > segment_.ranks();
-        const Count complete = several ? &Segment::Lane::total : &Segment::Lane::added;
-        const uint64_t out = lane_.out, added = lane_.added, in = lane_.in;
-        const uint64_t completed = several ? segment_.lane(0).total.load() : everywhere(complete);
+        const Count complete = several ? &Segment::Pipeline::total : &Segment::Pipeline::added;
+        const uint64_t out = pipeline_.out, added = pipeline_.added, in = pipeline_.in;
+        const uint64_t completed = several ? segment_.pipeline(0).total.load() : everywhere(complete);
         const bool gpus_are_busy = out < completed && round_.gpus != nullptr && !round_.gpus->ready();
         if (out < completed && !gpus_are_busy) {
             if (round_.gpus != nullptr)
                 sum_on_gpus(piece_of(out));
             else
                 copy_out(out, several);
-            advance(&Segment::Lane::out);
+            advance(&Segment::Pipeline::out);
             return true;
         }
-        if (sums_.machines_ != nullptr && totalled_ < everywhere(&Segment::Lane::added)) {
+        if (sums_.machines_ != nullptr && totalled_ < everywhere(&Segment::Pipeline::added)) {
             join_parts(totalled_);
             const Piece& piece = piece_of(totalled_);
             sums_.machines_->begin(piece.wide, segment_.piece(0, totalled_),
@@ -259,33 +259,33 @@ class Sums::Pass {
             ++totalled_;
             return true;
         }
-        if (sums_.machines_ != nullptr && lane_.total < totalled_ && sums_.machines_->done()) {
-            advance(&Segment::Lane::total);
+        if (sums_.machines_ != nullptr && pipeline_.total < totalled_ && sums_.machines_->done()) {
+            advance(&Segment::Pipeline::total);
             return true;
         }
-        if (added < everywhere(&Segment::Lane::in)) {
+        if (added < everywhere(&Segment::Pipeline::in)) {
             if (piece_of(added).wide == Type::kFloat64)
                 add_part<double>(added);
             else
                 add_part<float>(added);
-            advance(&Segment::Lane::added);
+            advance(&Segment::Pipeline::added);
             return true;
         }
-        const bool room = in < last_ && in < everywhere(&Segment::Lane::out) + Segment::kPieces;
+        const bool room = in < last_ && in < everywhere(&Segment::Pipeline::out) + Segment::kPieces;
         if (room && copy_in(in)) {
-            advance(&Segment::Lane::in);
+            advance(&Segment::Pipeline::in);
             return true;
         }
         if (gpus_are_busy)
             *need = {Need::kGpus};
         else if (added < in)
-            *need = {Need::kRanks, &Segment::Lane::in, added + 1};
+            *need = {Need::kRanks, &Segment::Pipeline::in, added + 1};
         else if (out < added && sums_.machines_ != nullptr && totalled_ == added)
             *need = {Need::kMachines};
         else if (out < added)
             *need = {several && sums_.machines_ == nullptr ? Need::kLeader : Need::kRanks, complete, out + 1};
         else if (in < last_ && !room)
-            *need = {Need::kRanks, &Segment::Lane::out, in + 1 - Segment::kPieces};
+            *need = {Need::kRanks, &Segment::Pipeline::out, in + 1 - Segment::kPieces};
         return false;
     }
 
@@ -360,38 +360,38 @@ class Sums::Pass {
 
     // The smallest count of all ranks.
     uint64_t everywhere(Count count) const {
-        uint64_t least = segment_.lane(0).*count;
+        uint64_t least = segment_.pipeline(0).*count;
         for (size_t rank = 1; rank < segment_.ranks(); ++rank)
-            least = std::min(least, (segment_.lane(rank).*count).load());
+            least = std::min(least, (segment_.pipeline(rank).*count).load());
         return least;
     }
     // The last rank to get there wakes the others. They wait for the leader alone, too.
     void advance(Count count) {
-        const uint64_t now = ++(lane_.*count);
-        if (count != &Segment::Lane::total && everywhere(count) < now) return;
+        const uint64_t now = ++(pipeline_.*count);
+        if (count != &Segment::Pipeline::total && everywhere(count) < now) return;
         for (const size_t rank : segment_.everybody)
-            if (rank != segment_.rank()) segment_.ring(Segment::ring_of(rank));
+            if (rank != segment_.rank()) segment_.advance(Segment::event_of(rank));
     }
 
-    void wait(const Need& need, uint32_t heard) {
-        const uint64_t at = std::min(lane_.out.load(), last_ - 1);
+    void wait(const Need& need, uint32_t seen) {
+        const uint64_t at = std::min(pipeline_.out.load(), last_ - 1);
         const std::vector<Piece::Span>& spans = piece_of(at).spans;
         const size_t begin = spans.empty() ? 0 : spans.back().summand, end = spans.empty() ? 0 : spans[0].summand + 1;
-        const bool polls = need.of == Need::kGpus || (sums_.machines_ != nullptr && lane_.total < totalled_);
-        sums_.wait(round_, begin, end, has_begun(round_) ? need : Need{}, heard, polls);
+        const bool polls = need.of == Need::kGpus || (sums_.machines_ != nullptr && pipeline_.total < totalled_);
+        sums_.wait(round_, begin, end, has_begun(round_) ? need : Need{}, seen, polls);
     }
 
     Sums& sums_;
     Segment& segment_;
     Round& round_;
     const std::vector<Piece> pieces_;
-    Segment::Lane& lane_;
+    Segment::Pipeline& pipeline_;
     const uint64_t first_, last_;  // pieces, counted over all rounds
     uint64_t totalled_;            // pieces that the leader has given to the other machines
 };
 
 Sums::Sums(Segment& machine, std::unique_ptr<Machines> machines)
-    : segment_(machine), machines_(std::move(machines)), ring_(Segment::ring_of(machine.rank())) {}
+    : segment_(machine), machines_(std::move(machines)), event_(Segment::event_of(machine.rank())) {}
 
 Sums::~Sums() = default;
 
@@ -430,20 +430,20 @@ void Sums::announce(const std::string& text) {
     if (machines_ != nullptr && decides()) machines_->announce(rounds_, text);
     const Ranks others = without(segment_.everybody, 0);
     segment_.post(Machines::label(Machines::kOrder, rounds_), text.data(), text.size(), others);
-    for (const size_t rank : others) segment_.ring(Segment::ring_of(rank));
+    for (const size_t rank : others) segment_.advance(Segment::event_of(rank));
 }
 
 // Sleeps for a while, in the arrays of a round from `begin` to `end`. The same wait goes on while the need is the same.
-void Sums::wait(Round& round, size_t begin, size_t end, const Need& need, uint32_t heard, bool polls) {
+void Sums::wait(Round& round, size_t begin, size_t end, const Need& need, uint32_t seen, bool polls) {
     if (wait_ == nullptr || !(wait_->need() == need))
         wait_ = std::make_unique<WaitForRanks>(*this, name_of(round, begin, end), need, round.timeout);
-    wait_->sleep(heard, polls);
+    wait_->sleep(seen, polls);
 }
 
 // Runs the round that is next in all processes, or sleeps for a while: nobody has said which that is, or it has not begun
 // here.
 void Sums::serve_next() {
-    const uint32_t heard = segment_.heard(ring_);
+    const uint32_t seen = segment_.arrivals(event_);
     std::shared_ptr<Round> oldest;
     {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -470,10 +470,10 @@ void Sums::serve_next() {
         std::exchange(current_, nullptr)->succeed();
     } else if (oldest != nullptr && !told_ && has_begun(*oldest)) {
         const bool leads = segment_.rank() == 0;
-        wait(*oldest, 0, oldest->summands.size(), {leads ? Need::kMachines : Need::kLeader}, heard, leads);
+        wait(*oldest, 0, oldest->summands.size(), {leads ? Need::kMachines : Need::kLeader}, seen, leads);
     } else {
         wait_.reset();
-        segment_.sleep(ring_, heard, kSleep);
+        segment_.sleep(event_, seen, kSleep);
     }
 }
 

@@ -66,7 +66,7 @@ class Sums {
     ~Sums();
     void begin(std::shared_ptr<Round> round);
     // An array of a round has become available, or never will.
-    void look() { segment_.ring(ring_); }
+    void look() { segment_.advance(event_); }
 
   private:
     struct Piece;
@@ -75,7 +75,7 @@ class Sums {
     class Pass;
     void serve() noexcept;
     void serve_next();
-    void wait(Round& round, size_t begin, size_t end, const Need& need, uint32_t heard, bool polls);
+    void wait(Round& round, size_t begin, size_t end, const Need& need, uint32_t seen, bool polls);
     // Whether this is rank 0 of the job.
     bool decides() const { return segment_.rank() == 0 && (machines_ == nullptr || machines_->is_first()); }
     std::optional<std::string> announced();
@@ -84,7 +84,7 @@ class Sums {
 
     Segment& segment_;
     const std::unique_ptr<Machines> machines_;
-    const uint32_t ring_;                       // of this rank
+    const uint32_t event_;                      // of this rank
     std::mutex mutex_;                          // guards the next two
     std::deque<std::shared_ptr<Round>> queue_;  // in the order of their beginnings here
     bool started_ = false;
