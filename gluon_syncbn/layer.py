@@ -73,7 +73,7 @@ def _look_at_positions(name: str, given: Sequence[Any], named: Dict[str, Any]) -
     if not whole or not whole[0]:
         return
     names = ("in_channels", "num_devices")
-    by_contrib = ", ".join(f"{key}={value}" for key, value, so in zip(names, given, whole) if so)
+    by_contrib = ", ".join(f"{key}={value}" for key, value, known in zip(names, given, whole) if known)
     meant = f"by position come axis and momentum, as in nn.BatchNorm; in contrib's order, write {by_contrib}"
     if given[0] > 4:
         arguments.refuse("axis", given[0], f"a whole number from -5 to 4 ({meant})")
@@ -188,8 +188,8 @@ class SyncBatchNorm(nn.BatchNorm):
 
     Attributes
     ----------
-    mode, virtual_devices, group_size, groups, num_devices, timeout, activation, inplace, running_variance
-        As given.
+    mode, virtual_devices, group_size, groups, num_devices, timeout, activation, slope, inplace, running_variance
+        As given. Without ``'leaky'``, ``slope`` is None.
 
     Inputs
         - **data**: of ``mx.nd`` or ``mx.np``, 2 to 5 dimensions; float16 or, on CPUs, bfloat16 (with float32
@@ -290,12 +290,13 @@ class SyncBatchNorm(nn.BatchNorm):
     num_devices = property(lambda self: self._replicas.num_devices)
     timeout = property(lambda self: self._replicas.timeout)
     activation = property(lambda self: self._activation.arguments()["activation"])
+    slope = property(lambda self: self._activation.arguments().get("slope"))
     inplace = property(lambda self: self._inplace)
     running_variance = property(lambda self: "unbiased" if self._unbiased else "biased")
 
     def __repr__(self) -> str:
         """Adds those settings to the text of ``nn.BatchNorm`` that a layer need not have."""
-        usual = dict(Pooling._field_defaults, activation=None, inplace=False, running_variance="biased")
+        usual = dict(Pooling._field_defaults, activation=None, slope=None, inplace=False, running_variance="biased")
         own = {name: getattr(self, name) for name, value in usual.items() if getattr(self, name) != value}
         return f"{super().__repr__()[:-1]}{''.join(f', {name}={value!r}' for name, value in own.items())})"
 

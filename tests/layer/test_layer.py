@@ -223,14 +223,15 @@ def test_looks_like_batchnorm():
 def test_settings_are_read_and_shown():
     plain = repr(nn.BatchNorm(in_channels=3))[len("BatchNorm(") : -1]
     assert repr(SyncBatchNorm(in_channels=3, num_devices=2)) == f"SyncBatchNorm({plain})"
-    given = {"virtual_devices": 4, "groups": [[0, 2], [1]], "activation": "leaky", "inplace": True, "timeout": 5.0}
-    layer = SyncBatchNorm(in_channels=3, running_variance="unbiased", **given)
+    given = {"virtual_devices": 4, "groups": [[0, 2], [1]], "activation": "leaky", "slope": 0.2, "timeout": 5.0}
+    layer = SyncBatchNorm(in_channels=3, running_variance="unbiased", inplace=True, **given)
     assert repr(layer) == (
-        f"SyncBatchNorm({plain}, virtual_devices=4, groups=((0, 2), (1,)), activation='leaky', inplace=True, "
-        "running_variance='unbiased')"
+        f"SyncBatchNorm({plain}, virtual_devices=4, groups=((0, 2), (1,)), activation='leaky', slope=0.2, "
+        "inplace=True, running_variance='unbiased')"
     )
     assert (layer.mode, layer.group_size, layer.num_devices, layer.timeout) == ("sync", None, None, 5.0)
     assert ShuffleBatchNorm(virtual_devices=3).mode == "shuffle" and SyncBatchNormAdd().activation == "relu"
+    assert layer.slope == 0.2 and SyncBatchNorm(activation="relu", slope=0.2).slope is None
 
 
 def test_the_callers_norm_kwargs_stay_as_they_are():
