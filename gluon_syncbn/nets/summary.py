@@ -27,7 +27,7 @@ class Row(NamedTuple):
     mode: str = ""
     slots: str = ""
     contexts: str = ""
-    takes_in: str = ""
+    fused: str = ""
     statistics: str = ""
 
     @property
@@ -71,7 +71,7 @@ def summary(net: Block) -> Summary:
     Returns
     -------
     list of Row
-        A row for each layer, with ``layer``, ``channels``, ``mode``, ``slots``, ``contexts``, ``takes_in`` and
+        A row for each layer, with ``layer``, ``channels``, ``mode``, ``slots``, ``contexts``, ``fused`` and
         ``statistics`` as texts, and ``synchronised``. ``str`` of the list is the printed table.
 
     Raises
@@ -136,13 +136,12 @@ def _rows(block: Block) -> Iterator[Row]:
         if replicas.pooling.groups:
             mode += f", {len(replicas.pooling.groups)} named groups"
         keeps_x = block._inplace and (block._gamma_has_zeros() if block._keeps_x is None else block._keeps_x)
-        takes_in = replicas.taken_in or described(
+        fused = replicas.taken_in or described(
             block._activation, isinstance(block, SyncBatchNormAdd), block._inplace and not keeps_x
         )
         if keeps_x:
-            takes_in += ", " * bool(takes_in) + "not in place, because gamma begins at 0"
-        slots = str(replicas.pooling.virtual_devices)
-        yield _row(block, _statistics(block), mode=mode, slots=slots, takes_in=takes_in)
+            fused += ", " * bool(fused) + "not in place, because gamma begins at 0"
+        yield _row(block, _statistics(block), mode=mode, slots=str(replicas.pooling.virtual_devices), fused=fused)
     elif blocks.is_batch_norm(block):
         whose = "contrib's" if type(block) is ContribSyncBatchNorm else "BatchNorm"
         reason = blocks.difference(block) or f"it is {whose}; convert(net) changes it"
