@@ -13,7 +13,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Sequence
+from typing import Any, Callable, Dict, List, Literal, Sequence
 
 import _measuring
 import _results
@@ -65,7 +65,7 @@ def row(cell: _measuring.Cell) -> List[str]:
     return [str(cell["bytes"]), str(cell["processes"]), *times[:2], ratio, times[2]]
 
 
-def child(over: str, work: Dict[str, Any]) -> None:
+def child(over: Literal["mpi", "horovod"], work: Dict[str, Any]) -> None:
     import gluon_syncbn
 
     gluon_syncbn.configure(timeout=120)

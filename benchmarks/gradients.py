@@ -13,7 +13,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Sequence
+from typing import Any, Callable, Dict, List, Literal, Sequence
 
 import _measuring
 import _results
@@ -82,7 +82,7 @@ def row(result: _measuring.Cell) -> List[str]:
     return [*texts, ms["contexts" if "contexts" in ms else "horovod"]]
 
 
-def child(over: str, cell: _measuring.Cell) -> None:
+def child(over: Literal["mpi", "horovod"], cell: _measuring.Cell) -> None:
     """Measures the cell in this process of the job. Rank 0 prints one line of JSON."""
     import mxnet as mx
     import numpy as np

@@ -9,7 +9,7 @@ Learning", CVPR 2020, arXiv 1911.05722 (section 3.3 and appendix A.9).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator, List, Sequence, Tuple
+from typing import Any, Callable, Iterator, List, Literal, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -256,7 +256,7 @@ class ShuffleSampler(Sampler):
         rank: int,
         seed: int,
         epoch: int = 0,
-        last_batch: str = "discard",
+        last_batch: Literal["discard", "keep"] = "discard",
     ) -> None:
         length = arguments.whole("length", length, 1, _MOST)
         batch_size = arguments.whole("batch_size", batch_size, 1, _MOST)

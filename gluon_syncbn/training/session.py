@@ -188,7 +188,7 @@ def configure(
         change(value)
 
 
-def kvstore(name: str, *, gpus: Any = None) -> ProcessStore:
+def kvstore(name: Literal["mpi", "horovod", "dist_sync"], *, gpus: Optional[Literal["host"]] = None) -> ProcessStore:
     """Returns a KVStore over all processes of the job, for `configure`, ``gluon.Trainer`` and ``SyncBatchNorm``.
 
     The processes must build and initialise the same net; Gluon's names may differ. If a process ends, hangs or fails,
@@ -230,8 +230,7 @@ def kvstore(name: str, *, gpus: Any = None) -> ProcessStore:
         except BaseException as error:
             store.fail(f"rank {store.rank} left gluon_syncbn.kvstore with {type(error).__name__}: {error}")
             raise
-    if gpus is not None:
-        store.nccl = False
+    store.nccl = store.nccl and gpus is None
     return store
 
 
