@@ -5,8 +5,7 @@ from .system import cuda_libraries as _cuda_libraries
 from .system import distribution as _distribution
 from .system.distribution import __version__
 
-# Like an error for a missing module, this one names the package. `python -m gluon_syncbn` then prints the text without
-# a traceback.
+# These errors name the package, as that for a missing module does. `python -m gluon_syncbn` prints the text alone then.
 try:
     _compatibility.supply()
     _compatibility.warn()
@@ -62,6 +61,8 @@ from .training.session import configure, kvstore
 from .training.steps import reset
 
 _replacements.begin()
+for _module in (contrastive, parallel, symbol):  # `dir` shows their public names alone
+    vars(_module)["__dir__"] = _functools.partial(list, _module.__all__)
 
 __all__ = [
     "ShuffleBatchNorm",

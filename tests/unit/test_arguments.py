@@ -513,6 +513,7 @@ def test_old_names_still_work():
             assert getattr(gluon_syncbn, name) is getattr(contrastive, name)
     with pytest.warns(DeprecationWarning, match=r"is now gluon_syncbn.uninstall\(everything=True\)"):
         assert gluon_syncbn.unpatch.func is gluon_syncbn.uninstall
-    assert set(dir(gluon_syncbn)) == set(gluon_syncbn.__all__)
+    for module in (gluon_syncbn, contrastive, gluon_syncbn.parallel, gluon_syncbn.symbol):
+        assert set(dir(module)) == set(module.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'cpu_devicez'"):
         gluon_syncbn.cpu_devicez  # noqa: B018
