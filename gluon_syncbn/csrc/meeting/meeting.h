@@ -55,7 +55,7 @@ struct Settings {
     Nonfinite nonfinite = Nonfinite::kPropagate;
 };
 
-// What holds for a layer, which never changes.
+// What holds for a layer: a snapshot of its settings.
 struct LayerConfig : Settings {
     int64_t layer = 0;
     std::string name;
