@@ -11,7 +11,7 @@ costs ``message + latency + bytes / bandwidth``.
 
 GPUs: what a layer asks of a GPU is counted (docs/architecture.md), what each of it takes is from the sources beside the
 constants. Statistics go over the host between processes. Beside that stands NCCL, which needs one order of collectives
-in all processes: a *ballot*, an all-gather over the host, would say which layer is next. It would go while the GPU
+in all processes: an *agreement*, an all-gather over the host, would say which layer is next. It would go while the GPU
 reads x, and in the backward x and dy. That time is taken off; nothing else hides anything.
 """
 
@@ -39,8 +39,8 @@ EACH = "host, a process for each GPU"
 # From so many GPUs on NCCL is reckoned with an all-reduce in the place of the all-gather, which takes less then, and so
 # many launches more in the forward.
 ALL_REDUCE_FROM, MORE_LAUNCHES = 32, 2
-# Bytes of a process in a ballot, beside 16 for each GPU: six numbers, and the frame.
-BALLOT_BYTES = 72
+# Bytes of a process in an agreement, beside 16 for each GPU: six numbers, and the frame.
+AGREEMENT_BYTES = 72
 # Published, in microseconds:
 # A kernel that does nothing, "with recent hardware and software": forums.developer.nvidia.com/t/233645.
 LAUNCH_US = 3.0
@@ -185,7 +185,7 @@ def gpu_cost(layers: Sequence[Tuple[int, int]], gpus: int, way: str, options: ar
             continue
         cost, length = (all_reduce_cost, added) if adds else (all_gather_cost, gathered)
         hidden = reads * size * options.images_per_gpu / (MEMORY_GB * 1e9)
-        seconds += cost(8 * length, gpus, machines, options) + max(0.0, ballot_cost(machines, options) - hidden)
+        seconds += cost(8 * length, gpus, machines, options) + max(0.0, agreement_cost(machines, options) - hidden)
     return seconds
 
 
@@ -208,10 +208,10 @@ def all_reduce_cost(size: int, gpus: int, machines: int, options: argparse.Names
     return (BASE_US + 2 * hops) * 1e-6 + 2 * size / (bandwidth * TREE_BANDWIDTH)
 
 
-def ballot_cost(processes: int, options: argparse.Namespace) -> float:
+def agreement_cost(processes: int, options: argparse.Namespace) -> float:
     """Of the all-gather over the host that says which collective is next."""
     message, latency = options.message_us * 1e-6, options.latency_us * 1e-6
-    own = BALLOT_BYTES + 16 * options.gpus_per_machine
+    own = AGREEMENT_BYTES + 16 * options.gpus_per_machine
     transfer = (processes - 1) * own * 8 / (options.bandwidth_gbit * 1e9)
     if processes > FEW:
         return math.ceil(math.log2(processes)) * (message + latency) + transfer
@@ -221,7 +221,7 @@ def ballot_cost(processes: int, options: argparse.Namespace) -> float:
 def of_each_gpu_cost(layers: Sequence[Tuple[int, int]], gpus: int, options: argparse.Namespace) -> float:
     """Seconds of one training step over the host, with a process for each GPU.
 
-    The processes of a machine meet in memory, and one of them speaks for all.
+    The processes of a machine meet in memory, and one of them, the leader, sends for all.
     """
     machines, within = math.ceil(gpus / options.gpus_per_machine), min(gpus, options.gpus_per_machine)
     seconds = gpu_cost(layers, 1, "host, a process for each machine", options)
@@ -256,7 +256,7 @@ def describe_gpus(costs: Dict[str, Dict[str, List[float]]], options: argparse.Na
     return (
         f"## GPUs\n\n{name}. **Every time in this table is reckoned**: what is asked of a GPU, times what that takes "
         "according to others. Within a machine, NCCL is what this package does for one process. Between machines, "
-        "NCCL would need a ballot over the host for each collective, and the package goes over the host instead. "
+        "NCCL would need an agreement over the host for each collective, and the package goes over the host instead. "
         f"From {ALL_REDUCE_FROM} GPUs on NCCL is reckoned with an all-reduce.\n\n"
         f"{_results.table(header, rows)}\n\n"
         f"What it rests on:\n\n{_results.table(['figure', 'value', 'is', 'source'], figures)}"

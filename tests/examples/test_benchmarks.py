@@ -306,7 +306,7 @@ def test_the_exchange_and_what_it_lets_expect(short_runs):
         # 1 GPU: two launches of 3 us and a wait of 3 in each direction; 8 GPUs: 6 us and 7 hops of 2 us, and the bytes
         assert nccl[0] == pytest.approx(2 * layers * 9e-6)
         assert 2 * layers * 19e-6 < nccl[3] - nccl[0] < 2 * layers * 24e-6
-        # 128 machines: a ballot of 7 messages, less what hides it, and a tree of 2 x 7 hops each way
+        # 128 machines: an agreement of 7 messages, less what hides it, and a tree of 2 x 7 hops each way
         least, most = 7 * 65 - 35 + 6 + 14 * 2 + 14 * 5, 7 * 65 + 125 + 6
         assert 2 * layers * least * 1e-6 < nccl[10] - nccl[0] < 2 * layers * most * 1e-6
     assert of_gpus[:2] == ["GPUs", "machines"] and len(of_gpus) == 5
