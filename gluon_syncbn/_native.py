@@ -332,7 +332,7 @@ def bytes_of(processes: Handle, ranks: int, key: int, what: str, own: Sequence[b
 
 
 def next_message(processes: Handle, seconds: float) -> Optional[bytes]:
-    """Returns what a carrier sends next; empty if nothing comes so soon, None after the last message."""
+    """Returns what a transport sends next; empty if nothing comes so soon, None after the last message."""
     size = ctypes.c_int64()
     address = _core.syncbn_next_message(processes, seconds, ctypes.byref(size))
     return None if size.value < 0 else ctypes.string_at(address, size.value)

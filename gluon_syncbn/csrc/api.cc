@@ -251,7 +251,7 @@ SYNCBN_API(Asked, processes, int64_t number, size_t rank, size_t ranks, const sy
     auto mail = mpi != nullptr ? syncbn::mailbox(*mpi, rank, ranks) : syncbn::mailbox(rank, ranks);
     return {std::make_shared<syncbn::Processes>(number, std::move(mail))};
 }
-// For a carrier in Python: see exchange/python.h. The first returns bytes, until this thread's next call; a size of -1
+// For a transport in Python: see exchange/python.h. The first returns bytes, until this thread's next call; a size of -1
 // stands for the end.
 SYNCBN_API(const void*, next_message, Asked* processes, double seconds, int64_t* size) {
     std::string message;
@@ -267,10 +267,10 @@ SYNCBN_API(std::string, fate_of, Asked* processes, size_t rank) { return of_proc
 // Takes ownership of the segment, which `ranks` share, or null, where only gradients are exchanged by these `leaders`: see
 // exchange/processes.h. `crowded`: there are more ranks than cores.
 SYNCBN_API(void, meet, Asked* processes, Segment* segment, const Span<const size_t>& ranks,
-           const Span<const size_t>& leaders, const syncbn::Mpi* mpi, size_t carried_from, bool crowded) {
+           const Span<const size_t>& leaders, const syncbn::Mpi* mpi, size_t adds_from, bool crowded) {
     std::shared_ptr<Segment> memory(segment);
     if (memory != nullptr) memory->crowded = crowded;
-    of_processes(processes).meet(std::move(memory), ranks, leaders, mpi, carried_from);
+    of_processes(processes).meet(std::move(memory), ranks, leaders, mpi, adds_from);
 }
 
 // Sends bytes to all ranks, in parts of these `sizes`: one for each rank, or one for all. Returns theirs until this

@@ -101,7 +101,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         self._lock = threading.Lock()
         #: Why statistics go by the transport alone; None where processes meet in memory.
         self.why_not_in_memory: Optional[str] = "not every process was asked"
-        #: The ranks of each machine that meet in memory; the first of each speaks for its machine.
+        #: The ranks of each machine that meet in memory; the first of each is the leader of its machine.
         self.machines: List[List[int]] = []
         number = _native.python_exchange(self)
         self.handle = _native.processes(number, self.rank, self.num_workers, transport.mpi)

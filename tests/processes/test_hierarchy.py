@@ -1,4 +1,4 @@
-"""Processes of one machine, which meet in memory, and of several pretended ones: one process of each speaks for it."""
+"""Processes of one machine, which meet in memory, and of several pretended ones, whose leaders exchange."""
 
 import contextlib
 import json

@@ -353,7 +353,7 @@ def ways_of_statistics():
 
 
 def levels():
-    """One process of each machine speaks for it, and all have the same bits."""
+    """The leaders of the machines exchange, and all have the same bits."""
     machines = os.environ["MPI_WORKER_MACHINES"].split(",")
     assert kv.machines == [[r for r, on in enumerate(machines) if on == name] for name in dict.fromkeys(machines)]
     speaks = kv.rank in [ranks[0] for ranks in kv.machines]

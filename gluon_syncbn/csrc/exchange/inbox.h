@@ -1,4 +1,4 @@
-// A mailbox in memory of this process: what has arrived, and what is known of the other ranks. A carrier moves messages
+// A mailbox in memory of this process: what has arrived, and what is known of the other ranks. A transport moves messages
 // between those of all ranks.
 #pragma once
 

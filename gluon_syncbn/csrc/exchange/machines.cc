@@ -19,12 +19,12 @@ void add(void* total, const void* part, size_t bytes) {
 
 }  // namespace
 
-Machines::Machines(Mailbox& job, Ranks leaders, const Mpi* mpi, size_t carried_from)
+Machines::Machines(Mailbox& job, Ranks leaders, const Mpi* mpi, size_t adds_from)
     : job_(job),
       leaders_(std::move(leaders)),
       others_(leaders_.begin() + 1, leaders_.end()),
       mpi_(mpi != nullptr ? std::optional<Mpi>(*mpi) : std::nullopt),
-      carried_from_(carried_from) {}
+      adds_from_(adds_from) {}
 
 // No message is the first piece of an exchange, which says where a rank is.
 Label Machines::label(Kind kind, int64_t number) { return {kind, 0, number, kPhase, 1}; }
@@ -40,14 +40,14 @@ std::optional<std::string> Machines::announced(int64_t round) {
 
 void Machines::begin(Type type, void* values, size_t count) {
     Sum& sum = sums_.emplace_back(Sum{type, values, count * static_cast<size_t>(size_of(type))});
-    const CarriedSum carried{begun_, size_of(type), static_cast<int64_t>(count), reinterpret_cast<int64_t>(values)};
+    const SumToAdd given{begun_, size_of(type), static_cast<int64_t>(count), reinterpret_cast<int64_t>(values)};
     const Label part = label(kPart, begun_++);
     if (mpi_) {
         const Mpi::Handle kind = type == Type::kFloat64 ? mpi_->float64 : mpi_->float32;
         Mpi::check(mpi_->all_reduce(mpi_->in_place, values, static_cast<int>(count), kind, mpi_->add, mpi_->leaders,
                                     sum.request.memory));
-    } else if (sum.bytes >= carried_from_) {
-        job_.post(part, &carried, sizeof carried, {job_.ranks()});
+    } else if (sum.bytes >= adds_from_) {
+        job_.post(part, &given, sizeof given, {job_.ranks()});
     } else if (!is_first()) {
         job_.post(part, values, sum.bytes, {leaders_[0]});
     }
@@ -63,7 +63,7 @@ bool Machines::done() {
 bool Machines::has_ended(Sum& sum) {
     const Label part = label(kPart, ended_), total = label(kTotal, ended_);
     if (mpi_) return mpi_->has_ended(&sum.request);
-    if (sum.bytes >= carried_from_) return job_.take_bytes(job_.rank(), part).has_value();
+    if (sum.bytes >= adds_from_) return job_.take_bytes(job_.rank(), part).has_value();
     if (!is_first()) {
         const Mailbox::Found found = job_.find(leaders_[0], total);
         if (found.values == nullptr) return false;

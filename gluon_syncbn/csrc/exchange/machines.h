@@ -15,18 +15,18 @@ namespace syncbn {
 // Each leader has one, and calls it from one thread. All leaders begin the same operations in the same order, so that
 // none waits for another one's next. Each function throws std::exception with the reason. With `mpi`, MPI's library adds.
 // Otherwise, the first leader adds, in the order of the leaders, what the others send, and sends them the total. A sum of
-// `carried_from` bytes or more is the carrier's then: it gets a CarriedSum, for a reader that no rank is, adds in place,
+// `adds_from` bytes or more is the transport's then: it gets a SumToAdd, for a reader that no rank is, adds in place,
 // and delivers that message back.
 class Machines {
   public:
-    struct CarriedSum {
+    struct SumToAdd {
         int64_t number, size_of_value, count, address;
     };
     enum Kind : int64_t { kOrder, kPart, kTotal };
     static Label label(Kind kind, int64_t number);
 
     // `job`: of all ranks; it knows which have failed.
-    Machines(Mailbox& job, Ranks leaders, const Mpi* mpi, size_t carried_from);
+    Machines(Mailbox& job, Ranks leaders, const Mpi* mpi, size_t adds_from);
     // The leader of the first machine says which round is next.
     bool is_first() const { return leaders_[0] == job_.rank(); }
     void announce(int64_t round, const std::string& text);
@@ -52,7 +52,7 @@ class Machines {
     Mailbox& job_;
     const Ranks leaders_, others_;  // the others: than the first
     const std::optional<Mpi> mpi_;
-    const size_t carried_from_;
+    const size_t adds_from_;
     int64_t begun_ = 0, ended_ = 0;
     std::deque<Sum> sums_;  // its elements stay where they are
 };

@@ -277,14 +277,14 @@ Processes::Processes(int64_t number, std::unique_ptr<Mailbox> job)
 
 Processes::~Processes() = default;
 
-void Processes::meet(std::shared_ptr<Segment> memory, Ranks ranks, Ranks leaders, const Mpi* mpi, size_t carried_from) {
+void Processes::meet(std::shared_ptr<Segment> memory, Ranks ranks, Ranks leaders, const Mpi* mpi, size_t adds_from) {
     machine_ = memory != nullptr ? memory : machine_;
     memory_of_sums_ = memory != nullptr ? std::move(memory) : std::make_shared<Segment>(1, 0, "");
     memory_of_sums_->members = {std::move(ranks), job_->ranks()};
     if (machine_ == memory_of_sums_) in_levels_ = levels(leaders);
     std::unique_ptr<Machines> machines;
     if (leaders.size() > 1 && memory_of_sums_->rank() == 0)
-        machines = std::make_unique<Machines>(*job_, std::move(leaders), mpi, carried_from);
+        machines = std::make_unique<Machines>(*job_, std::move(leaders), mpi, adds_from);
     sums_ = std::make_unique<Sums>(*memory_of_sums_, std::move(machines));
 }
 

@@ -1,4 +1,4 @@
-// Exchanges between processes, by MPI or a carrier in Python, and in levels: those of a machine share memory, and one
+// Exchanges between processes, by MPI or a transport in Python, and in levels: those of a machine share memory, and one
 // process of each machine, its leader, exchanges with the other leaders. "Between processes" in docs/architecture.md has
 // pictures.
 //
@@ -29,7 +29,7 @@ class Processes : public Exchange {
     // Before the first layer: `ranks` share the memory of a machine, of which each has one of the `leaders`. Without
     // memory, only gradients go that way, and each process is a machine. Leaders add gradients by MPI; if `mpi` is null,
     // see Machines.
-    void meet(std::shared_ptr<Segment> memory, Ranks ranks, Ranks leaders, const Mpi* mpi, size_t carried_from);
+    void meet(std::shared_ptr<Segment> memory, Ranks ranks, Ranks leaders, const Mpi* mpi, size_t adds_from);
 
     bool spans_processes() const override { return true; }
     Underway begin(Combine combine, const CallId& id, const Contribution& own) override;

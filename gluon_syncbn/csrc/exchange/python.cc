@@ -79,7 +79,7 @@ class MxnetKvstore : public Exchange {
 };
 
 // Python takes what leaves, in a thread of its own. A thread that exchanges never runs Python, where Ctrl-C would come.
-class Carried : public Inbox {
+class PythonMailbox : public Inbox {
   public:
     using Inbox::Inbox;
 
@@ -144,7 +144,7 @@ class Carried : public Inbox {
 
 std::shared_ptr<Exchange> kvstore_exchange(int64_t number) { return std::make_shared<MxnetKvstore>(number); }
 
-std::unique_ptr<Mailbox> mailbox(size_t rank, size_t ranks) { return std::make_unique<Carried>(rank, ranks); }
+std::unique_ptr<Mailbox> mailbox(size_t rank, size_t ranks) { return std::make_unique<PythonMailbox>(rank, ranks); }
 
 void set_python_functions(AddInPython* given_add, AgreedInPython* given_agreed) {
     add = given_add;
@@ -152,11 +152,11 @@ void set_python_functions(AddInPython* given_add, AgreedInPython* given_agreed) 
 }
 
 bool next_message(Mailbox& mailbox, double seconds, std::string* message) {
-    return static_cast<Carried&>(mailbox).next(seconds, message);
+    return static_cast<PythonMailbox&>(mailbox).next(seconds, message);
 }
 
 void deliver(Mailbox& mailbox, const char* message, size_t size) {
-    static_cast<Carried&>(mailbox).deliver(message, size);
+    static_cast<PythonMailbox&>(mailbox).deliver(message, size);
 }
 
 Agreed agreed_in_python(int64_t exchange, const CallId& id) {

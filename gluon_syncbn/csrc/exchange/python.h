@@ -1,4 +1,4 @@
-// Calls exchanges in Python, each of which takes the interpreter lock: MXNet's KVStores, and a carrier of messages
+// Calls exchanges in Python, each of which takes the interpreter lock: MXNet's KVStores, and a transport of messages
 // between processes.
 #pragma once
 
@@ -23,8 +23,8 @@ void set_python_functions(AddInPython* add, AgreedInPython* agreed);
 
 Agreed agreed_in_python(int64_t exchange, const CallId& id);
 
-// The mailbox of a carrier in Python. A message is the number of its readers and their ranks, as int64, then a Head and
-// what follows it. The following are for the carrier.
+// The mailbox of a transport in Python. A message is the number of its readers and their ranks, as int64, then a Head and
+// what follows it. The following are for the transport.
 std::unique_ptr<Mailbox> mailbox(size_t rank, size_t ranks);
 // Waits at most so long for something to send; empty: there was nothing. Returns false after the last message.
 bool next_message(Mailbox& mailbox, double seconds, std::string* message);
