@@ -145,15 +145,15 @@ def configure(
 ) -> None:
     """Sets defaults for all layers that do not override them, existing layers included.
 
-    Some models call ``norm_layer`` without ``norm_kwargs``; defaults reach their layers too. Either the old or the new
-    KVStore makes a sum that is on its way when the KVStore changes.
+    They reach models that call ``norm_layer`` without ``norm_kwargs``, too. A call that has begun keeps its KVStore.
 
     Parameters
     ----------
     kvstore : str, KVStore or None
         The exchange that adds the statistics over contexts. ``None``, the default: shared memory. GPUs gather the
         statistics with NCCL, or through host memory if this build of MXNet has no NCCL. ``'nccl'``: NCCL, or an error.
-        ``'host'``: shared memory, for GPUs too. ``'device'``, ``'local'`` or a KVStore object: MXNet's reduction.
+        ``'host'``: shared memory, for GPUs too. ``'device'``, ``'local'`` or such a KVStore object: MXNet's reduction.
+        A store of `gluon_syncbn.kvstore`: over all processes of the job.
     timeout : float
         Seconds that a replica waits for the others, initially 300. Then the step fails with an `MXNetError`
         that names the layer, who arrived and who is missing.
