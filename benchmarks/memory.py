@@ -3,7 +3,7 @@
 Each case is measured in a process of its own: its resident set after 10 and after 60 steps, less what it has before the
 net is made.
 
-    python benchmarks/memory.py             # writes benchmarks/results/memory.{md,json}
+    python benchmarks/memory.py             # writes benchmarks/results/memory.{md,json,png}
     python benchmarks/memory.py --quick     # a smoke test, its figures mean nothing
 """
 

@@ -1,4 +1,4 @@
-"""What the modes cost: five layers in each mode, against plain BatchNorm and against `sync`.
+"""What the modes cost: five layers in each mode, against plain BatchNorm.
 
 As benchmarks/layers.py, with 16 images per replica, so that eight virtual devices hold two each.
 
