@@ -22,7 +22,7 @@ from errors import run
 from options import Parser, number
 from tqdm import tqdm
 
-RATES = {"FastSCNN": (0.03, 0.1, 0.3, 1.0), "FCN-ResNet20": (0.003, 0.01, 0.03, 0.1)}
+RATES = {"FastSCNN": (0.01, 0.03, 0.1, 0.3, 1.0), "FCN-ResNet20": (0.003, 0.01, 0.03, 0.1, 0.3)}
 NETS = tuple(RATES)
 IMAGES = (1, 2)  # per device
 NORMS = ("BatchNorm", "SyncBatchNorm")

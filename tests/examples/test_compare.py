@@ -62,7 +62,7 @@ def test_rates_are_chosen_by_other_scenes_and_results_are_kept(monkeypatch, tmp_
     options = ["--save-dir", str(tmp_path), "--no-progress", "--seeds"]
     compare.main([*options, "2"])
     assert {(norm, rate) for _, _, norm, rate, seed in runs if seed != compare.TUNING} == set(best.items())
-    assert len(runs) == len(set(runs)) == 8 * (4 + 2)
+    assert len(runs) == len(set(runs)) == 8 * (5 + 2)
     text = (tmp_path / "table.md").read_text()
     assert "| FastSCNN | 1 | mIoU | 0.005 ± 0.007 | 0.505 ± 0.007 | +0.500 ± 0.000 | +0.500 to +0.500 |" in text
     assert "| FastSCNN | 1 | 0.03 | 0.1 |" in text
