@@ -105,8 +105,8 @@ gluoncv:
 	PYTHONPATH=tests .venv-onnx/bin/python -m families $(ARGS)
 
 docs:
-	@VENV=.venv-docs tools/venv.sh docs
-	.venv-docs/bin/python -m sphinx -b html -n -W --keep-going -q -E docs build/docs $(ARGS)
+	@tools/venv.sh docs
+	$(PY) -m sphinx -b html -n -W --keep-going -q -E docs build/docs $(ARGS)
 	echo build/docs/index.html
 
 dist: core

@@ -85,8 +85,9 @@ lock() {
     flock 9
 }
 
+# Python compiles what is imported, a small part of all that is installed, when it is.
 pip_install() {
-    if ! "$VENV/bin/python" -m pip install --no-input --disable-pip-version-check --progress-bar off \
+    if ! "$VENV/bin/python" -m pip install --no-input --disable-pip-version-check --progress-bar off --no-compile \
         --no-deps "$@" >>"$VENV/setup.log" 2>&1 </dev/null 9<&-; then
         grep -E "^ *(ERROR|error)" "$VENV/setup.log" | tail -n 5 >&2 || true
         die "pip install $* failed; is the package index reachable? All of its messages: $VENV/setup.log"
