@@ -30,6 +30,7 @@ from gluon_syncbn.training.session import session
 STEPS, FAULT_AT = 12, 6
 MOST = 74240  # numbers, as in csrc/exchange/segment.h
 LENGTHS = [1, 7, 300, 4097, 20_000, MOST]
+NUMBERS = np.random.RandomState(0).randn(MOST + 6000)
 
 
 bridge._GRACE = 1.0  # seconds; nothing else is told that late
@@ -52,7 +53,7 @@ class Relayed(bridge.BridgedTransport):
 
 
 def vector(rank, step, length):
-    return np.random.RandomState([rank, step, length]).randn(length)
+    return NUMBERS[1000 * LENGTHS.index(length) + 16 * rank + step :][:length]
 
 
 def total(machines, step, length):
