@@ -21,7 +21,7 @@ def _found() -> Dict[Path, List[str]]:
 
 #: In the order of the sources, each once. Those of `cuda` need a GPU.
 NATIVE = list(dict.fromkeys(name for path, names in _found().items() if path.parent.name != "cuda" for name in names))
-GPU = [name for path, names in _found().items() if path.parent.name == "cuda" for name in names]
+GPU = list(dict.fromkeys(name for path, names in _found().items() if path.parent.name == "cuda" for name in names))
 
 
 def package() -> Path:
