@@ -13,7 +13,7 @@ from environments import ended
 from gate import Gate
 from mxnet import autograd, nd
 from mxnet.gluon import nn
-from places import SOURCES, TESTS
+from places import SOURCES, SUPPORT, TESTS
 from poolings import specification
 from replicas import (
     ON_CPUS,
@@ -138,7 +138,7 @@ def test_layouts_are_those_of_the_wheels_headers(tmp_path):
 
 
 def elsewhere(code, **environment):
-    return ended([sys.executable, "-c", code], **environment)
+    return ended([sys.executable, "-c", "import light\n" + code], SUPPORT, **environment)
 
 
 WHY = "import gluon_syncbn; print(gluon_syncbn._native.why_custom())"

@@ -22,7 +22,7 @@ from places import SUPPORT, TESTS
 from tqdm import tqdm
 
 KINDS = ("refused", "wrong", "crashed", "hung")
-TOGETHER = 50  # cases of a process, which cost it some memory each
+TOGETHER = 60  # cases of a process, which cost it some memory each
 
 
 class Outcome(NamedTuple):
