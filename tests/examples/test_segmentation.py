@@ -15,7 +15,7 @@ from PIL import Image
 from places import SEGMENTATION
 from segmentation_runs import Process, changed_train, lasting, rows, steps_of, truncate, wait_for
 
-TINY = "--model fastscnn --aux --crop-size 64 --base-size 64 --batch-size 4 --test-batch-size 4".split()
+TINY = "--model fastscnn --aux --crop-size 32 --base-size 32 --batch-size 4 --test-batch-size 4".split()
 TINY += ["--lr", "0.05", "--epochs", "1"]
 # So few spaces that a run comes round to the first ones many times.
 TWO = "--cpus 2 --syncbn".split()
