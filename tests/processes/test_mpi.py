@@ -72,7 +72,12 @@ ROWS = "gathers+gradients_in_any_order+shuffled_keys"
 # Four are a power of two; of five, two become one; of six and seven, two pairs and three do.
 @pytest.mark.parametrize(
     "processes, scenarios",
-    [(3, f"equals_the_specification+{ROWS}"), (4, "of_many+random_order"), (5, f"of_many+{ROWS}"), (7, "of_many")],
+    [
+        (3, f"equals_the_specification+{ROWS}"),
+        (4, "of_many+random_order+groups_in_memory"),
+        (5, f"of_many+{ROWS}"),
+        (7, "of_many"),
+    ],
 )
 def test_more_processes(processes, scenarios):
     """Of three: all modes, types and ways of running, 1 and 2 devices in turn, names that differ."""

@@ -31,8 +31,3 @@ def test_what_goes_by_which_way():
     """By the transport where memory is switched off; test_mpi.py has the other way."""
     job = Job(2, "ways_of_statistics", environment={"GLUON_SYNCBN_SHARED_MEMORY": "off"})
     assert job.succeeded(2), job.output
-
-
-def test_groups_ask_their_members_only():
-    job = Job(4, "groups_in_memory")
-    assert job.succeeded(4), job.output
