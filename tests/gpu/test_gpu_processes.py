@@ -26,14 +26,10 @@ def assert_succeeded(done, processes):
     assert done.succeeded(processes), done.output
 
 
-# Two processes find what four find; `make test-gpu-emulated ARGS="-m slow"`.
-PROCESSES = [2, pytest.param(4, marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize("processes", PROCESSES)
-def test_every_mode_and_what_it_costs(processes):
-    """2 launches, 3 waits, a copy to the host and one back, forward and backward."""
-    assert_succeeded(job(processes, "every_mode", limit=200), processes)
+@pytest.mark.slow
+def test_every_mode_of_four_processes():
+    """Two find what they find; `make test-gpu-emulated ARGS="-m slow"`."""
+    assert_succeeded(job(4, "every_mode", limit=200), 4)
 
 
 @pytest.mark.parametrize(("processes", "contexts"), [pytest.param(4, 1, marks=pytest.mark.slow), (2, 2)])
@@ -45,7 +41,7 @@ def test_named_groups(processes, contexts):
     assert_succeeded(done, processes)
 
 
-TOGETHER = ["gradients", "rows_and_gradients", "short_batches", "recomputed", "beside_a_cpu"]
+TOGETHER = ["every_mode", "gradients", "rows_and_gradients", "short_batches", "recomputed", "beside_a_cpu"]
 
 
 @pytest.fixture(scope="module")
