@@ -324,16 +324,10 @@ def test_a_bad_argument_is_one_line(tmp_path, monkeypatch, capsys, arguments, ex
     assert line.startswith(f"gluon_syncbn: {expected}")
 
 
-def test_no_script(job):
-    code, output, errors = job.run("", *RUN)
-    assert (code, output) == (2, "")
-    assert len(errors.splitlines()) == 1
-
-
-def test_help(job):
-    code, output, errors = job.run("", "-m", "gluon_syncbn", "--help")
-    assert (code, errors) == (0, "")
-    assert "run [--cpus N] [--convert] script.py" in output
+def test_help(capsys):
+    assert run.main(["--help"]) == 0
+    output, errors = capsys.readouterr()
+    assert errors == "" and "run [--cpus N] [--convert] script.py" in output
 
 
 def test_version(capsys):
