@@ -102,10 +102,10 @@ def _reading(read: Callable, array: mx.nd.NDArray) -> Any:
         raise
 
 
-def _saving(save: Callable, owner: Any, *args: Any) -> Any:
+def _saving(save: Callable, owner: Any, *args: Any, **kwargs: Any) -> Any:
     """The error of a failed step would come once for each array that it was to write. Weights are as they were."""
     steps.settle_failed()
-    return save(owner, *args)
+    return save(owner, *args, **kwargs)
 
 
 # ---- replicas -------------------------------------------------------------------------------------------------
@@ -211,15 +211,14 @@ def _once(build: Callable, block: gluon.HybridBlock, *args: Any) -> None:
             blocks.with_graph.add(block)
 
 
-def _noting_layers(grad: Callable, heads: Any, variables: Any, head_grads: Any = None, retain_graph: Any = None,
-                   create_graph: bool = False, **kwargs: Any) -> Any:  # fmt: skip
+def _noting_layers(grad: Callable, heads: Any, *args: Any, **kwargs: Any) -> Any:
     """Notes the layers whose gradient may be differentiated again: MXNet's error would not name them."""
-    if create_graph:
+    if kwargs.get("create_graph") or any(args[3:4]):
         for head in heads if isinstance(heads, (list, tuple)) else [heads]:
             _differentiated.update(layer for layer, _ in layers_of(autograd.get_symbol(head)))
         if _differentiated:
             replace(_naming_layers, mx.nd.NDArray, "backward")
-    return _naming_layers(grad, heads, variables, head_grads, retain_graph, create_graph, **kwargs)
+    return _naming_layers(grad, heads, *args, **kwargs)
 
 
 _differentiated: weakref.WeakSet[Replicas] = weakref.WeakSet()

@@ -234,7 +234,7 @@ def _gate(group: DataParallelExecutorGroup) -> None:
             _native.gate(gradients)
 
 
-def _after_forward(method: Callable, group: DataParallelExecutorGroup, *args: Any) -> None:
+def _after_forward(method: Callable, group: DataParallelExecutorGroup, *args: Any, **kwargs: Any) -> None:
     """An executor tells MXNet's engine only what its operators read and put out, and not that they write auxiliary
     states (`GraphExecutor::InitCachedOps` in src/executor/graph_executor.cc). So the engine may copy the running
     statistics before a forward that was issued earlier has written them.
@@ -244,7 +244,7 @@ def _after_forward(method: Callable, group: DataParallelExecutorGroup, *args: An
         for executor in group.execs:
             for output in executor.outputs:
                 output.wait_to_read()
-    method(group, *args)
+    method(group, *args, **kwargs)
 
 
 def _is_synchronised(group: Optional[DataParallelExecutorGroup]) -> bool:

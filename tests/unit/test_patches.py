@@ -1,10 +1,13 @@
 """What is changed in MXNet is changed once, and can be put back."""
 
+import inspect
+
 import mxnet as mx
 from mxnet import autograd, gluon
 from mxnet.gluon.nn.basic_layers import _BatchNorm
 from mxnet.module.executor_group import DataParallelExecutorGroup
 
+from gluon_syncbn import SyncBatchNorm
 from gluon_syncbn.mxnet_side import patches
 from gluon_syncbn.nets import checkpoint, executors
 
@@ -45,3 +48,17 @@ def test_install_and_remove():
         patches.install()
         executors.install()
         checkpoint.install()
+
+
+def test_arguments():
+    """Each function takes what MXNet's takes, by position and, where a program calls it, by name."""
+    SyncBatchNorm()  # whose first one changes more
+    of_modules = (DataParallelExecutorGroup, "get_params", executors._after_forward)
+    for owner, name, around in [*patches._originals, of_modules]:
+        original = inspect.unwrap(getattr(owner, name))
+        fixed = [p for p in inspect.signature(original).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        given = {one.name: None for one in fixed}
+        inspect.signature(around).bind(original, *given)
+        if not name.startswith("_"):
+            own = [given.pop("self")] if "self" in given else []
+            inspect.signature(around).bind(original, *own, **given)
