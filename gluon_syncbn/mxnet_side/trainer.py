@@ -49,7 +49,7 @@ def constructing(construct: Callable, trainer: gluon.Trainer, *args: Any, **kwar
         if session.exchange is None and not session.chosen:  # `configure` has not chosen
             session.set_exchange(store)
             log.info("layers without a KVStore of their own use that of the Trainer: %r", store)
-    devices.trainers.add(trainer)
+    session.trainers.add(trainer)
 
 
 def initialising(initialise: Callable, trainer: gluon.Trainer) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from contextlib import contextmanager
 from typing import Dict, Iterable, Iterator, List, Sequence
 
@@ -13,9 +12,8 @@ from mxnet.context import Context
 from .. import _native
 from ..system import arguments, kinds
 from .replicas import Replicas
+from .session import session
 from .steps import drain
-
-trainers: weakref.WeakSet[gluon.Trainer] = weakref.WeakSet()
 
 
 @contextmanager
@@ -47,7 +45,7 @@ def devices(contexts: Sequence[Context]) -> Iterator[None]:
     if _active:
         raise ValueError("contexts: devices(...) is active already; leave that block first")
     mx.nd.waitall()
-    for parameter in _trained_parameters():
+    for parameter in session.trained():
         for array in parameter.list_data():
             if array.ctx in chosen:
                 _marks[id(array)], array._fresh_grad = array._fresh_grad, False
@@ -64,7 +62,7 @@ def devices(contexts: Sequence[Context]) -> Iterator[None]:
     finally:
         _native.devices([])
         _native.reset()
-        settle_gradients(_trained_parameters())
+        settle_gradients(session.trained())
         _active = []
         _marks.clear()
         for replicas in list(Replicas.by_token.values()):
@@ -93,11 +91,6 @@ def settle_gradients(parameters: Iterable[gluon.Parameter]) -> None:
                     gradient = kinds.classic(gradient)
                     mx.nd.zeros_like(gradient, out=gradient)
                 array._fresh_grad = True
-
-
-def _trained_parameters() -> List[gluon.Parameter]:
-    parameters = dict.fromkeys(parameter for trainer in list(trainers) for parameter in trainer._params)
-    return [parameter for parameter in parameters if parameter._grad is not None]
 
 
 _active: List[Context] = []  # those of the block

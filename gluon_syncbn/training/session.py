@@ -41,6 +41,7 @@ class Session:
         self.beginning = threading.RLock()  # held by a thread that enters its first scope, or forgets a failed step
         self.tracing = threading.RLock()  # held by a thread that records the graph of a net
         self.training_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that have opened a scope
+        self.trainers: weakref.WeakSet[Any] = weakref.WeakSet()  # of Gluon
         self.raised = ""  # the last failure that went through a scope as an exception
         self.ending = False  # exit handlers have begun
         self.joins = 0  # open `join` blocks
@@ -96,6 +97,11 @@ class Session:
         two threads do so at once, each operator may be the first in one queue, and then wait for the other for ever.
         """
         return self._issuing.setdefault((context.device_typeid, context.device_id), threading.Lock())
+
+    def trained(self) -> List[Any]:
+        """Returns the parameters of all Trainers that have gradients."""
+        parameters = dict.fromkeys(one for trainer in list(self.trainers) for one in trainer._params)
+        return [one for one in parameters if one._grad is not None]
 
     # ---- scopes --------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ none: there a training forward begins a step, unless the one before has failed a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
@@ -127,6 +128,10 @@ def scope_left(kind: Optional[type], value: Any) -> None:
 
 
 def break_off(what: str) -> None:
+    # The step before may be in flight, and its update would be lost. A job of processes ends, and must not wait first.
+    for parameter in [] if session.stores else session.trained():
+        with contextlib.suppress(mx.MXNetError):  # of that step
+            parameter._data[0].wait_to_read()
     session.raised = f"{what}, so the replicas that had been called cannot finish it. The next step starts afresh."
     _native.fail(session.raised)
     session.tell_others(session.raised)

@@ -482,6 +482,43 @@ def test_a_net_is_saved_after_a_failed_step(contexts, rng, tmp_path, updates, ho
     assert weights() == before
 
 
+@pytest.mark.parametrize("called", [0, 1])
+@pytest.mark.parametrize("updates", [True, False], ids=["store", "trainer"])
+def test_the_step_before_an_exception(contexts, rng, updates, called):
+    """It is in flight, as nobody has read its results. Its update takes place, as with plain BatchNorm."""
+    places = contexts[:2]
+    xs, heads = ([nd.array(rng.randn(4, 5), ctx=place) for place in places] for _ in range(2))
+    start = nd.array(rng.randn(5, 5))
+
+    def weights(reads):
+        net = nn.HybridSequential()
+        net.add(nn.Dense(5, in_units=5), SyncBatchNorm(in_channels=5))
+        net.initialize(ctx=places)
+        net[0].weight.set_data(start)
+        trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, update_on_kvstore=updates)
+        work = nd.ones((1500, 1500), ctx=places[1]) * 1e-3
+        work.wait_to_read()
+        with autograd.record():
+            for _ in range(5):
+                work = nd.dot(work, work)
+            ys = [net(xs[0]), net(xs[1] + 0 * work[0, :1])]
+        autograd.backward(ys, heads)
+        trainer.step(8)
+        if reads:
+            nd.waitall()
+        with pytest.raises(OutOfData), autograd.record():
+            for x in xs[:called]:
+                net(x)
+            raise OutOfData
+        with autograd.record():
+            pass  # starts afresh
+        return [array.asnumpy() for array in net[0].weight.list_data()]
+
+    expected = weights(reads=True)
+    assert (expected[0] != start.asnumpy()).all()
+    np.testing.assert_allclose(weights(reads=False), expected, rtol=0, atol=1e-5)
+
+
 # ---- some of the contexts ----------------------------------------------------------------------------------
 
 
