@@ -36,7 +36,7 @@ def broadcast_parameters(params: Any, kvstore: Any = None, root_rank: int = 0) -
         included. The parameters must be initialised. If shapes are not known yet, predict with a batch first.
     kvstore : str or KVStore, optional
         A store of several processes, made by `gluon_syncbn.kvstore`, reaches the devices of all. Any other store
-        reaches the devices of this process. By default the setting of `configure`, or the layers' own.
+        reaches the devices of this process. By default the setting of `configure`, or the layers' own, or the only one.
     root_rank : int
         The rank of the process whose parameters are broadcast.
 
@@ -81,7 +81,7 @@ def store_of(kvstore: Any, parameters: Iterable[Parameter]) -> Optional[ProcessS
     exchange = session.exchange_of(kvstore)
     if kvstore is not None:
         return exchange if isinstance(exchange, ProcessStore) else None
-    stores = stores_of(parameters)
+    stores = stores_of(parameters) or ([] if session.chosen else session.stores)  # before a Trainer gets it
     if len(stores) > 1:
         arguments.refuse("kvstore", kvstore, f"one of the {len(stores)} KVStores of the layers")
     return stores[0] if stores else None

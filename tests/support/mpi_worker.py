@@ -233,13 +233,13 @@ def averages_running_stats():
 
 
 def broadcasts_parameters():
-    """Of every type, those of each rank in turn; and another net is an error on all."""
+    """Of every type, those of each rank in turn, also if no layer names the store. Another net is an error."""
     for _ in range(3 * kv.rank):
         nn.BatchNorm()  # so that Gluon's counters differ among the processes
     contexts = CONTEXTS[: devices_of(kv.rank)]
     for root, dtype in itertools.product(range(kv.num_workers), ("float16", "float32", "float64")):
         net = nn.HybridSequential()
-        net.add(nn.Dense(4, in_units=3), gluon_syncbn.SyncBatchNorm(in_channels=4, kvstore=kv))
+        net.add(nn.Dense(4, in_units=3), gluon_syncbn.SyncBatchNorm(in_channels=4, kvstore=kv if root else None))
         net.cast(dtype)
         net.initialize(ctx=contexts)
         values = [
