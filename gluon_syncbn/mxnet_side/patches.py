@@ -71,9 +71,7 @@ def remove() -> None:
 
 
 # ---- steps ----------------------------------------------------------------------------------------------------
-# The scopes of ``autograd.record()`` and ``train_mode()`` mark where a step begins and ends. MXNet has no hook for
-# that. After an exception in one replica's part, the other replicas wait for it. The next step would then meet the rest
-# of this one. Only the scope sees both.
+# MXNet has no hook for the scopes of ``autograd.record()`` and ``train_mode()``: see training/steps.py.
 
 
 def _trains(scope: Any) -> bool:

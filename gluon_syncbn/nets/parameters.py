@@ -49,8 +49,7 @@ def broadcast_parameters(params: Any, kvstore: Any = None, root_rank: int = 0) -
     """
     given = _listed(params)
     store = store_of(kvstore, given)
-    last = store.num_workers - 1 if store is not None else 0
-    root_rank = arguments.whole("root_rank", root_rank, 0, last)
+    root_rank = arguments.whole("root_rank", root_rank, 0, 0 if store is None else store.num_workers - 1)
     await_values("params", given)
     if store is not None:  # all raise an error if they differ
         ours = [(f"'{one.name}'", f"of shape {one.shape} and type {np.dtype(one.dtype).name}") for one in given]
