@@ -303,14 +303,16 @@ SYNCBN_API(void, allreduce, Asked* exchange, bool merges, int64_t layer, int64_t
 }
 
 // Begins the sum of arrays over the processes of an exchange in shared memory: see native/native.h.
-SYNCBN_API(void, sum, Asked* exchange, int64_t channel, int64_t number, const Span<const char*>& names,
-           const int* types, const size_t* sizes, size_t contexts, void** arrays, syncbn::cuda::AllReduce* gpus) {
+SYNCBN_API(void, sum, Asked* exchange, int64_t channel, int64_t number, const char* update,
+           const Span<const char*>& names, const int* types, const size_t* sizes, size_t contexts, void** arrays,
+           syncbn::cuda::AllReduce* gpus) {
     std::vector<syncbn::Summand> summands;
     for (int64_t i = 0; i < names.count; ++i)
         summands.push_back({names.values[i], static_cast<syncbn::Type>(types[i]), sizes[i]});
     of_processes(exchange).job().check_open();
-    syncbn::native::sum_gradients(of_processes(exchange).sums(), channel, number, registry().defaults().timeout,
-                                  std::move(summands), contexts, arrays, gpus);
+    syncbn::native::sum_gradients(of_processes(exchange).sums(),
+                                  {channel, number, update, registry().defaults().timeout, std::move(summands), gpus},
+                                  contexts, arrays);
 }
 
 // What identifies a GPU; a new id for `gpus`.

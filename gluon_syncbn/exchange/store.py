@@ -157,18 +157,19 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         Trainers of several threads may come in any order. The store numbers them as `expect` got them. ``gradients``
         has, by the name of the parameter, one for each context.
         """
-        known = self.expect(trainer)
+        known, own = self.expect(trainer), trainer._optimizer
+        update = f"{type(own).__name__} (learning rate {own.learning_rate}, gradients x {own.rescale_grad})"
         what = f"the gradients of trainer {known.number}"
         given = [array for arrays in gradients.values() for array in arrays]
         if known.summands is None or len(known.given) != len(given) or any(map(operator.is_not, known.given, given)):
             sums = {f"the gradient of '{name}'": (arrays, arrays) for name, arrays in _in_order(gradients)}
             self._find_way(known, list(gradients.values()))
             if known.way is None and not all(_in_place(arrays) for arrays in gradients.values()):
-                self._sum(what, sums)
+                self._sum(what, sums, update)
                 return
             known.summands = _native.summands(list(sums), [arrays for arrays, _ in sums.values()], known.way)
             known.given = given
-        self._begin_sum(what, known.summands)
+        self._begin_sum(what, known.summands, update)
 
     def _find_way(self, known: _TrainerState, gradients: List[List[mx.nd.NDArray]]) -> None:
         """Finds the way of gradients between the GPUs of all processes.
@@ -252,20 +253,22 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
                 self._trainers[trainer] = _TrainerState(self._count("trainers"))
             return self._trainers[trainer]
 
-    def _sum(self, what: str, sums: Dict[str, Tuple[List[mx.nd.NDArray], List[mx.nd.NDArray]]]) -> None:
+    def _sum(
+        self, what: str, sums: Dict[str, Tuple[List[mx.nd.NDArray], List[mx.nd.NDArray]]], update: str = ""
+    ) -> None:
         """Adds values over the devices of all processes into targets; does not wait."""
         arrays, copies = [], []
         for values, targets in sums.values():
             arrays.append(values if values is targets and _in_place(values) else list(map(_copied, values)))
             if arrays[-1] is not values:
                 copies.append((arrays[-1][0], targets))
-        self._begin_sum(what, _native.summands(list(sums), arrays))
+        self._begin_sum(what, _native.summands(list(sums), arrays), update)
         for total, targets in copies:
             for target in targets:
                 kinds.classic(total.astype(target.dtype)).copyto(kinds.classic(target))
 
-    def _begin_sum(self, what: str, summands: Tuple[Any, ...]) -> None:
-        _native.sum(self.handle, _hash(what.encode()), self._count(what) - 1, *summands)
+    def _begin_sum(self, what: str, summands: Tuple[Any, ...], update: str) -> None:
+        _native.sum(self.handle, _hash(what.encode()), self._count(what) - 1, update, *summands)
 
     # ---- arrays of all processes -----------------------------------------------------------------------------
 

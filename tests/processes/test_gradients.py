@@ -25,6 +25,10 @@ SCENARIOS = [
 # What the processes learn: of rank 1, and of the arrays.
 FAULTS = {
     "freezes": ("the processes disagree about their arrays", "1_bias' (300000 values of float32) on rank"),
+    "divides_otherwise": (
+        "and 3 more, round 2: SGD (learning rate 0.01, gradients x 0.5) on rank 1 and SGD (learning rate 0.01, ",
+        ", gradients x 1.0) on rank 0. Give all Trainers the same settings, and trainer.step the samples of all",
+    ),
     "begins_elsewhere": (
         "the processes begin with different weights: 'dense",
         "1_bias' of rank 1 is not that of rank 0",

@@ -35,7 +35,7 @@ std::vector<Rank>& ranks() {
 class Arrays : public syncbn::Round {
   public:
     Arrays(int64_t channel, int64_t number, const std::vector<size_t>& sizes, float value)
-        : Round(channel, number, 60, summands_of(sizes), nullptr), here_(sizes.size(), false) {
+        : Round({channel, number, "", 60, summands_of(sizes), nullptr}), here_(sizes.size(), false) {
         for (const size_t size : sizes) {
             memory_.emplace_back(size, value);
             places_.push_back({memory_.back().data()});

@@ -308,6 +308,9 @@ def two_machines():
 # ---- what goes wrong ---------------------------------------------------------------------------------------------
 
 
+SAMPLES = 1  # of a step
+
+
 def fails(spoil):
     """A step that fails changes no parameter, and all processes learn why."""
     net = nn.HybridSequential()
@@ -321,7 +324,7 @@ def fails(spoil):
         with autograd.record():
             ys = [net(nd.ones((2, 3), ctx=context)) for context in OWN]
         autograd.backward(ys)
-        trainer.step(1)
+        trainer.step(SAMPLES)
         nd.waitall()
 
     if spoil is not begins_elsewhere:
@@ -351,6 +354,11 @@ def freezes(net):
     net[1].bias.grad_req = "null"
 
 
+def divides_otherwise(net):
+    global SAMPLES
+    SAMPLES = 2
+
+
 def begins_elsewhere(net):
     net[1].bias.set_data(net[1].bias.data(OWN[0]) + kv.rank)
 
@@ -367,6 +375,7 @@ def is_late(net):
 # And whether rank 1 has an error, too.
 SPOILS = {
     "freezes": (freezes, True),
+    "divides_otherwise": (divides_otherwise, True),
     "begins_elsewhere": (begins_elsewhere, True),
     "ends": (ends, False),
     "is_late": (is_late, False),

@@ -182,6 +182,8 @@ def test_gradients_of_all_processes(monkeypatch, kind):
 class Trainer:
     """What a store knows a Trainer by."""
 
+    _optimizer = mx.optimizer.SGD()
+
 
 def test_gradients_that_other_arrays_replace(monkeypatch):
     """What was prepared for the arrays of a step serves the next one, but no other arrays."""

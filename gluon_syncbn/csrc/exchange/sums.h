@@ -23,6 +23,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cuda/collective.h"
@@ -40,10 +41,18 @@ struct Summand {
 };
 
 // What this process brings at a time.
-class Round {
+struct Brought {
+    int64_t channel;     // its rounds come in the same order in all processes
+    int64_t number;      // within the channel, for messages
+    std::string update;  // what is done with the sums, the same in all processes
+    double timeout;      // seconds
+    std::vector<Summand> summands;
+    cuda::AllReduce* gpus;  // null if the arrays are on CPUs
+};
+
+class Round : public Brought {
   public:
-    Round(int64_t channel, int64_t number, double timeout, std::vector<Summand> summands, cuda::AllReduce* gpus)
-        : channel(channel), number(number), timeout(timeout), summands(std::move(summands)), gpus(gpus) {}
+    explicit Round(Brought brought) : Brought(std::move(brought)) {}
     virtual ~Round() = default;
     // Returns where the values of an array are, in each context; null as long as they are not available. Throws Failure
     // if they never will be.
@@ -51,12 +60,6 @@ class Round {
     // Either all sums are in their places, or something has failed. One of the two is called, once.
     virtual void succeed() noexcept = 0;
     virtual void fail(const std::exception& reason) noexcept = 0;
-
-    const int64_t channel;  // its rounds come in the same order in all processes
-    const int64_t number;   // within the channel, for messages
-    const double timeout;   // seconds
-    const std::vector<Summand> summands;
-    cuda::AllReduce* const gpus;  // null if the arrays are on CPUs
 };
 
 class Sums {

@@ -24,9 +24,7 @@ void* plain_values(void* handle) {
 
 class Gradients : public Round, public std::enable_shared_from_this<Gradients> {
   public:
-    Gradients(Sums& sums, int64_t channel, int64_t number, double timeout, std::vector<Summand> summands,
-              cuda::AllReduce* gpus)
-        : Round(channel, number, timeout, std::move(summands), gpus), sums_(sums), items_(this->summands.size()) {}
+    Gradients(Sums& sums, Brought brought) : Round(std::move(brought)), sums_(sums), items_(summands.size()) {}
     ~Gradients() override {
         for (const Item& item : items_)
             for (void* handle : item.handles) mx.MXNDArrayFree(handle);
@@ -133,10 +131,9 @@ class Gradients : public Round, public std::enable_shared_from_this<Gradients> {
 
 }  // namespace
 
-void sum_gradients(Sums& sums, int64_t channel, int64_t number, double timeout, std::vector<Summand> summands,
-                   size_t contexts, void** arrays, cuda::AllReduce* gpus) {
-    const size_t count = summands.size();
-    auto round = std::make_shared<Gradients>(sums, channel, number, timeout, std::move(summands), gpus);
+void sum_gradients(Sums& sums, Brought brought, size_t contexts, void** arrays) {
+    const size_t count = brought.summands.size();
+    auto round = std::make_shared<Gradients>(sums, std::move(brought));
     try {
         for (size_t i = 0; i < count; ++i) round->push(i, contexts, arrays + i * contexts);
         sums.begin(round);

@@ -35,10 +35,8 @@ bool issue_for(void* array) noexcept;
 
 // Begins a round of sums, and does not wait. The arrays become the sums together, or all of them raise the failure.
 // `arrays`: of each summand a handle for each context, one summand after the other. They are dense, and on CPUs or the
-// devices of `gpus`. Rounds of a `channel` come in the same order in all processes, and `number` counts them for
-// messages. Throws Failure if MXNet refuses.
-void sum_gradients(Sums& sums, int64_t channel, int64_t number, double timeout, std::vector<Summand> summands,
-                   size_t contexts, void** arrays, cuda::AllReduce* gpus);
+// devices of `gpus`. Throws Failure if MXNet refuses.
+void sum_gradients(Sums& sums, Brought brought, size_t contexts, void** arrays);
 
 // Called in the child of a fork, which has no other thread, and so none that calls run in.
 void forget_workers();
