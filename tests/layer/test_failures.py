@@ -987,7 +987,9 @@ def test_a_call_that_an_operator_before_the_layer_kept_from_running(contexts, rn
             layer(x)
     with pytest.raises(mx.MXNetError) as error:
         waits.asnumpy()
-    assert_explains(error, layer, "forward of call 1", "missing cpu(0)", "Every replica has issued its call")
+    assert_explains(error, layer, "Every replica has issued its call")
+    # The next call of cpu(0) waits for that of cpu(1), which is behind this one. Either may give up first.
+    assert re.search(r"call 1: .* missing cpu\(0\)|call 2: .* missing cpu\(1\)", str(error.value))
     steps.drain()
     assert_next_step_is_right(layer, contexts[:2], rng)
 
