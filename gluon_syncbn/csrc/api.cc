@@ -375,6 +375,11 @@ SYNCBN_API(void, reset) {
     syncbn::step().clear();  // nothing meets before
 }
 
+// Has later users of each of these arrays run after the earlier ones. Does not wait.
+SYNCBN_API(void, keep_order, const Span<NDArrayHandle>& arrays) {
+    for (void* array : arrays) check(syncbn::keep_order(array));
+}
+
 // Makes later users of these arrays fail if the step has failed by then. Does not wait.
 SYNCBN_API(void, gate, const Span<NDArrayHandle>& arrays) {
     check(syncbn::fail_arrays(arrays.values, arrays.count, nullptr));

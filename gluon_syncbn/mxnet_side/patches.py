@@ -161,6 +161,7 @@ class _Issuing(mx.nd.CachedOp):
 
     layers: List[Replicas]  # until they have run
     calls: List[Tuple[int, int]]  # layers and nodes that meet, with static_shape
+    running: List[gluon.Parameter]  # a running statistic of each, which its operators take
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         training, context = autograd.is_training(), args[0].ctx
@@ -171,6 +172,8 @@ class _Issuing(mx.nd.CachedOp):
         with session.issuing(context):
             if not (training and self.calls):
                 return super().__call__(*args, **kwargs)
+            # An operator takes the call that was announced first: one call must not overtake another on its context.
+            _native.keep_order([parameter.data(context) for parameter in self.running])
             for number, node in self.calls:
                 _native.layer_called(number, node, str(context))
             _native.within_graph(True)
@@ -190,7 +193,9 @@ def _issuing(cached_op: Any, sym: mx.sym.Symbol, flags: Any = ()) -> mx.nd.Cache
     graph = _Issuing(sym, flags)
     graph.layers = [layer for layer, _ in found]
     static = dict(flags).get("static_shape")
-    graph.calls = [(layer.id, int(of["node"])) for layer, of in found if static and _meets(layer, of)]
+    meeting = [(layer, int(of["node"])) for layer, of in found if static and _meets(layer, of)]
+    graph.calls = [(layer.id, node) for layer, node in meeting]
+    graph.running = [parameter for layer, _ in meeting for parameter in list(layer.running)[:1]]
     return graph
 
 

@@ -129,9 +129,9 @@ def scope_left(kind: Optional[type], value: Any) -> None:
 
 def break_off(what: str) -> None:
     # The step before may be in flight, and its update would be lost. A job of processes ends, and must not wait first.
-    for parameter in [] if session.stores else session.trained():
+    for array in [] if session.stores else [array for one in session.trained() for array in one._data]:
         with contextlib.suppress(mx.MXNetError):  # of that step
-            parameter._data[0].wait_to_read()
+            array.wait_to_read()
     session.raised = f"{what}, so the replicas that had been called cannot finish it. The next step starts afresh."
     _native.fail(session.raised)
     session.tell_others(session.raised)

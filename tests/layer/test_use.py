@@ -415,6 +415,46 @@ def test_one_kvstore_for_gradients_and_statistics(contexts, rng):
         np.testing.assert_allclose(p.data(contexts[1]).asnumpy(), q.data().asnumpy(), rtol=0, atol=1e-3)
 
 
+def test_several_calls_of_a_static_graph(contexts, rng):
+    """Each call of a replica meets the same call of the other, although the engine may run them in another order."""
+    places, nets = contexts[:2], []
+    for norm in (SyncBatchNorm, nn.BatchNorm):
+        nets.append(nn.HybridSequential())
+        for _ in range(2):
+            nets[-1].add(nn.Dense(6, in_units=6), norm(in_channels=6))
+        nets[-1].initialize(mx.init.Xavier(), ctx=places)
+    net, plain = nets
+    for own, parameter in zip(net.collect_params().values(), plain.collect_params().values()):
+        parameter.set_data(own.data(places[0]))
+    net.hybridize(static_alloc=True, static_shape=True)
+
+    def on(place, arrays):
+        return [nd.array(array, ctx=place) for array in arrays]
+
+    for _ in range(40):
+        batches, heads = [[rng.randn(2, 64, 6) * (k + 1) + 3 * k for k in range(3)] for _ in range(2)]
+        given = [
+            (on(place, [x[k] for x in batches]), on(place, [x[k] for x in heads])) for k, place in enumerate(places)
+        ]
+        wholes = on(places[0], [x.reshape(-1, 6) for x in batches])
+        with autograd.record():
+            ys = []
+            for shards, _ in given:
+                for x in shards:
+                    x.attach_grad()
+                ys += [net(x) for x in shards]
+            for x in wholes:
+                x.attach_grad()
+            wants = [plain(x) for x in wholes]
+        autograd.backward(ys, [head for _, of_place in given for head in of_place])
+        autograd.backward(wants, on(places[0], [x.reshape(-1, 6) for x in heads]))
+        for k, (x, want) in enumerate(zip(wholes, wants)):
+            for got, expected in ((ys[k::3], want), ([shards[k].grad for shards, _ in given], x.grad)):
+                np.testing.assert_allclose(
+                    np.concatenate([one.asnumpy() for one in got]), expected.asnumpy(), rtol=0, atol=2e-3
+                )
+
+
 @pytest.mark.parametrize("way", ["eager", "hybrid"])  # MXNet itself refuses static_alloc
 @pytest.mark.parametrize("through", ["method", "function", "grad"])
 def test_a_second_derivative(contexts, rng, way, through):
