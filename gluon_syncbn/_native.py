@@ -82,8 +82,7 @@ _RESULTS = {
     "void": ctypes.c_int,
     "bool": ctypes.c_int,
     "const char*": ctypes.c_char_p,
-    "std::string": ctypes.c_char_p,
-    "Asked": ctypes.c_void_p,
+    **dict.fromkeys(("Asked", "std::string", "Bytes", "std::optional<Bytes>"), ctypes.c_void_p),
 }
 _GIVEN: Dict[str, Any] = {
     **_NUMBERS,
@@ -92,6 +91,7 @@ _GIVEN: Dict[str, Any] = {
     "NDArrayHandle": SimpleNamespace(from_param=lambda array: array.handle),
     "const syncbn::Mpi*": SimpleNamespace(from_param=lambda words: (ctypes.c_int64 * len(words))(*words) or None),
     "const Span<const char*>&": _TEXTS,
+    "const Span<const char>&": _List(ctypes.c_char),
     "const Span<const int>&": _List(ctypes.c_int),
     "const Span<const size_t>&": _List(ctypes.c_size_t),
     "const Span<NDArrayHandle>&": _List(ctypes.c_void_p, lambda array: array.handle.value),
@@ -114,7 +114,7 @@ def _load() -> ctypes.CDLL:
             function.restype = _type(result, _RESULTS)
             function.argtypes = [_type(one.rpartition(" ")[0], _GIVEN) for one in given]
             if name not in _UNCHECKED:
-                function.errcheck = _checked
+                function.errcheck = _READ.get(result, _checked)
             setattr(core, f"syncbn_{name}", function)
     except (OSError, ValueError) as error:  # ValueError: the core is older than its source
         raise ImportError(
@@ -131,6 +131,13 @@ def _checked(result: Any, function: Any, given: Any) -> Any:
     return result.decode(errors="replace") if isinstance(result, bytes) else result
 
 
+def _bytes_at(*result: Any) -> Any:
+    span = _Span.from_address(_checked(*result))
+    return ctypes.string_at(span.values, span.count) if span.count >= 0 else None
+
+
+_READ = {"Bytes": _bytes_at, "std::optional<Bytes>": _bytes_at}
+_READ["std::string"] = lambda *result: _bytes_at(*result).decode(errors="replace")
 _core = _load()
 
 
@@ -212,7 +219,6 @@ NULL, ADD = 0, 3
 
 Backward = Callable[[List[NDArray], List[NDArray], List[int]], None]
 
-
 _functions: Dict[int, Tuple[Any, Any]] = {}  # in graphs: what MXNet has pointers to
 
 
@@ -257,7 +263,6 @@ def _forget(key: int) -> int:
 
 #: An exchange of the core's, which lasts as long as the process.
 Handle = int
-
 
 _exchanges: Dict[int, Any] = {}  # Python exchanges, which stay, because the core may call one at any time
 
@@ -325,17 +330,8 @@ def bytes_of(processes: Handle, ranks: int, key: int, what: str, own: Sequence[b
     ``own`` has bytes for each rank, or once for all. The key identifies the messages, ``what`` is for errors.
     MXNetError: some rank does not come, or has failed.
     """
-    sizes, size = list(map(len, own)), ctypes.c_int64()
-    address = _core.syncbn_bytes_of(processes, key, what, sizes, b"".join(own), ctypes.byref(size))
-    found = np.frombuffer(ctypes.string_at(address, size.value), np.uint8)
+    found = np.frombuffer(_core.syncbn_bytes_of(processes, key, what, list(map(len, own)), b"".join(own)), np.uint8)
     return np.split(found[8 * ranks :], np.cumsum(found[: 8 * ranks].view(np.int64))[:-1])
-
-
-def next_message(processes: Handle, seconds: float) -> Optional[bytes]:
-    """Returns what a transport sends next; empty if nothing comes so soon, None after the last message."""
-    size = ctypes.c_int64()
-    address = _core.syncbn_next_message(processes, seconds, ctypes.byref(size))
-    return None if size.value < 0 else ctypes.string_at(address, size.value)
 
 
 def merge_moments(total: np.ndarray, part: np.ndarray) -> np.ndarray:

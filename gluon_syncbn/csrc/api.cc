@@ -2,6 +2,7 @@
 // their results and exceptions to Python.
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -46,13 +47,18 @@ using NDArrayHandle = void*;  // MXNet's; in Python an NDArray
 thread_local std::string kept_problem;
 thread_local const char* problem = "";
 
-// What Python gets of a result: -1 or null after an exception. Texts stay until this thread's next call, exchanges as
-// long as the process.
-const char* handed(std::string text) {
+using Bytes = std::string;  // in Python no text
+
+// What Python gets of a result: -1 or null after an exception. Texts and bytes stay until this thread's next call,
+// exchanges as long as the process. Without bytes, the count is -1.
+const Span<const char>* handed(std::optional<std::string> bytes) {
     static thread_local std::string kept;
-    kept = std::move(text);
-    return kept.c_str();
+    static thread_local Span<const char> span;
+    kept = bytes.value_or("");
+    span = {bytes ? static_cast<int64_t>(kept.size()) : -1, kept.data()};
+    return &span;
 }
+const Span<const char>* handed(std::string text) { return handed(std::optional(std::move(text))); }
 Asked* handed(Asked exchange) { return new Asked{std::move(exchange)}; }
 int handed(bool value) { return value; }
 template <typename Value>
@@ -96,20 +102,6 @@ std::shared_ptr<syncbn::Layer> found(int64_t id) {
     const auto layer = registry().find(id);
     if (!layer) throw syncbn::Failure("no layer has the number " + std::to_string(id));
     return layer;
-}
-
-// Bytes as text, with two digits for each.
-std::string hex(const std::string& bytes) {
-    std::string text;
-    for (const unsigned char byte : bytes)
-        for (const int digit : {byte >> 4, byte & 15}) text += "0123456789abcdef"[digit];
-    return text;
-}
-
-std::string unhex(const std::string& text) {
-    std::string bytes;
-    for (size_t i = 0; i < text.size(); i += 2) bytes += static_cast<char>(std::stoi(text.substr(i, 2), nullptr, 16));
-    return bytes;
 }
 
 syncbn::Processes& of_processes(Asked* exchange) { return static_cast<syncbn::Processes&>(*exchange->host); }
@@ -251,13 +243,11 @@ SYNCBN_API(Asked, processes, int64_t number, size_t rank, size_t ranks, const sy
     auto mail = mpi != nullptr ? syncbn::mailbox(*mpi, rank, ranks) : syncbn::mailbox(rank, ranks);
     return {std::make_shared<syncbn::Processes>(number, std::move(mail))};
 }
-// For a transport in Python: see exchange/python.h. The first returns bytes, until this thread's next call; a size of -1
-// stands for the end.
-SYNCBN_API(const void*, next_message, Asked* processes, double seconds, int64_t* size) {
-    std::string message;
+// For a transport in Python: see exchange/python.h. The first returns nothing at the end.
+SYNCBN_API(std::optional<Bytes>, next_message, Asked* processes, double seconds) {
+    Bytes message;
     const bool goes_on = syncbn::next_message(of_processes(processes).job(), seconds, &message);
-    *size = goes_on ? static_cast<int64_t>(message.size()) : -1;
-    return handed(std::move(message));
+    return goes_on ? std::optional(std::move(message)) : std::nullopt;
 }
 SYNCBN_API(void, deliver, Asked* processes, size_t size, const char* message) {
     syncbn::deliver(of_processes(processes).job(), message, size);
@@ -273,18 +263,16 @@ SYNCBN_API(void, meet, Asked* processes, Segment* segment, const Span<const size
     of_processes(processes).meet(std::move(memory), ranks, leaders, mpi, adds_from);
 }
 
-// Sends bytes to all ranks, in parts of these `sizes`: one for each rank, or one for all. Returns theirs until this
-// thread's next call: see exchange/processes.h.
-SYNCBN_API(const void*, bytes_of, Asked* processes, int64_t key, const char* what, const Span<const size_t>& sizes,
-           const char* bytes, int64_t* size) {
+// Sends bytes to all ranks, in parts of these `sizes`: one for each rank, or one for all. Returns theirs: see
+// exchange/processes.h.
+SYNCBN_API(Bytes, bytes_of, Asked* processes, int64_t key, const char* what, const Span<const size_t>& sizes,
+           const char* bytes) {
     std::vector<std::string> own;
     for (const size_t of_part : sizes) {
         own.emplace_back(bytes, of_part);
         bytes += of_part;
     }
-    std::string all = of_processes(processes).bytes_of(key, what, registry().defaults().timeout, own);
-    *size = static_cast<int64_t>(all.size());
-    return handed(std::move(all));
+    return of_processes(processes).bytes_of(key, what, registry().defaults().timeout, own);
 }
 // The number of messages, for tests.
 SYNCBN_API(int64_t, sent, Asked* processes) { return of_processes(processes).job().sent; }
@@ -316,13 +304,13 @@ SYNCBN_API(void, sum, Asked* exchange, int64_t channel, int64_t number, const ch
 }
 
 // What identifies a GPU; a new id for `gpus`.
-SYNCBN_API(std::string, gpu_identity, int device) { return hex(syncbn::cuda::Device::get(device).identity); }
-SYNCBN_API(std::string, new_id) { return hex(syncbn::cuda::new_id()); }
+SYNCBN_API(Bytes, gpu_identity, int device) { return syncbn::cuda::Device::get(device).identity; }
+SYNCBN_API(Bytes, new_id) { return syncbn::cuda::new_id(); }
 // The way of sums between the GPUs of several processes: see cuda/collective.h. `id` is the same in all of them, and used
 // once; `first` is the place of the first of these devices among `ranks`; `bucket`: bytes, a multiple of 8.
-SYNCBN_API(syncbn::cuda::AllReduce*, gpus, const Span<const int>& devices, const char* id, int first, int ranks,
-           size_t bucket) {
-    return new syncbn::cuda::AllReduce(devices, unhex(id), first, ranks, bucket);
+SYNCBN_API(syncbn::cuda::AllReduce*, gpus, const Span<const int>& devices, const Span<const char>& id, int first,
+           int ranks, size_t bucket) {
+    return new syncbn::cuda::AllReduce(devices, {id.begin(), id.end()}, first, ranks, bucket);
 }
 
 // Reports that this process has failed, or ends.

@@ -15,7 +15,7 @@ import re
 import socket
 import threading
 import weakref
-from typing import Any, Callable, Dict, Iterator, List, NoReturn, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NoReturn, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -169,7 +169,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
                 return
             known.summands = _native.summands(list(sums), [arrays for arrays, _ in sums.values()], known.way)
             known.given = given
-        self._begin_sum(what, known.summands, update)
+        self._begin_sum(what, update, *known.summands)
 
     def _find_way(self, known: _TrainerState, gradients: List[List[mx.nd.NDArray]]) -> None:
         """Finds the way of gradients between the GPUs of all processes.
@@ -182,7 +182,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         devices = [context.device_id for context in contexts if context.device_type == "gpu"]
         everyone, problem = self._all_make(
             f"the GPUs of trainer {known.number}",
-            lambda: (list(map(_native.gpu_identity, devices)), self.rank == 0 and _native.new_id()),
+            lambda: ([_native.gpu_identity(one).hex() for one in devices], self.rank == 0 and _native.new_id().hex()),
             self._without_nccl(contexts, gradients),
         )
         gpus = [] if problem else [gpu for theirs, _ in everyone for gpu in theirs]
@@ -191,7 +191,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         known.contexts, known.way = contexts, None
         if not problem:
             first = sum(len(theirs) for theirs, _ in everyone[: self.rank])
-            known.way = _native.gpus(devices, everyone[0][1], first, len(gpus), _BUCKET)
+            known.way = _native.gpus(devices, bytes.fromhex(everyone[0][1]), first, len(gpus), _BUCKET)
         elif devices and self.nccl:
             log.warning("the gradients of GPUs go through host memory: %s", problem)
 
@@ -253,22 +253,20 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
                 self._trainers[trainer] = _TrainerState(self._count("trainers"))
             return self._trainers[trainer]
 
-    def _sum(
-        self, what: str, sums: Dict[str, Tuple[List[mx.nd.NDArray], List[mx.nd.NDArray]]], update: str = ""
-    ) -> None:
+    def _sum(self, what: str, sums: Mapping[str, Sequence[List[mx.nd.NDArray]]], update: str = "") -> None:
         """Adds values over the devices of all processes into targets; does not wait."""
         arrays, copies = [], []
         for values, targets in sums.values():
             arrays.append(values if values is targets and _in_place(values) else list(map(_copied, values)))
             if arrays[-1] is not values:
                 copies.append((arrays[-1][0], targets))
-        self._begin_sum(what, _native.summands(list(sums), arrays), update)
+        self._begin_sum(what, update, *_native.summands(list(sums), arrays))
         for total, targets in copies:
             for target in targets:
                 kinds.classic(total.astype(target.dtype)).copyto(kinds.classic(target))
 
-    def _begin_sum(self, what: str, summands: Tuple[Any, ...], update: str) -> None:
-        _native.sum(self.handle, _hash(what.encode()), self._count(what) - 1, update, *summands)
+    def _begin_sum(self, what: str, *sums: Any) -> None:
+        _native.sum(self.handle, _hash(what.encode()), self._count(what) - 1, *sums)
 
     # ---- arrays of all processes -----------------------------------------------------------------------------
 

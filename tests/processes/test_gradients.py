@@ -27,7 +27,7 @@ FAULTS = {
     "freezes": ("the processes disagree about their arrays", "1_bias' (300000 values of float32) on rank"),
     "divides_otherwise": (
         "and 3 more, round 2: SGD (learning rate 0.01, gradients x 0.5) on rank 1 and SGD (learning rate 0.01, ",
-        ", gradients x 1.0) on rank 0. Give all Trainers the same settings, and trainer.step the samples of all",
+        ", gradients x 1.0) on rank 0. Give all Trainers the same settings; trainer.step takes the samples of all",
     ),
     "begins_elsewhere": (
         "the processes begin with different weights: 'dense",

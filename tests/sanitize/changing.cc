@@ -121,7 +121,7 @@ void changing(Run& run) {
         }
     }
     back_to_normal();
-    expect(figures.records == 0 || contains(syncbn_slowest(), " 'changing' "), "the slowest layers are known");
+    expect(figures.records == 0 || contains(text_of(syncbn_slowest()), " 'changing' "), "the slowest layers are known");
 }
 
 void disturbed(Run& run) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "exchange/machines.h"
 #include "exchange/python.h"
@@ -20,3 +21,5 @@ constexpr char kProcess[] = "this:";  // begins the names of layers in graphs
 extern "C" {
 #include "functions.h"
 }
+
+inline std::string text_of(const Span<const char>* text) { return {text->begin(), text->end()}; }

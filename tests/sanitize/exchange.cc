@@ -75,9 +75,8 @@ bool is_open(const Asked* processes) {
 
 // Rank 1 answers each vector of rank 0 with one of an empty batch, until rank 0 fails. It may fail itself.
 void carry(Asked* processes) {
-    int64_t size = 0;
     while (true) {
-        const auto* message = static_cast<const char*>(syncbn_next_message(processes, 0.05, &size));
+        const auto [size, message] = *syncbn_next_message(processes, 0.05);
         if (size < 0) return;
         int64_t readers = 0;
         syncbn::Head head;

@@ -76,7 +76,7 @@ const Fault kFaults[] = {
 };
 
 void check_failure(const Trial& trial, const std::string& reason) {
-    const std::string failure = syncbn_failure();
+    const std::string failure = text_of(syncbn_failure());
     expect(contains(failure, reason), "'" + failure + "' says '" + reason + "'");
     bool told = false;
     trial.step.each([&](Replica& replica) {

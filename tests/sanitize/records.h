@@ -41,7 +41,7 @@ class Records {
 
     // False where there is none.
     static bool pass_on(double seconds) {
-        std::string text = syncbn_next_record(seconds);
+        std::string text = text_of(syncbn_next_record(seconds));
         if (text.empty()) return false;
         ++figures.records;
         const int level = std::atoi(text.c_str());

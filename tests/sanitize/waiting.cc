@@ -56,7 +56,7 @@ struct Wait {
     // Idle, as a process is that cannot go on.
     static void until_failure() {
         const double begin = now();
-        while (*syncbn_failure() == 0 && now() < begin + kPatience) pause(0.05);
+        while (syncbn_failure()->count == 0 && now() < begin + kPatience) pause(0.05);
     }
 
     // By itself, for this reason; then all is well again.

@@ -63,17 +63,18 @@ std::string without_counters(const std::string& line) {
     return text;
 }
 
-// What a rank says of a round: its channel and a digest of its arrays (FNV-1a), what is done with the sums, and a line for
-// each array, as far as there is space.
+// What a rank says of a round: its channel, a digest of its arrays (FNV-1a), what is done with the sums, and a line for each
+// array, as far as there is space.
 std::string text_of(const Round& round) {
     uint64_t digest = 0xcbf29ce484222325u;
-    std::string lines = round.update + "\n";
+    std::string lines;
     for (const Summand& summand : round.summands) {
         const std::string line = line_of(summand) + "\n";
         for (const char c : without_counters(line)) digest = (digest ^ static_cast<unsigned char>(c)) * 0x100000001b3u;
         lines += line;
     }
-    return std::to_string(round.channel) + " " + std::to_string(digest) + "\n" + lines.substr(0, Segment::kPiece);
+    return std::to_string(round.channel) + " " + std::to_string(digest) + " " + round.update + "\n" +
+           lines.substr(0, Segment::kPiece);
 }
 
 // "the gradient of 'conv0_weight' and 12 more, round 3", for the arrays from `begin` to `end`.
@@ -89,22 +90,20 @@ void compare(const Round& round, const std::string& own_rank, const std::string&
     std::string one, another;
     std::getline(ours, one);
     std::getline(theirs, another);
-    const bool same_arrays = one == another;
-    std::getline(ours, one);
-    std::getline(theirs, another);
-    const std::string where = " in " + name_of(round, 0, round.summands.size()) + ": ";
-    if (one != another)
-        throw Failure(
-            "the processes disagree about the update" + where + one + " on rank " + own_rank + " and " + another +
-            " on rank 0. Give all Trainers the same settings, and trainer.step the samples of all processes.");
-    if (same_arrays) return;
+    if (one == another) return;
+    const std::string where = " in " + name_of(round, 0, round.summands.size()) + ":";
+    const auto update_in = [](const std::string& line) { return line.substr(line.find(' ', line.find(' ') + 1)); };
+    if (update_in(one) != update_in(another))
+        throw Failure("the processes disagree about the update" + where + update_in(one) + " on rank " + own_rank +
+                      " and" + update_in(another) +
+                      " on rank 0. Give all Trainers the same settings; trainer.step takes the samples of all.");
     size_t number = 0;
     do {
         if (!std::getline(ours, one)) one = "none";
         if (!std::getline(theirs, another)) another = "none";
         ++number;
     } while (without_counters(one) == without_counters(another) && one != "none");
-    throw Failure("the processes disagree about their arrays" + where + "number " + std::to_string(number) + " is " +
+    throw Failure("the processes disagree about their arrays" + where + " number " + std::to_string(number) + " is " +
                   one + " on rank " + own_rank + " and " + another +
                   " on rank 0. Build and cast the same net in all processes, and freeze the same parameters "
                   "(grad_req='null').");
