@@ -348,12 +348,14 @@ Underway Processes::begin(Combine combine, const CallId& id, const Contribution&
     }
     if (!agreed->ranks.empty()) {
         const auto replicas = static_cast<int64_t>(own.length) / (2 * agreed->channels + (id.phase == 0));
-        const bool all = replicas == agreed->replicas;
-        if (!all && agreed->ranks.size() > 1)
-            throw Failure("groups reach from " + job_->name_of(job_->rank()) + " to others, so all " +
-                          std::to_string(agreed->replicas) + " devices of this process take part in every step, not " +
-                          std::to_string(replicas) + ": call the layer on all of them.");
-        if (!all) {  // they form groups of their own
+        if (replicas != agreed->replicas) {  // they form groups of their own
+            const std::vector<int>& groups = agreed->groups;
+            const std::string reach = agreed->ranks.size() > 1 ? "reach from " + job_->name_of(job_->rank()) : "";
+            if (!reach.empty() || replicas % std::count(groups.begin(), groups.end(), groups[0]) != 0)
+                throw Failure("groups " + (reach.empty() ? "do not divide these" : reach + " to others") + ", so all " +
+                              std::to_string(agreed->replicas) +
+                              " devices of this process take part in every step, not " + std::to_string(replicas) +
+                              ": call the layer on all of them.");
             const Total total{combined(combine, own), 0, agreed->key};
             return [total](double) { return total; };
         }
