@@ -47,7 +47,7 @@ using NDArrayHandle = void*;  // MXNet's; in Python an NDArray
 thread_local std::string kept_problem;
 thread_local const char* problem = "";
 
-using Bytes = std::string;  // in Python no text
+using Bytes = std::string;  // `bytes` in Python, where a std::string is a text
 
 // What Python gets of a result: -1 or null after an exception. Texts and bytes stay until this thread's next call,
 // exchanges as long as the process. Without bytes, the count is -1.
@@ -243,11 +243,9 @@ SYNCBN_API(Asked, processes, int64_t number, size_t rank, size_t ranks, const sy
     auto mail = mpi != nullptr ? syncbn::mailbox(*mpi, rank, ranks) : syncbn::mailbox(rank, ranks);
     return {std::make_shared<syncbn::Processes>(number, std::move(mail))};
 }
-// For a transport in Python: see exchange/python.h. The first returns nothing at the end.
+// For a transport in Python: see exchange/python.h.
 SYNCBN_API(std::optional<Bytes>, next_message, Asked* processes, double seconds) {
-    Bytes message;
-    const bool goes_on = syncbn::next_message(of_processes(processes).job(), seconds, &message);
-    return goes_on ? std::optional(std::move(message)) : std::nullopt;
+    return syncbn::next_message(of_processes(processes).job(), seconds);
 }
 SYNCBN_API(void, deliver, Asked* processes, size_t size, const char* message) {
     syncbn::deliver(of_processes(processes).job(), message, size);

@@ -97,12 +97,12 @@ class Inbox : public Mailbox {
         else
             report(message.from(), head.kind == Head::kFailed ? State::kFailed : State::kEnded,
                    {reinterpret_cast<const char*>(message.values()), head.length});
-        ++heard_;
+        ++arrivals_;
     }
 
     mutable std::mutex mutex_;  // guards all but the states and the event count
     std::vector<std::atomic<State>> states_;
-    std::atomic<uint32_t> heard_{0};
+    std::atomic<uint32_t> arrivals_{0};
 
   private:
     int64_t own() const { return static_cast<int64_t>(rank_); }
@@ -111,7 +111,7 @@ class Inbox : public Mailbox {
         if (states_[rank] != State::kPresent) return;
         reasons_[rank] = std::move(reason);  // complete before the state changes
         states_[rank] = state;
-        ++heard_;
+        ++arrivals_;
     }
 
     std::vector<std::atomic<int64_t>> died_;

@@ -47,10 +47,10 @@ class MpiMailbox : public Inbox {
             progress();
             if (arriving_.empty() && outgoing_.empty()) break;
         }
-        return heard_;
+        return arrivals_;
     }
     void sleep(uint32_t, uint32_t seen, double seconds) override {
-        if (heard_ != seen) return;
+        if (arrivals_ != seen) return;
         const double most = ++naps_ < kNaps ? kNap : kDoze;
         std::this_thread::sleep_for(std::chrono::duration<double>(std::min(seconds, most)));
     }

@@ -84,23 +84,22 @@ class PythonMailbox : public Inbox {
     using Inbox::Inbox;
 
     size_t most_values() const override { return std::numeric_limits<int>::max(); }
-    uint32_t arrivals(uint32_t) override { return heard_; }
+    uint32_t arrivals(uint32_t) override { return arrivals_; }
     void sleep(uint32_t, uint32_t seen, double seconds) override {
         std::unique_lock<std::mutex> lock(mutex_);
-        changed_.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return heard_ != seen; });
+        changed_.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return arrivals_ != seen; });
     }
     void wake(uint32_t) override { changed_.notify_all(); }
 
-    bool next(double seconds, std::string* message) {
+    std::optional<std::string> next(double seconds) {
         std::unique_lock<std::mutex> lock(mutex_);
         const auto has_left = [&] { return states_[rank()] != State::kPresent; };
         leaves_.wait_for(lock, std::chrono::duration<double>(seconds),
                          [&] { return !outgoing_.empty() || has_left(); });
-        message->clear();
-        if (outgoing_.empty()) return !has_left();
-        *message = std::move(outgoing_.front());
+        if (outgoing_.empty()) return has_left() ? std::nullopt : std::optional<std::string>("");
+        std::string message = std::move(outgoing_.front());
         outgoing_.pop_front();
-        return true;
+        return message;
     }
     void deliver(const char* message, size_t size) {
         int64_t readers;
@@ -151,8 +150,8 @@ void set_python_functions(AddInPython* given_add, AgreedInPython* given_agreed) 
     agreed = given_agreed;
 }
 
-bool next_message(Mailbox& mailbox, double seconds, std::string* message) {
-    return static_cast<PythonMailbox&>(mailbox).next(seconds, message);
+std::optional<std::string> next_message(Mailbox& mailbox, double seconds) {
+    return static_cast<PythonMailbox&>(mailbox).next(seconds);
 }
 
 void deliver(Mailbox& mailbox, const char* message, size_t size) {

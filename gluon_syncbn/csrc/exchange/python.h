@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "exchange/exchange.h"
@@ -26,8 +27,8 @@ Agreed agreed_in_python(int64_t exchange, const CallId& id);
 // The mailbox of a transport in Python. A message is the number of its readers and their ranks, as int64, then a Head and
 // what follows it. The following are for the transport.
 std::unique_ptr<Mailbox> mailbox(size_t rank, size_t ranks);
-// Waits at most so long for something to send; empty: there was nothing. Returns false after the last message.
-bool next_message(Mailbox& mailbox, double seconds, std::string* message);
+// Waits at most so long for something to send; empty: there was nothing. Returns nothing after the last message.
+std::optional<std::string> next_message(Mailbox& mailbox, double seconds);
 // Takes a message that has arrived.
 void deliver(Mailbox& mailbox, const char* message, size_t size);
 
