@@ -171,15 +171,21 @@ SYNCBN_API(void, layer_place, int64_t id, const Span<const char*>& contexts, siz
     registry().place(*found(id), {contexts.begin(), contexts.end()}, replicas);
 }
 
-// Says that this thread is about to execute a training call of a node whose operator MXNet has made before. It fails if
-// the layer is in the middle of a step of another thread.
-SYNCBN_API(void, layer_called, int64_t id, int64_t node, const char* context) {
-    const auto layer = found(id);
-    layer->rendezvous.join(layer->config(), context, node, true);
+// Says that this thread is about to execute a graph whose operators MXNet has made before: its training calls of these
+// layers' nodes, on this context. Graphs with the same `running` statistics run in the order in which they say so. Fails
+// if a layer is in the middle of a step of another thread.
+SYNCBN_API(void, begin_graph, const char* context, const Span<const size_t>& layers, const Span<const size_t>& nodes,
+           const Span<NDArrayHandle>& running) {
+    for (void* array : running)
+        check(syncbn::mx.MXEnginePushSyncND([](void*, void*) {}, nullptr, nullptr, &syncbn::kCpu, nullptr, 0, &array, 1,
+                                            &syncbn::kNoSkip, 0, "gluon_syncbn"));
+    for (int64_t i = 0; i < layers.count; ++i) {
+        const auto layer = found(static_cast<int64_t>(layers.values[i]));
+        layer->rendezvous.join(layer->config(), context, static_cast<int64_t>(nodes.values[i]), true);
+    }
+    syncbn::within_graph = syncbn::keeps_operators = true;
 }
-
-// Says that this thread begins or ends to execute a graph of which it has said that.
-SYNCBN_API(void, within_graph, bool inside) { syncbn::within_graph = inside; }
+SYNCBN_API(void, end_graph) { syncbn::within_graph = false; }
 
 // ---- defaults ----
 
@@ -359,11 +365,6 @@ SYNCBN_API(void, reset) {
     ++syncbn::step().number;
     for (const auto& layer : registry().all()) layer->rendezvous.forget();
     syncbn::step().clear();  // nothing meets before
-}
-
-// Has later users of each of these arrays run after the earlier ones. Does not wait.
-SYNCBN_API(void, keep_order, const Span<NDArrayHandle>& arrays) {
-    for (void* array : arrays) check(syncbn::keep_order(array));
 }
 
 // Makes later users of these arrays fail if the step has failed by then. Does not wait.

@@ -173,14 +173,12 @@ class _Issuing(mx.nd.CachedOp):
             if not (training and self.calls):
                 return super().__call__(*args, **kwargs)
             # An operator takes the call that was announced first: one call must not overtake another on its context.
-            _native.keep_order([parameter.data(context) for parameter in self.running])
-            for number, node in self.calls:
-                _native.layer_called(number, node, str(context))
-            _native.within_graph(True)
+            running = [parameter.data(context) for parameter in self.running]
+            _native.begin_graph(str(context), *zip(*self.calls), running)
             try:
                 return super().__call__(*args, **kwargs)
             finally:
-                _native.within_graph(False)
+                _native.end_graph()
 
 
 def _issuing(cached_op: Any, sym: mx.sym.Symbol, flags: Any = ()) -> mx.nd.CachedOp:

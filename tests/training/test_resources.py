@@ -225,6 +225,18 @@ def test_resources_do_not_grow(contexts, rng):
         assert core_count("resources") == before
 
 
+def test_a_static_graph_beside_a_layer_with_several_replicas_on_a_context(contexts, rng):
+    """Such replicas take whatever copy is free. A static graph's operators keep theirs, and need it at every step."""
+    other = SyncBatchNorm(in_channels=4, num_devices=4)
+    other.initialize(ctx=contexts[:2])  # it lives until the end
+    net = a_net(contexts[:2], way=WAYS["static_shape"])
+    for _ in range(100):
+        with autograd.record():
+            losses = [a_loss(net(nd.array(x, ctx=c))) for x, c in zip(shards_of(rng, contexts), contexts[:2])]
+        autograd.backward(losses)
+        assert all(np.isfinite(loss.asscalar()) for loss in losses)
+
+
 @pytest.mark.parametrize("way", [None, {"static_alloc": True}], ids=["eager", "static"])
 def test_several_calls_in_one_backward_of_replicas_that_share_a_context(contexts, rng, way):
     """The operators of all calls and replicas take copies before the first of them has run."""

@@ -51,6 +51,8 @@ class Scope {
 // Whether this thread executes a graph that has announced its calls. MXNet issues some of them, too, where it makes an
 // operator for a new shape.
 inline thread_local bool within_graph = false;
+// Whether it has, in this step. MXNet keeps that graph's operators, and each keeps the temporary space that it took.
+inline thread_local bool keeps_operators = false;
 
 inline thread_local std::shared_ptr<Scope> entered_scope;  // of this thread
 
@@ -60,7 +62,10 @@ inline const std::shared_ptr<Scope>& current_scope() {
     return entered_scope != nullptr ? entered_scope : outside;
 }
 
-inline void enter_scope(std::string thread) { entered_scope = std::make_shared<Scope>(std::move(thread), true); }
+inline void enter_scope(std::string thread) {
+    entered_scope = std::make_shared<Scope>(std::move(thread), true);
+    keeps_operators = false;
+}
 
 inline void leave_scope() {
     if (entered_scope != nullptr) entered_scope->open = false;

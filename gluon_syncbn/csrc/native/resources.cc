@@ -24,6 +24,7 @@
 
 #include "failure.h"
 #include "meeting/registry.h"
+#include "meeting/scope.h"
 #include "mxnet_api.h"
 #include "native/native.h"
 #include "point.h"
@@ -167,7 +168,8 @@ Resource request(ResourceManager* self, Place place, const int& kind) {
         const int replica = replica_of(place, kind);
         if (kind == kTempSpace && place.type != Place::kGpu && new_variable != nullptr) {
             if (replica < 0) return free_copy(kMostCopies);
-            if (registry().contexts_are_shared()) return free_copy(kMostOfReplicas);
+            // MXNet's kept operators would not give it back, and such graphs take no context that replicas share.
+            if (registry().contexts_are_shared() && !keeps_operators) return free_copy(kMostOfReplicas);
         }
         return mxnets.request(replica < 0 ? self : manager_of(self, replica), place, kind);
     } catch (const std::exception& error) {

@@ -401,11 +401,6 @@ TurnToFail turn_to_fail() {
     return {&turns, sem_post};
 }
 
-int keep_order(void* array) {
-    return mx.MXEnginePushSyncND([](void*, void*) {}, nullptr, nullptr, &kCpu, nullptr, 0, &array, 1, &kNoSkip, 0,
-                                 "gluon_syncbn");
-}
-
 int fail_arrays(void** arrays, int64_t count, const char* why) {
     if (why != nullptr && is_naive_engine()) return 0;  // it has no threads
     int status = mx.MXEnginePushSyncND([](void*, void*) {}, nullptr, nullptr, &kCpu, arrays, static_cast<int>(count),

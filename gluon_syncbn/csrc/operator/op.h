@@ -27,12 +27,9 @@ bool is_ours(const MXCallbackList& callbacks);
 using TurnToFail = std::unique_ptr<sem_t, int (*)(sem_t*)>;
 TurnToFail turn_to_fail();
 
-// Has later users of an array run after the earlier ones. Returns MXNet's status, as the next function does.
-int keep_order(void* array);
-
 // Later users of one of these arrays fail for this reason; null: for that of the step, if it has failed when all arrays
 // are available. One operation of the engine waits for all arrays; then each array has an operation of its own. Arrays of
-// one operation would share its exception, and the first reader would remove it from the others.
+// one operation would share its exception, and the first reader would remove it from the others. Returns MXNet's status.
 int fail_arrays(void** arrays, int64_t count, const char* why);
 
 }  // namespace syncbn
