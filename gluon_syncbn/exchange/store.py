@@ -15,6 +15,7 @@ import re
 import socket
 import threading
 import weakref
+from numbers import Real
 from typing import Any, Callable, Dict, Iterator, List, Mapping, NoReturn, Optional, Sequence, Tuple
 
 import mxnet as mx
@@ -158,7 +159,8 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         has, by the name of the parameter, one for each context.
         """
         known, own = self.expect(trainer), trainer._optimizer
-        update = f"{type(own).__name__} (learning rate {own.learning_rate}, gradients x {own.rescale_grad})"
+        settings = [f"{name} {value}" for name, value in vars(own).items() if isinstance(value, Real) and name != "lr"]
+        update = f"{type(own).__name__} ({', '.join([f'learning rate {own.learning_rate}', *settings])})"
         what = f"the gradients of trainer {known.number}"
         given = [array for arrays in gradients.values() for array in arrays]
         if known.summands is None or len(known.given) != len(given) or any(map(operator.is_not, known.given, given)):

@@ -359,6 +359,10 @@ def divides_otherwise(net):
     SAMPLES = 2
 
 
+def has_momentum(net):
+    net[0].bias._trainer._optimizer.momentum = 0.5
+
+
 def begins_elsewhere(net):
     net[1].bias.set_data(net[1].bias.data(OWN[0]) + kv.rank)
 
@@ -376,6 +380,7 @@ def is_late(net):
 SPOILS = {
     "freezes": (freezes, True),
     "divides_otherwise": (divides_otherwise, True),
+    "has_momentum": (has_momentum, True),
     "begins_elsewhere": (begins_elsewhere, True),
     "ends": (ends, False),
     "is_late": (is_late, False),
