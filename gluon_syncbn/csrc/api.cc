@@ -171,9 +171,9 @@ SYNCBN_API(void, layer_place, int64_t id, const Span<const char*>& contexts, siz
     registry().place(*found(id), {contexts.begin(), contexts.end()}, replicas);
 }
 
-// Says that this thread is about to execute a graph whose operators MXNet has made before: its training calls of these
-// layers' nodes, on this context. Graphs with the same `running` statistics run in the order in which they say so. Fails
-// if a layer is in the middle of a step of another thread.
+// Says that this thread makes or executes a graph whose operators MXNet keeps, with training calls of these layers' nodes
+// on this context. Graphs with the same `running` statistics run in the order in which they say so. Fails if a layer is in
+// the middle of a step of another thread.
 SYNCBN_API(void, begin_graph, const char* context, const Span<const size_t>& layers, const Span<const size_t>& nodes,
            const Span<NDArrayHandle>& running) {
     for (void* array : running)
@@ -183,7 +183,8 @@ SYNCBN_API(void, begin_graph, const char* context, const Span<const size_t>& lay
         const auto layer = found(static_cast<int64_t>(layers.values[i]));
         layer->rendezvous.join(layer->config(), context, static_cast<int64_t>(nodes.values[i]), true);
     }
-    syncbn::within_graph = syncbn::keeps_operators = true;
+    syncbn::within_graph = true;
+    syncbn::keeps_operators |= layers.count > 0;
 }
 SYNCBN_API(void, end_graph) { syncbn::within_graph = false; }
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from typing import Any, Callable, Dict, List, Tuple
+from contextlib import nullcontext
+from typing import Any, Callable, ContextManager, Dict, List, Tuple
 
 import mxnet as mx
 from mxnet import autograd, gluon
 from mxnet.gluon.nn.basic_layers import _BatchNorm
 
 from .. import _native
-from ..system import arguments
+from ..system import arguments, kinds
 from ..training import steps
-from ..training.replicas import IN_GRAPH, Replicas
+from ..training.replicas import IN_GRAPH, Replicas, executing
 from ..training.session import session
 from . import blocks, trainer
 from .nodes import layers_of
@@ -134,7 +135,9 @@ def for_replica(call: Callable, block: gluon.Block, *args: Any) -> Any:
     """For layers on several CPU contexts: the outermost block that is called in training issues the operators of a
     replica. These take resources of their own (csrc/native/resources.cc).
     """
-    if getattr(_of_thread, "issues", False) or not _begins(args):
+    is_outermost = not getattr(_of_thread, "issues", False) and autograd.is_training()
+    given = kinds.arrays_of(args) if is_outermost else []
+    if not any(isinstance(one, mx.nd.NDArray) and _native.issue_for(one) for one in given):
         return call(block, *args)
     _of_thread.issues = True
     try:
@@ -144,24 +147,18 @@ def for_replica(call: Callable, block: gluon.Block, *args: Any) -> Any:
         _native.issue_on(-1)
 
 
-def _begins(args: Any) -> bool:
-    for arg in args:
-        if isinstance(arg, mx.nd.NDArray):
-            return _native.issue_for(arg)
-        if isinstance(arg, (list, tuple)) and _begins(arg):
-            return True
-    return False
-
-
 # ---- graphs ---------------------------------------------------------------------------------------------------
 
 
 class _Issuing(mx.nd.CachedOp):
-    """A graph with layers. Threads issue its operators on one context one after the other: see `Session.issuing`."""
+    """A graph with layers, or one whose operators MXNet keeps. Threads issue the operators of layers on one context one
+    after the other: see `Session.issuing`.
+    """
 
     layers: List[Replicas]  # until they have run
-    calls: List[Tuple[int, int]]  # layers and nodes that meet, with static_shape
-    running: List[gluon.Parameter]  # a running statistic of each, which its operators take
+    lock: Callable[[mx.Context], ContextManager]  # of a context
+    keeps: bool  # MXNet makes its operators once, and executes them again
+    calls: Tuple[List[int], List[int], List[gluon.Parameter]]  # those layers, their nodes and running statistics
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         training, context = autograd.is_training(), args[0].ctx
@@ -169,31 +166,22 @@ class _Issuing(mx.nd.CachedOp):
             for layer in self.layers:
                 layer.runs(IN_GRAPH)
             self.layers = []
-        with session.issuing(context):
-            if not (training and self.calls):
-                return super().__call__(*args, **kwargs)
-            # An operator takes the call that was announced first: one call must not overtake another on its context.
-            running = [parameter.data(context) for parameter in self.running]
-            _native.begin_graph(str(context), *zip(*self.calls), running)
-            try:
-                return super().__call__(*args, **kwargs)
-            finally:
-                _native.end_graph()
+        with self.lock(context), executing(context, *self.calls if training else ()) if self.keeps else nullcontext():
+            return super().__call__(*args, **kwargs)
 
 
 def _issuing(cached_op: Any, sym: mx.sym.Symbol, flags: Any = ()) -> mx.nd.CachedOp:
-    """With ``static_shape``, MXNet makes the operators of a graph once and executes them again. The layers cannot see
-    that they are called, so the graph announces its calls.
-    """
-    found = layers_of(sym)
-    if not found:
+    """With ``static_shape``, the layers cannot see that they are called, so the graph announces its calls."""
+    found, keeps = layers_of(sym), bool(dict(flags).get("static_shape"))
+    if not found and not (keeps and sym.list_inputs()):
         return cached_op(sym, flags)
     graph = _Issuing(sym, flags)
-    graph.layers = [layer for layer, _ in found]
-    static = dict(flags).get("static_shape")
-    meeting = [(layer, int(of["node"])) for layer, of in found if static and _meets(layer, of)]
-    graph.calls = [(layer.id, node) for layer, node in meeting]
-    graph.running = [parameter for layer, _ in meeting for parameter in list(layer.running)[:1]]
+    graph.layers, graph.keeps = [layer for layer, _ in found], keeps
+    graph.lock = session.issuing if found else nullcontext
+    meeting = [(layer, int(of["node"])) for layer, of in found if _meets(layer, of)]
+    # An operator takes the call that was announced first: one call must not overtake another on its context.
+    running = [parameter for layer, _ in meeting for parameter in list(layer.running)[:1]]
+    graph.calls = [layer.id for layer, _ in meeting], [node for _, node in meeting], running
     return graph
 
 

@@ -27,7 +27,7 @@ from ..mxnet_side.export import SYNCHRONISED, is_ours, settings_of, with_layers
 from ..mxnet_side.nodes import Json, Synchronised, json_of, uses
 from ..system import arguments
 from ..training import steps
-from ..training.replicas import IN_GRAPH, Replicas, issuing
+from ..training.replicas import IN_GRAPH, Replicas, executing, issuing
 from ..training.session import session
 from .graphs import layer_of
 
@@ -84,7 +84,7 @@ def _binding(bind: Callable, symbol: mx.sym.Symbol, /, ctx: Context, *args: Any,
     choose = functools.partial(_beside_others, ctx, kwargs.get("grad_req") != "null")
     graph = _synchronised(symbol, choose)
     # A step may be open, but no operator that is made here is a call of it.
-    with issuing(ctx) if isinstance(graph, Synchronised) else nullcontext(), autograd.predict_mode():
+    with issuing(ctx) if isinstance(graph, Synchronised) else nullcontext(), executing(ctx), autograd.predict_mode():
         return bind(graph, ctx, *args, **kwargs)
 
 
@@ -174,13 +174,14 @@ def _synchronised(symbol: mx.sym.Symbol, choose: Callable[[Json], Optional[SyncB
 
 def _calling(forward: Callable, executor: Executor, /, is_train: bool = False, **kwargs: Any) -> Any:
     """MXNet makes the operators of an executor when it is bound, so nobody else sees which replicas will come."""
-    if is_train and isinstance(executor._symbol, Synchronised):
-        for _, layer in executor._symbol.layers:
-            layer._replicas.runs(IN_GRAPH)
-            meets = layer._replicas.pooling.mode != "local" and not layer._kwargs["use_global_stats"]
-            if meets and executor._ctx in layer._replicas.contexts:  # each layer is one node
-                _native.layer_called(layer._replicas.id, 0, str(executor._ctx))
-    return forward(executor, is_train, **kwargs)
+    meeting = []
+    for _, layer in executor._symbol.layers if is_train and isinstance(executor._symbol, Synchronised) else []:
+        layer._replicas.runs(IN_GRAPH)
+        meets = layer._replicas.pooling.mode != "local" and not layer._kwargs["use_global_stats"]
+        if meets and executor._ctx in layer._replicas.contexts:
+            meeting.append(layer._replicas.id)
+    with executing(executor._ctx, meeting, [0] * len(meeting)):  # each layer is one node
+        return forward(executor, is_train, **kwargs)
 
 
 def _beginning(
@@ -195,10 +196,7 @@ def _beginning(
     if not _is_synchronised(group) or not (group.for_training if is_train is None else is_train):
         forward(group, data_batch, is_train)
         return
-    reason = "" if session.depth() else _native.failure()
-    if reason and reason != session.raised:
-        session.raised = reason
-        raise mx.MXNetError(reason)
+    steps.settle_failed()
     try:
         with autograd.train_mode():  # whose scope is a step
             forward(group, data_batch, is_train)

@@ -34,6 +34,18 @@ def issuing(context: Context) -> Iterator[None]:
         _native.issue_on(before)
 
 
+@contextmanager
+def executing(context: Context, layers: Any = (), nodes: Any = (), running: Sequence[Parameter] = ()) -> Iterator[None]:
+    """Within the block, this thread makes or executes a graph whose operators MXNet keeps, with training calls of these
+    layers' nodes. Calls with the same running statistics run in the order of the blocks.
+    """
+    _native.begin_graph(str(context), layers, nodes, [parameter.data(context) for parameter in running])
+    try:
+        yield
+    finally:
+        _native.end_graph()
+
+
 def followers_of(parameters: Iterable[Any]) -> List[Replicas]:
     """Returns the replicas of the layers that some of these parameters belong to, each once."""
     return list(dict.fromkeys(one for parameter in parameters for one in getattr(parameter, "_followers", ())))

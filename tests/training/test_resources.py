@@ -237,6 +237,24 @@ def test_a_static_graph_beside_a_layer_with_several_replicas_on_a_context(contex
         assert all(np.isfinite(loss.asscalar()) for loss in losses)
 
 
+def test_a_static_graph_of_no_replica(contexts, rng):
+    """Its operators keep their copies, too, and wait for a replica. What comes next may be for another replica."""
+    metric = nn.HybridLambda(lambda F, y: F.topk(y, axis=3, k=2, ret_typ="value").mean() + F.square(y).mean())
+    metric.hybridize(static_alloc=True, static_shape=True)
+    net, found = a_net(contexts[:2]), []
+    for _ in range(50):
+        losses = []
+        for x, context in zip(shards_of(rng, contexts), contexts[:2]):
+            x = changed(nd.array(x, ctx=contexts[0])).as_in_context(context)
+            with autograd.record():
+                y = net(x)
+            found.append(metric(y.as_in_context(contexts[0])).copy())
+            with autograd.record():
+                losses.append(a_loss(y))
+        autograd.backward(losses)
+    assert np.isfinite(np.array([value.asscalar() for value in found])).all()
+
+
 @pytest.mark.parametrize("way", [None, {"static_alloc": True}], ids=["eager", "static"])
 def test_several_calls_in_one_backward_of_replicas_that_share_a_context(contexts, rng, way):
     """The operators of all calls and replicas take copies before the first of them has run."""

@@ -48,10 +48,10 @@ class Scope {
     std::atomic<const Failure*> why_ended_{nullptr};  // without a lock, because a fork might find it taken
 };
 
-// Whether this thread executes a graph that has announced its calls. MXNet issues some of them, too, where it makes an
-// operator for a new shape.
+// Whether this thread makes or executes a graph whose operators MXNet keeps, each with the temporary space that it took.
+// The calls of the graph have been announced, also those that MXNet issues where it makes an operator for a new shape.
 inline thread_local bool within_graph = false;
-// Whether it has, in this step. MXNet keeps that graph's operators, and each keeps the temporary space that it took.
+// Whether it has executed one with such calls in this step.
 inline thread_local bool keeps_operators = false;
 
 inline thread_local std::shared_ptr<Scope> entered_scope;  // of this thread

@@ -166,9 +166,9 @@ int replica_of(const Place& place, int kind) {
 Resource request(ResourceManager* self, Place place, const int& kind) {
     try {
         const int replica = replica_of(place, kind);
-        if (kind == kTempSpace && place.type != Place::kGpu && new_variable != nullptr) {
+        // Operators that MXNet keeps would not give it back. Their graphs take no context that replicas share.
+        if (kind == kTempSpace && place.type != Place::kGpu && new_variable != nullptr && !within_graph) {
             if (replica < 0) return free_copy(kMostCopies);
-            // MXNet's kept operators would not give it back, and such graphs take no context that replicas share.
             if (registry().contexts_are_shared() && !keeps_operators) return free_copy(kMostOfReplicas);
         }
         return mxnets.request(replica < 0 ? self : manager_of(self, replica), place, kind);
