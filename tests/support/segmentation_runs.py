@@ -16,7 +16,8 @@ class Process:
     """One of the programs in a process group of its own, which is ended in any case."""
 
     def __init__(self, folder, *command, **environment):
-        self._out = open(folder / "out.txt", "w+")  # noqa: SIM115, closed in __exit__
+        self._path = folder / "out.txt"
+        self._out = open(self._path, "w")  # noqa: SIM115, closed in __exit__
         self._popen = subprocess.Popen(
             [sys.executable, *map(str, command)],
             cwd=folder,
@@ -43,8 +44,7 @@ class Process:
         return self._popen.poll() is None
 
     def output(self):
-        self._out.seek(0)
-        return self._out.read()
+        return self._path.read_text()  # by an open file of its own: the process writes where the common one stands
 
 
 def changed_train(path, changes):

@@ -241,9 +241,9 @@ def test_a_static_graph_of_no_replica(contexts, rng):
     """Its operators keep their copies, too, and wait for a replica. What comes next may be for another replica."""
     metric = nn.HybridLambda(lambda F, y: F.topk(y, axis=3, k=2, ret_typ="value").mean() + F.square(y).mean())
     metric.hybridize(static_alloc=True, static_shape=True)
-    net, found = a_net(contexts[:2]), []
+    net = a_net(contexts[:2])
     for _ in range(50):
-        losses = []
+        losses, found = [], []
         for x, context in zip(shards_of(rng, contexts), contexts[:2]):
             x = changed(nd.array(x, ctx=contexts[0])).as_in_context(context)
             with autograd.record():
@@ -252,7 +252,7 @@ def test_a_static_graph_of_no_replica(contexts, rng):
             with autograd.record():
                 losses.append(a_loss(y))
         autograd.backward(losses)
-    assert np.isfinite(np.array([value.asscalar() for value in found])).all()
+        assert np.isfinite([value.asscalar() for value in found]).all()
 
 
 @pytest.mark.parametrize("way", [None, {"static_alloc": True}], ids=["eager", "static"])
