@@ -67,6 +67,10 @@ class Hosts:
             ip("-n", name, "address", "add", "172.17.0.1/16", "dev", "docker0")
             for device in ("lo", "eth0", "docker0", "container"):
                 ip("-n", name, "link", "set", device, "up")
+        end = time.monotonic() + 60  # the kernel tells of a new cable within a second or so, and MPICH asks once
+        while any(self.inside(name, "cat", "/sys/class/net/eth0/operstate") != "up\n" for name in self.names):
+            assert time.monotonic() < end, "eth0 does not come up"
+            time.sleep(0.02)
 
     def remove(self):
         """Whatever runs there ends, too."""
