@@ -159,8 +159,9 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         has, by the name of the parameter, one for each context.
         """
         known, own = self.expect(trainer), trainer._optimizer
-        settings = [f"{name} {value}" for name, value in vars(own).items() if isinstance(value, Real) and name != "lr"]
-        update = f"{type(own).__name__} ({', '.join([f'learning rate {own.learning_rate}', *settings])})"
+        numbers = {name: value for name, value in vars(own).items() if isinstance(value, Real) and name[0] != "_"}
+        settings = ", ".join(f"{name} {value}" for name, value in numbers.items())
+        update = f"{type(own).__name__} (learning rate {own.learning_rate}, {settings})"
         what = f"the gradients of trainer {known.number}"
         given = [array for arrays in gradients.values() for array in arrays]
         if known.summands is None or len(known.given) != len(given) or any(map(operator.is_not, known.given, given)):

@@ -26,7 +26,7 @@ SCENARIOS = [
 FAULTS = {
     "freezes": ("the processes disagree about their arrays", "1_bias' (300000 values of float32) on rank"),
     "divides_otherwise": (
-        "and 3 more, round 2: SGD (learning rate 0.01, rescale_grad 0.5, wd 0.0, ",
+        "and 3 more, round 2: SGD (learning rate 0.01, rescale_grad 0.5, lr 0.01, wd 0.0, ",
         " on rank 1 and SGD (learning rate 0.01, rescale_grad 1.0, ",
         " on rank 0. Give all Trainers the same settings; trainer.step takes the samples of all",
     ),
