@@ -139,10 +139,8 @@ def members_do_not_wait_for_others():
 
 def fewer_devices():
     """Groups within a process are those of the devices that take part, if they divide these. Others need all."""
-    batch, text = (
-        part_of(make_batch(np.random.RandomState(6), REPLICAS)),
-        "so all 2 devices of this process take part in",
-    )
+    batch = part_of(make_batch(np.random.RandomState(6), REPLICAS))
+    text = "so all 2 devices of this process take part in"
     one = batch._replace(shards=batch.shards[1:], heads=batch.heads[1:])
     alone = gluon_syncbn.SyncBatchNorm(in_channels=5, mode="local")
     want = step(prepare(alone, one, CONTEXTS[1:], "float64"), one, CONTEXTS[1:], "float64")
