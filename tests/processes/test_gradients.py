@@ -30,7 +30,7 @@ FAULTS = {
         " on rank 1 and SGD (learning rate 0.01, rescale_grad 1.0, ",
         " on rank 0. Give all Trainers the same settings; trainer.step takes the samples of all",
     ),
-    "has_momentum": (", momentum 0.5, ", " on rank 1 and SGD (", ", momentum 0.0, "),
+    "decays_weights": (", wd 0.5, ", " on rank 1 and SGD (", ", wd 0.0, "),
     "begins_elsewhere": (
         "the processes begin with different weights: 'dense",
         "1_bias' of rank 1 is not that of rank 0",

@@ -51,6 +51,7 @@ class Job:
             done = ended(command, SUPPORT, timeout=limit, **{**own, **dict(environment)})
             self.code = done.returncode
             self.output = done.stdout + done.stderr + "".join(p.read_text() for p in sorted(Path(reports).iterdir()))
+        assert "AssertionError" not in self.output, self.output  # of a rank that the test does not look at
 
     def succeeded(self, processes):
         return self.code == 0 and all(f"OK {rank}" in self.output for rank in range(processes))
