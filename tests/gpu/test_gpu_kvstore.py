@@ -105,7 +105,7 @@ def test_what_the_store_gets(rng):
 
 def test_a_store_that_does_not_answer(rng):
     contexts, batch, store, go_on = gpus(2), make_batch(rng, 2), Store(), threading.Event()
-    layer = a_layer(batch, contexts, kvstore=store, timeout=0.2)
+    layer = a_layer(batch, contexts, kvstore=store, timeout=3)
     step(layer, batch, contexts, "float64")
     store.before = lambda: go_on.wait(60)
     xs = on_devices(batch.shards, contexts, "float64")

@@ -14,6 +14,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from environments import ended, shell
+from gate import Gate
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from places import PACKAGE, SUPPORT
@@ -496,16 +497,16 @@ def test_the_step_before_an_exception(contexts, rng, updates, called):
         net.initialize(ctx=places)
         net[0].weight.set_data(start)
         trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, update_on_kvstore=updates)
-        work = nd.ones((1500, 1500), ctx=places[1]) * 1e-3
-        work.wait_to_read()
+        gate = Gate()
         with autograd.record():
-            for _ in range(5):
-                work = nd.dot(work, work)
-            ys = [net(xs[0]), net(xs[1] + 0 * work[0, :1])]
+            ys = [net(xs[0]), net(gate.behind(xs[1]))]
         autograd.backward(ys, heads)
         trainer.step(8)
         if reads:
+            gate.open()
             nd.waitall()
+        else:
+            threading.Timer(0.5, gate.open).start()
         with pytest.raises(OutOfData), autograd.record():
             for x in xs[:called]:
                 net(x)
@@ -898,14 +899,10 @@ def test_a_graph_whose_layer_is_gone(contexts):
 def test_reset_while_a_healthy_step_is_in_flight(contexts, rng):
     """It waits for the step, whose replicas find each other and whose results stand."""
     layer = a_layer(contexts[:2])
-    first, second = shards(rng, contexts[:2])
-    work = nd.ones((1500, 1500), ctx=contexts[1]) * 1e-3
-    work.wait_to_read()
+    (first, second), gate = shards(rng, contexts[:2]), Gate()
     with autograd.record():
-        ys = [layer(first)]
-        for _ in range(5):
-            work = nd.dot(work, work)
-        ys.append(layer(second + 0 * work[0, :1].reshape((1, 1, 1, 1))))
+        ys = [layer(first), layer(gate.behind(second))]
+    threading.Timer(0.5, gate.open).start()
     gluon_syncbn.reset()
     for y in ys:
         assert np.isfinite(y.asnumpy()).all()

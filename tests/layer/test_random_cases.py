@@ -42,12 +42,12 @@ def test_crashes_and_hangs_have_a_seed():
             return ["-c", PROGRAM]
 
     found = []
-    Failing(found.append, hang=4).run([0, 2, 4, 6])
+    Failing(found.append, hang=15).run([0, 2, 4, 6])
     kinds = [(outcome.seed, outcome.kind) for outcome in found]
     assert kinds == [(0, "right"), (2, "crashed"), (4, "hung"), (6, "right"), (6, "crashed")]
     texts = [outcome.text for outcome in found if outcome.kind != "right"]
     assert [text.split("\n")[1] for text in texts] == [
         "  in it: ended by SIGABRT",
-        "  in it: no answer for 4 s",
+        "  in it: no answer for 15 s",
         "  after it: exit code 7",
     ]

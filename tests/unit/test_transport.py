@@ -220,6 +220,7 @@ def test_time_is_up():
     first = r"nothing is exchanged any more\. Start the job again\. The first error was: rank 0 of 3 waits for rank 1"
     with pytest.raises(mx.MXNetError, match=first):
         late.allgather(7, np.ones(2))
+    gluon_syncbn.configure(timeout=60)
     failed = r"rank 0 of 3 has failed: rank 0 of 3 waits .*\(rank 1 was in exchange 8, round 1\)"
     with pytest.raises(mx.MXNetError, match=failed):
         other.allgather(8, np.ones(2))
