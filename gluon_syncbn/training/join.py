@@ -73,6 +73,7 @@ def join(net: gluon.Block, trainer: gluon.Trainer) -> ContextManager[None]:
 @contextmanager
 def _joined(net: gluon.Block, trainer: gluon.Trainer, store: ProcessStore) -> Iterator[None]:
     calls: List[Tuple[Any, ...]] = []  # of the net, in the step that goes on or was the last
+    unused: List[mx.nd.NDArray] = []  # parameters that got no gradient in the last step
     in_step = False
 
     def call(net: gluon.Block, inputs: Tuple[Any, ...]) -> None:
@@ -87,6 +88,8 @@ def _joined(net: gluon.Block, trainer: gluon.Trainer, store: ProcessStore) -> It
 
     def step(batch_size: int, ignore_stale_grad: bool = False) -> None:
         nonlocal in_step
+        trained = [array for p in trainer._params if p.grad_req != "null" for array in p.list_data()]
+        unused[:] = [array for array in trained if not array._fresh_grad]
         samples = arguments.whole("batch_size", batch_size, 0, 2**53)
         take_step(sum(store.tell_all("the samples of a step", samples)), ignore_stale_grad)
         in_step = False
@@ -106,6 +109,8 @@ def _joined(net: gluon.Block, trainer: gluon.Trainer, store: ProcessStore) -> It
                     "steps of the others. Give each process at least one batch."
                 )
             _repeat_without_samples(net, calls)
+            for array in unused:
+                array._fresh_grad = False
             step(0, True)
     except BaseException as error:
         store.fail(f"rank {store.rank} left gluon_syncbn.join with {type(error).__name__}: {error}")
