@@ -58,6 +58,12 @@ def _grouping(
     construct(group, graph, contexts, *args, **kwargs)
     trained.update(["a Module"] if group.for_training else [])
     if isinstance(graph, Synchronised):
+        if group.for_training and any(layer._replicas.reaches_other_processes() for _, layer in graph.layers):
+            warnings.warn(
+                "the gradients of a Module stay in this process, and its layers share their statistics with others: "
+                "train with gluon.Trainer(..., kvstore=kv)",
+                stacklevel=5,
+            )
         for name, layer in graph.layers:
             if group.for_training:
                 _check(layer._replicas)
