@@ -278,7 +278,7 @@ class SyncBatchNorm(nn.BatchNorm):
         self._inplace = inplace
         self._keeps_x: Optional[bool] = None  # in spite of `inplace`; unknown before the first training call
         self._fuses = False  # with the operators behind it in a graph; see `fusion`
-        self._nodes = 0  # number of nodes in graphs, so far
+        self._nodes, self._graph = 0, 0  # number of nodes in the graph that was recorded last, and the number of that
         self._origin: Any = None  # class and settings before `convert`
         self._adopt_parameters(pooling, num_devices, exchange, timeout)
         export.install()
@@ -321,6 +321,7 @@ class SyncBatchNorm(nn.BatchNorm):
     def _adopt_parameters(self, *settings: Any) -> None:
         """Makes the contexts of ``running_mean`` this layer's replicas; by default with the settings as before."""
         self._replicas: Replicas = Replicas(self.name, *(settings or self._replicas.settings))
+        self._replicas.computes = {**self._kwargs, "activation": self._activation, "unbiased": self._unbiased}
         self._replicas.running.update((self.running_mean, self.running_var))
         patches.replace(_initialising, Parameter, "_init_impl")
         self.running_mean._followers = [*followers_of([self.running_mean]), self._replicas]
@@ -344,7 +345,8 @@ class SyncBatchNorm(nn.BatchNorm):
             raise ValueError(replicas.problem)
         node = -1
         if F is not mx.nd:  # all contexts share the graph: a node meets only itself on the other contexts
-            node, self._nodes = self._nodes, self._nodes + 1
+            node = self._nodes if self._graph == session.graphs else 0
+            self._nodes, self._graph = node + 1, session.graphs
         per_context = 1 if frozen else replicas.of_context
         # A graph may be recorded between initialize() and the first batch. Then only the contexts are known.
         if not replicas.given and not frozen and self.running_mean._deferred_init:

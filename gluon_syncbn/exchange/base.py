@@ -7,7 +7,7 @@ import itertools
 import os
 import sys
 import threading
-from typing import Dict, List, NamedTuple, NoReturn, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, NamedTuple, NoReturn, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -28,6 +28,7 @@ class LayerInfo(NamedTuple):
     replicas: int
     channels: int
     pooling: Pooling = Pooling()
+    settings: Mapping[str, Any] = {}  # more that has to be equal in all processes
 
 
 class Exchange:

@@ -7,6 +7,7 @@ their nets, numbers the layers alike, and finds the members of groups.
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
 import json
 import operator
@@ -15,7 +16,6 @@ import re
 import socket
 import threading
 import weakref
-from numbers import Real
 from typing import Any, Callable, Dict, Iterator, List, Mapping, NoReturn, Optional, Sequence, Tuple
 
 import mxnet as mx
@@ -29,7 +29,6 @@ from .base import Exchange, LayerInfo, Transport
 
 #: Bytes of gradients that NCCL adds at once. Not measured: NCCL is said to need some MB for its full rate.
 _BUCKET = 8 << 20
-_HEAD = 1000  # bytes that describe an array, at most: MXNet's have up to 32 dimensions
 _ON_GPUS = {"float16", "float32", "float64"}
 
 
@@ -64,7 +63,12 @@ def _in_order(parameters: Dict[str, Any]) -> List[Tuple[str, Any]]:
     """Sorts by name with numbers as numbers. Gluon's counters may begin elsewhere in another process, where the Trainer
     puts ``dense10_weight`` before ``dense9_weight``.
     """
-    return sorted(parameters.items(), key=lambda one: [t.zfill(9) for t in re.split(r"(\d+)", one[0])])
+    return sorted(parameters.items(), key=lambda one: numbered(one[0]))
+
+
+def numbered(name: str) -> List[str]:
+    """Returns what to sort names by, so that numbers count as numbers."""
+    return [text.zfill(9) for text in re.split(r"(\d+)", name)]
 
 
 def _hash(data: bytes) -> int:
@@ -119,6 +123,10 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
     def is_capable(capability: str) -> bool:
         return False  # the optimizer runs in the Trainer, where every process has the same gradients
 
+    def init(self, *_: Any) -> NoReturn:
+        """For a ``Module``, which would have the store run its optimizer."""
+        arguments.refuse("kvstore", self, "a store of one process for a Module: gluon.Trainer takes this one")
+
     def __repr__(self) -> str:
         machines, statistics = "on one machine", "shared memory"
         if self.why_not_in_memory is not None:
@@ -151,17 +159,15 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         what = f"gradient {key!r}"
         self._sum(what, {what: (values, targets)})
 
-    def add_gradients(self, trainer: Any, gradients: Dict[str, List[mx.nd.NDArray]]) -> None:
+    def add_gradients(self, trainer: Any, gradients: Dict[str, List[mx.nd.NDArray]], update: str = "") -> None:
         """Adds the gradients of a Trainer over the devices of all processes, in place, as one round.
 
         Does not wait. All of them become sums, or all raise the failure, so that a failed step changes no parameter.
         Trainers of several threads may come in any order. The store numbers them as `expect` got them. ``gradients``
-        has, by the name of the parameter, one for each context.
+        has, by the name of the parameter, one for each context. ``update`` tells what is done with the sums, and has to
+        be the same in all processes.
         """
-        known, own = self.expect(trainer), trainer._optimizer
-        numbers = {name: value for name, value in vars(own).items() if isinstance(value, Real) and name[0] != "_"}
-        settings = ", ".join(f"{name} {value}" for name, value in numbers.items())
-        update = f"{type(own).__name__} (learning rate {own.learning_rate}, {settings})"
+        known = self.expect(trainer)
         what = f"the gradients of trainer {known.number}"
         given = [array for arrays in gradients.values() for array in arrays]
         if known.summands is None or len(known.given) != len(given) or any(map(operator.is_not, known.given, given)):
@@ -228,6 +234,15 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
                         f"rank {rank}. Build and initialise the same net in every process{advice}."
                     )
 
+    def compare_divisor(self, trainer: Any, samples: float) -> None:
+        """Compares what the sums of a Trainer are divided by, where its update does not follow them at once."""
+        everyone = self.tell_all(f"the samples of an update of trainer {self.expect(trainer).number}", samples)
+        if any(theirs != samples for theirs in everyone):
+            self._give_up(
+                f"the processes disagree about trainer.update: the ranks from 0 on say {everyone} samples. It takes "
+                "the samples of all processes."
+            )
+
     def compare_weights(self, trainer: Any, parameters: Dict[str, Tuple[List[mx.nd.NDArray], bool]]) -> None:
         """Compares the parameters of a Trainer with those of the other processes, before its first update.
 
@@ -286,19 +301,19 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         ``parts`` has one for each rank, or one for all. `MXNetError`: a process is late, has failed, or has an array of
         another shape or type where it has to be ``equal``. After that, nothing is exchanged any more.
         """
-        messages = [json.dumps([part.dtype.str, part.shape]).encode() + b"\n" + part.tobytes() for part in parts]
+        messages = []
+        for part in parts:
+            message = io.BytesIO()
+            np.save(message, part)
+            messages.append(message.getvalue())
         try:
             found = _native.bytes_of(self.handle, self.num_workers, _hash(what.encode()), what, messages)
         except mx.MXNetError as error:
             self.fail(str(error))
             raise
-        arrays = []
-        for rank, part in enumerate(found):
-            head = part[:_HEAD].tobytes().partition(b"\n")[0]
-            kind, shape = json.loads(head)
-            arrays.append(part[len(head) + 1 :].copy().view(kind).reshape(shape))
-            if equal:
-                self._check_alike(what, rank, arrays[rank], parts[self.rank % len(parts)])
+        arrays = [np.load(io.BytesIO(part.tobytes())) for part in found]
+        for rank, array in enumerate(arrays if equal else []):
+            self._check_alike(what, rank, array, parts[self.rank % len(parts)])
         return arrays
 
     def _check_alike(self, what: str, rank: int, theirs: np.ndarray, ours: np.ndarray) -> None:
@@ -413,8 +428,13 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             if not new:
                 return
             answers = self.tell_all("the agreement on the layers of the net", [list(map(_describe, new)), more])
-            common = min((len(theirs) for theirs, to_come in answers if to_come), default=None)
-            everyone = [theirs[:common] for theirs, _ in answers]
+            everyone = [theirs for theirs, _ in answers]
+            several = [len(theirs) for theirs, to_come in answers if to_come]
+            if several:
+                everyone = [theirs[: min(several)] for theirs in everyone]
+            else:  # a file and a forward may initialise branches of a net in different orders
+                everyone = [sorted(theirs, key=lambda one: numbered(one[0])) for theirs in everyone]
+                new.sort(key=lambda layer: numbered(_describe(layer)[0]))
             advice = "; layers that train in one process only need a KVStore of their own"
             self.compare(everyone, "the net: layer", advice)
             count, total = len(everyone[0]), sum(one[0][2] for one in everyone)
@@ -429,5 +449,6 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
 
 def _describe(layer: LayerInfo) -> Tuple[str, str, int]:
     """Returns the name of a layer, what has to be equal in all processes, and the number of replicas in this one."""
-    settings = "".join(f", {name} {value!r}" for name, value in layer.pooling._asdict().items())
-    return f"SyncBatchNorm '{layer.name}'", f"({layer.channels} channels{settings})", layer.replicas
+    settings = {**layer.pooling._asdict(), **layer.settings}
+    text = "".join(f", {name} {value!r}" for name, value in settings.items())
+    return f"SyncBatchNorm '{layer.name}'", f"({layer.channels} channels{text})", layer.replicas

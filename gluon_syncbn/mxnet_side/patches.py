@@ -31,15 +31,18 @@ def install() -> None:
     replace(_apart, autograd, "backward")
     replace(_noting_layers, autograd, "grad")
     replace(trainer.constructing, gluon.Trainer, "__init__")
+    replace(trainer.connecting, gluon.Trainer, "_init_kvstore")
     replace(trainer.initialising, gluon.Trainer, "_init_params")
     replace(trainer.adding, gluon.Trainer, "_allreduce_grads")
     replace(trainer.updating, gluon.Trainer, "_update")
+    replace(trainer.updating_apart, gluon.Trainer, "update")
     replace(_saving, gluon.Parameter, "_reduce")
     replace(_saving, gluon.Trainer, "save_states")
     replace(_reading, mx.nd.NDArray, "asnumpy", "wait_to_read")
     replace(blocks.noting, _BatchNorm, "__call__")
     replace(_issuing, mx.nd, "CachedOp")
     replace(_once, gluon.HybridBlock, "_build_cache")
+    replace(_numbering, gluon.HybridBlock, "_get_graph")
 
 
 def replace(around: Callable, owner: Any, *names: str) -> None:
@@ -198,6 +201,15 @@ def _once(build: Callable, block: gluon.HybridBlock, *args: Any) -> None:
         if block._cached_op is None:
             build(block, *args)
             blocks.with_graph.add(block)
+
+
+def _numbering(record: Callable, block: gluon.HybridBlock, *args: Any) -> Any:
+    """Numbers the nodes of a layer in each graph from 0. So all processes have the same numbers, whatever else some of
+    them have recorded, as where one loads parameters and another one has to infer their shapes.
+    """
+    with session.tracing:
+        session.graphs += not block._cached_graph
+        return record(block, *args)
 
 
 def _noting_layers(grad: Callable, heads: Any, *args: Any, **kwargs: Any) -> Any:

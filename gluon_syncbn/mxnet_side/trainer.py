@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from numbers import Real
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Sequence
 
 import mxnet as mx
 from mxnet import gluon
 
 from .. import _native
-from ..exchange.store import ProcessStore
-from ..system import environment
+from ..exchange.store import ProcessStore, numbered
+from ..system import arguments, environment
 from ..system.arguments import some
 from ..system.logs import log
 from ..training import devices
@@ -37,10 +38,26 @@ def constructing(construct: Callable, trainer: gluon.Trainer, *args: Any, **kwar
     nothing else. `devices` finds the Trainer's gradients: those of contexts that take no part would be added again.
     """
     construct(trainer, *args, **kwargs)
+    if "kvstore" in kwargs or len(args) > 3:  # behind the parameters, the optimizer and its settings
+        _with_chosen_store.add(trainer)
+    _share_store(trainer)
+    session.trainers.add(trainer)
+
+
+def connecting(connect: Callable, trainer: gluon.Trainer) -> None:
+    """Before its first step: the layers may have got their store since the Trainer was made."""
+    _share_store(trainer)
+    connect(trainer)
+
+
+_with_chosen_store: weakref.WeakSet[gluon.Trainer] = weakref.WeakSet()
+
+
+def _share_store(trainer: gluon.Trainer) -> None:
     settings = trainer._kvstore_params
-    chosen = "kvstore" in kwargs or len(args) > 3  # behind the parameters, the optimizer and its settings
-    stores = [] if chosen or settings["update_on_kvstore"] else stores_of(trainer._params)
-    if len(stores) == 1:
+    chosen = trainer in _with_chosen_store or settings["update_on_kvstore"]
+    stores = [] if chosen else stores_of(trainer._params)
+    if len(stores) == 1 and settings["kvstore"] is not stores[0]:
         settings["kvstore"] = stores[0]
         log.info("the Trainer uses the KVStore of the layers: %r", stores[0])
     store = settings["kvstore"]
@@ -49,7 +66,6 @@ def constructing(construct: Callable, trainer: gluon.Trainer, *args: Any, **kwar
         if session.exchange is None and not session.chosen:  # `configure` has not chosen
             session.set_exchange(store)
             log.info("layers without a KVStore of their own use that of the Trainer: %r", store)
-    session.trainers.add(trainer)
 
 
 def initialising(initialise: Callable, trainer: gluon.Trainer) -> None:
@@ -57,9 +73,9 @@ def initialising(initialise: Callable, trainer: gluon.Trainer) -> None:
     were asked for. It compares its weights with those of the other processes. MXNet would copy rank 0's, after a
     forward and a backward with others. It copies the first context's running statistics to all.
     """
-    if trainer not in _initialised:
-        _initialised.add(trainer)
-        for text in _surprises(trainer._params):
+    if trainer not in _in_order:
+        _in_order[trainer] = sorted(trainer._params, key=lambda one: numbered(one.name))
+        for text in _surprises(trainer):
             warnings.warn(text, stacklevel=4)
         _tell_who_meets(trainer._params)
     if trainer._kvstore is not None:
@@ -67,13 +83,17 @@ def initialising(initialise: Callable, trainer: gluon.Trainer) -> None:
     if not isinstance(trainer._kvstore, ProcessStore):
         initialise(trainer)
         return
+    for one, another in zip(_in_order[trainer], _in_order[trainer][1:]):
+        if one.name == another.name:  # the gradients go by their names
+            arguments.refuse("params", one.name, "parameters with different names: give the nets other prefixes")
     known = [p for p in trainer._params_to_init if not p._deferred_init]
     trainer._params_to_init = [p for p in trainer._params_to_init if p._deferred_init]
     if known:
-        trainer._kvstore.compare_weights(trainer, {p.name: (p.list_data(), p.grad_req != "null") for p in known})
+        trainer._kvstore.compare_weights(trainer, {p.name: (p.list_data(), p._differentiable) for p in known})
 
 
-_initialised: weakref.WeakSet[gluon.Trainer] = weakref.WeakSet()
+#: The parameters of Trainers that have begun, by their names.
+_in_order: weakref.WeakKeyDictionary[gluon.Trainer, List[gluon.Parameter]] = weakref.WeakKeyDictionary()
 
 
 def adding(add: Callable, trainer: gluon.Trainer) -> None:
@@ -83,15 +103,49 @@ def adding(add: Callable, trainer: gluon.Trainer) -> None:
         _gate(trainer)
     store = trainer._kvstore
     if isinstance(store, ProcessStore):
-        store.add_gradients(trainer, {p.name: p.list_grad() for p in trainer._params if p.grad_req != "null"})
+        gradients = {p.name: p.list_grad() for p in trainer._params if p.grad_req != "null"}
+        store.add_gradients(trainer, gradients, update_of(trainer))
     else:
         add(trainer)
+
+
+#: Of a parameter in a step.
+_USUAL = {"lr_mult": 1, "wd_mult": 1, "grad_req": "write", "new gradient": True}
+
+
+def update_of(trainer: gluon.Trainer) -> str:
+    """Describes all that the update of this step depends on: the processes compare it."""
+    optimizer, ordered = trainer._optimizer, _in_order.get(trainer, [])
+    numbers = {name: value for name, value in vars(optimizer).items() if isinstance(value, Real) and name[0] != "_"}
+    settings = ", ".join(f"{name} {value}" for name, value in numbers.items())
+    pooled = followers_of(ordered)
+    if pooled:
+        settings += f"; nonfinite {session.nonfinite!r}"
+    if any(one.pooling.mode == "shuffle" for one in pooled):
+        settings += f", seed {session.seed}"
+    special: Dict[str, List[int]] = {}
+    for number, p in enumerate(ordered):
+        if p._differentiable and p._data is not None:
+            own = {"lr_mult": p.lr_mult, "wd_mult": p.wd_mult, "grad_req": p.grad_req}
+            own["new gradient"] = p.grad_req == "null" or any(array._fresh_grad for array in p._data)
+            if own != _USUAL:
+                text = ", ".join(f"{name} {value!r}" for name, value in own.items() if value != _USUAL[name])
+                special.setdefault(text, []).append(number)
+    settings += "".join(f"; parameters {numbers}: {text}" for text, numbers in special.items())
+    return f"{type(optimizer).__name__} (learning rate {optimizer.learning_rate}, {settings})"
 
 
 def updating(update: Callable, trainer: gluon.Trainer, *args: Any, **kwargs: Any) -> None:
     if not trainer._update_on_kvstore:
         _gate(trainer)
     update(trainer, *args, **kwargs)
+
+
+def updating_apart(update: Callable, trainer: gluon.Trainer, batch_size: Any, *args: Any, **kwargs: Any) -> None:
+    """After ``allreduce_grads``, whose sums are there before anybody knows what they will be divided by."""
+    if isinstance(trainer._kvstore, ProcessStore):
+        trainer._kvstore.compare_divisor(trainer, float(batch_size))
+    update(trainer, batch_size, *args, **kwargs)
 
 
 def _gate(trainer: gluon.Trainer, with_running: bool = False) -> None:
@@ -129,9 +183,19 @@ def _tell_who_meets(parameters: Iterable[gluon.Parameter]) -> None:
             )
 
 
-def _surprises(parameters: Sequence[gluon.Parameter]) -> Iterator[str]:
+def _surprises(trainer: gluon.Trainer) -> Iterator[str]:
     """Says in what a net computes something else than it was asked for, which is rarely intended."""
+    parameters = trainer._params
     replicas, layers = followers_of(parameters), _layers(parameters)
+    apart = [one.name for one in replicas if one.reaches_other_processes() and one.pooling.mode != "local"]
+    by_horovod = type(trainer).__module__.startswith("horovod.")
+    several = any(store.num_workers > 1 for store in stores_of(parameters))
+    if apart and several and not isinstance(trainer._kvstore, ProcessStore) and not by_horovod:
+        yield (
+            f"{some(apart, ', ')}: these layers share their statistics with other processes, and the gradients of this "
+            f"Trainer stay in this one, with kvstore={trainer._kvstore_params['kvstore']!r}. Write "
+            "gluon.Trainer(..., kvstore=kv) with the KVStore of the layers, unless the script adds gradients itself"
+        )
     if any(one.meets() for one in replicas):
         # Layers whose gamma is not trained are frozen and do not count. Layers that the trainer does not know count
         # where they have run within a block of the net, or are operators in its graph.

@@ -79,6 +79,7 @@ class Replicas:
         self.name, self.pooling, self.num_devices = name, pooling, num_devices
         self.exchange, self.timeout = exchange, timeout  # None is the setting of `configure`
         self.settings = pooling, num_devices, exchange, timeout
+        self.computes: Dict[str, Any] = {}  # the settings of the layer that its results depend on
         self.channels = 0
         self.given: List[Context] = []
         self.contexts: List[Context] = []  # the same, without repetitions
@@ -131,7 +132,8 @@ class Replicas:
             at_least("MXNET_EXEC_INPLACE_GRAD_SUM_CAP", 4 * replicas)
         if self.separates():
             self._separate_resources()
-        session.register(LayerInfo(self.id, self.name, unique, replicas, channels, self.pooling), self.exchange)
+        layer = LayerInfo(self.id, self.name, unique, replicas, channels, self.pooling, self.computes)
+        session.register(layer, self.exchange)
         session.to_come.discard(self)
         _native.layer_place(self.id, [str(context) for context in unique], replicas)
 
@@ -179,7 +181,7 @@ class Replicas:
     def __deepcopy__(self, memo: dict) -> Replicas:
         # A copy of a net trains by itself: its replicas must not meet the replicas of the original.
         twin = Replicas(self.name, *self.settings)
-        memo[id(self)] = twin
+        memo[id(self)], twin.computes = twin, self.computes
         twin.running.update(copy.deepcopy(list(self.running), memo))
         if self.contexts:
             twin.set_contexts(self.given, self.channels)

@@ -40,6 +40,8 @@ class Session:
         self.open: Dict[threading.Thread, int] = {}  # scopes, of threads that have any
         self.beginning = threading.RLock()  # held by a thread that enters its first scope, or forgets a failed step
         self.tracing = threading.RLock()  # held by a thread that records the graph of a net
+        self.graphs = 0  # that were recorded
+        self.seed, self.nonfinite = 0, _NONFINITE[0]  # as `configure` has set them
         self.training_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that have opened a scope
         self.trainers: weakref.WeakSet[Any] = weakref.WeakSet()  # of Gluon
         self.raised = ""  # the last failure that went through a scope as an exception
@@ -55,6 +57,14 @@ class Session:
         if isinstance(exchange, ProcessStore) and exchange not in self.stores:
             self.stores.append(exchange)
         return exchange
+
+    def set_seed(self, seed: int) -> None:
+        self.seed = seed
+        _native.seed(seed)
+
+    def set_nonfinite(self, what: str) -> None:
+        self.nonfinite = what
+        _native.nonfinite(_NONFINITE.index(what))
 
     def set_exchange(self, exchange: Optional[Exchange]) -> None:
         self.exchange = exchange
@@ -181,12 +191,11 @@ def configure(
     """
     changes: List[Tuple[Callable[[Any], None], Any]] = []  # none before all arguments are checked
     if seed is not _UNCHANGED:
-        changes.append((_native.seed, arguments.seed("seed", seed)))
+        changes.append((session.set_seed, arguments.seed("seed", seed)))
     if timeout is not _UNCHANGED:
         changes.append((_native.default_timeout, arguments.seconds("timeout", timeout)))
     if nonfinite is not _UNCHANGED:
-        chosen = arguments.one_of("nonfinite", nonfinite, _NONFINITE)
-        changes.append((_native.nonfinite, _NONFINITE.index(chosen)))
+        changes.append((session.set_nonfinite, arguments.one_of("nonfinite", nonfinite, _NONFINITE)))
     if kvstore is not _UNCHANGED:
         changes.append((session.set_exchange, session.exchange_of(kvstore)))
         session.chosen = True

@@ -1,14 +1,18 @@
 """Gradients of several processes against one process with all samples, on one machine and on pretended ones."""
 
 import logging
+import re
 
 import mxnet as mx
 import pytest
 from mpi_job import Job
 from mxnet import autograd, gluon
+from mxnet.gluon import nn
 from places import SUPPORT
 
 import gluon_syncbn
+from gluon_syncbn import SyncBatchNorm
+from gluon_syncbn.mxnet_side.trainer import update_of
 from gluon_syncbn.training.session import session
 
 WORKER = SUPPORT / "gradients_worker.py"
@@ -18,6 +22,7 @@ SCENARIOS = [
     "clips",
     "scales_the_loss",
     "leaves_out_what_is_stale",
+    "refuses_equal_names",
     "trains_two_nets",
     "trains_in_threads",
     "adds_in_the_order_of_the_ranks",
@@ -31,9 +36,12 @@ FAULTS = {
         " on rank 0. Give all Trainers the same settings; trainer.step takes the samples of all",
     ),
     "decays_weights": (", wd 0.5, ", " on rank 1 and SGD (", ", wd 0.0, "),
-    "begins_elsewhere": (
-        "the processes begin with different weights: 'dense",
-        "1_bias' of rank 1 is not that of rank 0",
+    "trains_slowly": (" the update in ", "; parameters [2]: lr_mult 0.5) on rank 1 and SGD (", "True) on rank 0."),
+    "leaves_out_the_second": (" the update in ", "; parameters [2, 3]: new gradient False) on rank 1 and SGD ("),
+    "divides_apart": ("disagree about trainer.update: the ranks from 0 on say [1.0, 2.0] samples. It takes the ",),
+    **dict.fromkeys(
+        ("begins_elsewhere", "begins_frozen"),
+        ("the processes begin with different weights: 'dense", "1_bias' of rank 1 is not that of rank 0"),
     ),
     "ends": ("rank 1 of 2 has ended (rank 0 was in the gradient of 'dense1_weight'", "round 2"),
     "is_late": ("rank 0 of 2 waits for rank 1", "in the gradient of 'dense1_weight'"),
@@ -66,6 +74,37 @@ def test_a_step_that_fails(fault):
     assert seconds < 30
     for text in FAULTS[fault]:
         assert text in error
+
+
+def test_what_an_update_depends_on():
+    """Each change gives another text, so that no process is alone with it."""
+    net = nn.HybridSequential()
+    net.add(
+        nn.Dense(2, in_units=2), nn.Dense(2, in_units=2), SyncBatchNorm(in_channels=2, mode="shuffle", num_devices=2)
+    )
+    net.initialize()
+    trainer = gluon.Trainer(net.collect_params(), "sgd", kvstore=None)
+    changes = [
+        lambda: None,
+        lambda: setattr(net[0].weight, "lr_mult", 2),
+        lambda: setattr(net[1].weight, "wd_mult", 2),
+        lambda: setattr(net[0].bias, "grad_req", "null"),
+        lambda: setattr(net[1].bias, "grad_req", "null"),
+        lambda: setattr(net[0].bias, "grad_req", "add"),
+        lambda: trainer.set_learning_rate(0.2),
+        lambda: gluon_syncbn.configure(seed=1),
+        lambda: gluon_syncbn.configure(nonfinite="skip"),
+    ]
+    texts = []
+    for change in changes:
+        change()
+        with autograd.record():
+            y = net[1](net[0](mx.nd.ones((2, 2))))
+        y.backward()
+        trainer.step(2, ignore_stale_grad=True)
+        texts.append(re.sub("num_update [0-9]+", "", update_of(trainer)))
+    assert len(set(texts)) == len(changes), texts
+    gluon_syncbn.configure(seed=0, nonfinite="propagate")
 
 
 def test_another_net_on_another_machine():

@@ -25,6 +25,8 @@ TOGETHER = [
     "shuffled_keys",
     "initialised_at_different_speeds",
     "ways_of_statistics",
+    "prepares_otherwise",
+    "configures_after_the_trainer",
     "calls_stay_in_the_engine",
 ]
 # What rank 1 does in the second step or later, what rank 0 then learns, and the time limit that it has set.

@@ -145,6 +145,23 @@ def leaves_out_what_is_stale():
     assert (extra.weight.data(OWN[0]).asnumpy() == 1).all()
 
 
+def refuses_equal_names():
+    """The sums of two parameters of one name would be those of one."""
+    nets = [nn.Dense(2, in_units=3, prefix="same_") for _ in range(2)]
+    for net in nets:
+        net.initialize()
+    trainer = gluon.Trainer([p for net in nets for p in net.collect_params().values()], "sgd", kvstore=kv)
+    with autograd.record():
+        y = nets[1](nets[0](nd.ones((2, 3)))[:, :1] * nd.ones((1, 3)))
+    y.backward()
+    error = None
+    try:
+        trainer.step(2)
+    except ValueError as refused:
+        error = refused
+    assert "params: 'same_bias' was given, expected parameters with different names" in str(error)
+
+
 def trains_two_nets():
     """As a GAN: each Trainer steps in turn, and nobody reads anything between."""
     pairs = [Pair(1), Pair(2)]
@@ -322,10 +339,14 @@ def fails(spoil):
         with autograd.record():
             ys = [net(nd.ones((2, 3), ctx=context)) for context in OWN]
         autograd.backward(ys)
-        trainer.step(SAMPLES)
+        if spoil is divides_apart:
+            trainer.allreduce_grads()
+            trainer.update(SAMPLES)
+        else:
+            trainer.step(SAMPLES, ignore_stale_grad=True)
         nd.waitall()
 
-    if spoil is not begins_elsewhere:
+    if spoil not in (begins_elsewhere, begins_frozen):
         step()
     gluon_syncbn.configure(timeout=3)  # the first step, for which everything is built, takes its time
     since = time.monotonic()
@@ -361,8 +382,25 @@ def decays_weights(net):
     net[0].bias._trainer._optimizer.wd = 0.5
 
 
+def trains_slowly(net):
+    net[1].bias.lr_mult = 0.5
+
+
+def leaves_out_the_second(net):
+    net.forward = net[0].forward
+
+
+def divides_apart(net):
+    divides_otherwise(net)
+
+
 def begins_elsewhere(net):
     net[1].bias.set_data(net[1].bias.data(OWN[0]) + 1)
+
+
+def begins_frozen(net):
+    begins_elsewhere(net)
+    net[1].bias.grad_req = "null"
 
 
 def ends(net):
@@ -379,7 +417,11 @@ SPOILS = {
     "freezes": (freezes, True),
     "divides_otherwise": (divides_otherwise, True),
     "decays_weights": (decays_weights, True),
+    "trains_slowly": (trains_slowly, True),
+    "leaves_out_the_second": (leaves_out_the_second, True),
+    "divides_apart": (divides_apart, True),
     "begins_elsewhere": (begins_elsewhere, True),
+    "begins_frozen": (begins_frozen, True),
     "ends": (ends, False),
     "is_late": (is_late, False),
 }

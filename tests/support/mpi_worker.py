@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 
 import light  # noqa: F401
 import numpy as np
@@ -253,10 +254,64 @@ def broadcasts_parameters():
         for parameter, value in zip(net.collect_params().values(), values[root]):
             for array in parameter.list_data():
                 assert (array.asnumpy() == value).all(), (root, dtype, parameter.name)
+    net = nn.Dense(4, in_units=3)
+    net.cast(np.dtype([("bfloat16", np.uint16)]))
+    net.initialize(mx.init.Constant(1 + kv.rank), ctx=contexts)
+    gluon_syncbn.broadcast_parameters(net, kvstore=kv)
+    assert all((array.astype("float32").asnumpy() == 1).all() for array in net.weight.list_data())
     net = nn.Dense(4 + kv.rank, in_units=3, prefix="net_")
     net.initialize(ctx=contexts)
     with reporting(range(kv.num_workers)):
         gluon_syncbn.broadcast_parameters(net, kvstore=kv)
+
+
+class Branches(gluon.HybridBlock):
+    def __init__(self):
+        super().__init__()
+        with self.name_scope():
+            self.first, self.second = (gluon_syncbn.SyncBatchNorm(in_channels=2, momentum=0, kvstore=kv) for _ in "12")
+
+    def hybrid_forward(self, F, x, y):
+        return self.first(x), self.second(y)
+
+
+def prepares_otherwise():
+    """The processes initialise branches in different orders, as by a file and by a forward, and record more graphs."""
+    net = Branches()
+    for layer in [net.first, net.second][:: 1 - 2 * (kv.rank % 2)]:
+        layer.initialize(ctx=CONTEXTS[:1])
+    for _ in range(kv.rank):
+        net(mx.sym.var("x"), mx.sym.var("y"))
+    for k in range(3):
+        if k in (1, 1 + kv.rank):
+            net.hybridize()
+        with autograd.record():
+            net(nd.ones((3, 2)) * (kv.rank + k), nd.ones((3, 2)) * (10 + kv.rank + k))
+        for layer, first in ((net.first, 0), (net.second, 10)):
+            want = first + k + (kv.num_workers - 1) / 2
+            np.testing.assert_allclose(layer.running_mean.data().asnumpy(), want, rtol=1e-6)
+
+
+def configures_after_the_trainer():
+    """The Trainer gets the store all the same; where the script has chosen another one, a warning says what follows."""
+    for settings in ({}, {"kvstore": "device"}):
+        gluon_syncbn.configure(kvstore=None)
+        net = nn.HybridSequential()
+        net.add(nn.Dense(4, in_units=3), gluon_syncbn.SyncBatchNorm(in_channels=4))
+        net.initialize(ctx=CONTEXTS[:1])
+        trainer = gluon.Trainer(net.collect_params(), "sgd", **settings)
+        gluon_syncbn.configure(kvstore=kv)
+        gluon_syncbn.broadcast_parameters(net)
+        with autograd.record():
+            y = net(nd.array(np.random.RandomState(kv.rank).rand(4, 3)))
+        y.backward(nd.array(np.random.RandomState(kv.rank).rand(4, 4)))
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always")
+            trainer.step(8)
+        weights = kv.allgather("a test", net[0].weight.data().asnumpy())
+        assert all((one == weights[0]).all() for one in weights) is not bool(settings), settings
+        assert any("stay in this one, with kvstore='device'" in str(one.message) for one in given) is bool(settings)
+    gluon_syncbn.configure(kvstore=None)
 
 
 def a_batch_that_is_not_finite():

@@ -122,8 +122,10 @@ class Processes::WaitForVectors final : public WaitForOthers {
                     give_up("rank " + mail_.number_of(mail_.rank()) + " is in " + name() + ", but rank " +
                             mail_.number_of(rank) + " is in number " + std::to_string(left.call + 1) +
                             ": one of them has skipped or repeated a step.");
+                const bool recorded_otherwise = left.key == label_.key && (left.node < 0) != (label_.node < 0);
                 others_ = " Meanwhile rank " + mail_.number_of(rank) + " is in " +
-                          name_of_call(left, name_of(left.key)) + ".";
+                          name_of_call(left, name_of(left.key)) + "." +
+                          (recorded_otherwise ? " Hybridize the net in all processes, or in none." : "");
             }
         }
     }

@@ -93,20 +93,21 @@ void compare(const Round& round, const std::string& own_rank, const std::string&
     if (one == another) return;
     const std::string where = " in " + name_of(round, 0, round.summands.size()) + ":";
     const auto update_in = [](const std::string& line) { return line.substr(line.find(' ', line.find(' ') + 1)); };
-    if (update_in(one) != update_in(another))
-        throw Failure("the processes disagree about the update" + where + update_in(one) + " on rank " + own_rank +
-                      " and" + update_in(another) +
-                      " on rank 0. Give all Trainers the same settings; trainer.step takes the samples of all.");
+    const std::string update = update_in(one), their_update = update_in(another);
     size_t number = 0;
     do {
         if (!std::getline(ours, one)) one = "none";
         if (!std::getline(theirs, another)) another = "none";
         ++number;
     } while (without_counters(one) == without_counters(another) && one != "none");
-    throw Failure("the processes disagree about their arrays" + where + " number " + std::to_string(number) + " is " +
-                  one + " on rank " + own_rank + " and " + another +
-                  " on rank 0. Build and cast the same net in all processes, and freeze the same parameters "
-                  "(grad_req='null').");
+    if (one != "none" || another != "none")
+        throw Failure("the processes disagree about their arrays" + where + " number " + std::to_string(number) +
+                      " is " + one + " on rank " + own_rank + " and " + another +
+                      " on rank 0. Build and cast the same net in all processes, and freeze the same parameters "
+                      "(grad_req='null').");
+    throw Failure("the processes disagree about the update" + where + update + " on rank " + own_rank + " and" +
+                  their_update +
+                  " on rank 0. Give all Trainers the same settings; trainer.step takes the samples of all.");
 }
 
 // Whether the backward has come to this round. Until then nothing waits for other processes. A layer may keep the
