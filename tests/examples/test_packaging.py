@@ -75,20 +75,22 @@ def sdist(tmp_path_factory):
 COMPILED_BEFORE = """
 arguments=("$@")
 while [ $# -gt 0 ]; do
-    case $1 in -c) source=${{2#*/csrc/}} ;; -o) target=$2 ;; esac
+    case $1 in -c) file=$2 source=${{2#*/csrc/}} ;; -o) target=$2 ;; esac
     shift
 done
 case $source in
-    */*) if cp -p "{objects}/${{source%.cc}}.o" "$target" 2>/dev/null; then exit; fi ;;
+    */*) object={objects}/${{source%.cc}}.o
+         if [ "$object" -nt "$file" ] && cp -p "$object" "$target"; then exit; fi ;;
 esac
 exec g++ "${{arguments[@]}}"
 """
 
 
 def objects_of_the_checkout():
-    """The folder of the newest; an empty name where there is none."""
-    made = sorted((ROOT / "build" / "core").glob("*/api.o"), key=lambda path: path.stat().st_mtime)
-    return made[-1].parent if made else ""
+    """The folder of the newest, which the last build wrote; an empty name where there is none."""
+    core = ROOT / "build" / "core"
+    newest = max(core.rglob("*.o"), key=lambda path: path.stat().st_mtime, default=None)
+    return core / newest.relative_to(core).parts[0] if newest else ""
 
 
 @pytest.fixture(scope="module")
