@@ -135,11 +135,8 @@ def test_a_replica_that_is_late(workers, replicas, point):
 @pytest.mark.parametrize("point", WITHIN)
 def test_a_replica_that_hangs(workers, replicas, point):
     """For longer than the time limit, while others wait for it; or nobody does."""
-    result = workers(replicas).case(point, "delay", seconds=1.0, limit=0.4)
-    waited_for = point in BEFORE_THE_TOTAL - {
-        "before_reduce",
-        "after_reduce",
-    }  # where there is a grace beside the limit
+    result = workers(replicas).case(point, "delay", seconds=2.0, limit=0.4)
+    waited_for = point in ("before_join", "before_contribution")  # elsewhere there is a grace beside the limit
     assert_sound(result, "hang", point, told=waited_for)
     if waited_for:
         assert any("missing cpu(" in error and "after 0.4 s" in error for error in result["errors"])
