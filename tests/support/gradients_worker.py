@@ -4,8 +4,8 @@ import os
 import shutil
 import sys
 import tempfile
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import mpi_worker
@@ -181,11 +181,8 @@ def trains_in_threads():
             time.sleep(0.02 * pause.rand())
             pair.step()
 
-    threads = [threading.Thread(target=train, args=(pair,)) for pair in pairs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(pairs)) as pool:
+        list(pool.map(train, pairs))
     for pair in pairs:
         pair.assert_same()
 
@@ -363,6 +360,8 @@ def fails(spoil):
                     break
                 except mx.MXNetError:
                     pass
+            else:
+                raise AssertionError(f"{p.name} has an error for every reader")
         report(kv.rank, since, error)
         wait_for([r for r in range(kv.num_workers) if SPOILS[sys.argv[1]][1] or r != 1])
         raise SystemExit(3) from None
