@@ -18,7 +18,7 @@ from pathlib import Path
 import mxnet as mx
 import pytest
 from environments import shell
-from mpi_job import FAULTS_BY_RELAY, failure_of, left
+from mpi_job import FAULTS_BY_RELAY, assert_no_strange_error, failure_of, left
 from places import PACKAGE, SUPPORT
 
 import gluon_syncbn
@@ -27,8 +27,8 @@ import gluon_syncbn
 class Cluster:
     """A job: the scheduler, servers and workers, each ended by its process id at the end of the block."""
 
-    def __init__(self, workers, script, *arguments, servers=1, **settings):
-        self._stack, self._numbers = contextlib.ExitStack(), itertools.count()
+    def __init__(self, workers, script, *arguments, servers=1, raises="OSError", **settings):
+        self._stack, self._numbers, self._raises = contextlib.ExitStack(), itertools.count(), raises
         self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
         # The scheduler may listen at the port, because it sets this, too; nobody else is given it as a free one.
         held = self._stack.enter_context(socket.socket())
@@ -65,8 +65,10 @@ class Cluster:
     def __enter__(self):
         return self
 
-    def __exit__(self, *_):
-        self._stack.close()
+    def __exit__(self, kind, *_):
+        with self._stack:
+            if kind is None:
+                assert_no_strange_error(self.output(), self._raises)
 
     def output(self):
         return "".join(path.read_text() for path in sorted(self.folder.glob("[!.]*")))
@@ -168,7 +170,7 @@ def test_a_server_or_the_scheduler_is_killed(which):
 
 def test_a_worker_that_does_not_come():
     program = "import light, gluon_syncbn; gluon_syncbn.configure(timeout=3); gluon_syncbn.kvstore('dist_sync')"
-    with Cluster(2, "-c", program, servers=2) as job:
+    with Cluster(2, "-c", program, servers=2, raises="mxnet.base.MXNetError") as job:
         job.workers[1].kill()
         assert job.wait(job.workers[:1]) == [1]
         assert "not connected within 3 s: the scheduler at" in job.output()

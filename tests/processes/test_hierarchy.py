@@ -10,7 +10,7 @@ import sys
 
 import pytest
 from environments import shell
-from mpi_job import Job
+from mpi_job import Job, assert_no_strange_error
 from places import SUPPORT
 
 WORKER = SUPPORT / "hierarchy_worker.py"
@@ -42,6 +42,8 @@ def outputs(tmp_path_factory):
         with contextlib.suppress(ProcessLookupError):  # all have ended
             os.killpg(job.pid, signal.SIGKILL)
         job.wait()
+    for path in folder.rglob("output.*"):
+        assert_no_strange_error(path.read_text())
     return {
         job: [(folder / str(i) / f"output.{rank}").read_text() for rank in range(len(job[0])) if rank != job[2]]
         for i, job in enumerate(JOBS)

@@ -80,6 +80,7 @@ class Job(mpi_job.Job):
                     process.kill()
                     process.wait()
             self.output = "".join(p.read_text() for p in sorted(Path(reports).iterdir()))
+        mpi_job.assert_no_strange_error(self.output)
 
     def succeeded(self):
         return all(code == 0 for code in self.codes) and all(f"OK {i}" in self.output for i in range(len(self.codes)))
