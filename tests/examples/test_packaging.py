@@ -34,16 +34,8 @@ def run(command, cwd, **environment):
 def copy_tree(target):
     """The source tree as a fresh clone has it, without anything built."""
     target.mkdir()
-    for name in (
-        "setup.py",
-        "gluon_syncbn_first.py",
-        "pyproject.toml",
-        "MANIFEST.in",
-        "LICENSE",
-        "README.md",
-        "CHANGELOG.md",
-        "Makefile",
-    ):
+    files = "setup.py gluon_syncbn_first.py pyproject.toml MANIFEST.in LICENSE README.md CHANGELOG.md Makefile"
+    for name in files.split():
         shutil.copy2(str(ROOT / name), str(target))
     ignore = shutil.ignore_patterns("*.so", "__pycache__", ".core-*")
     shutil.copytree(str(PACKAGE), str(target / "gluon_syncbn"), ignore=ignore)
@@ -160,9 +152,8 @@ def test_the_wheel_has_python_supply_what_mxnet_lacks(wheel, tmp_path):
     with zipfile.ZipFile(str(wheel)) as archive:
         archive.extractall(str(tmp_path))
     program = "import site, sys; site.addsitedir(sys.argv[1]); from gluon_syncbn_first.system import cuda_libraries; "
-    program += (
-        "print(sys.modules['gluon_syncbn_first'].__file__, cuda_libraries.__file__, 'gluon_syncbn' in sys.modules)"
-    )
+    seen = "sys.modules['gluon_syncbn_first'].__file__, cuda_libraries.__file__"
+    program += f"print({seen}, 'gluon_syncbn' in sys.modules)"
     status, output = run([sys.executable, "-S", "-c", program, tmp_path], "/")
     files = [tmp_path / "gluon_syncbn_first.py", tmp_path / "gluon_syncbn" / "system" / "cuda_libraries.py"]
     assert (status, output.split()) == (0, [*map(str, files), "False"])

@@ -15,13 +15,9 @@ NUMBERS = "equals_the_specification+empty_shards+layers_in_any_order"
 )
 def test_named_groups(processes, contexts, more, way):
     """Against the specification; the same bits for all members; any order of layers with other groups."""
-    also = [more, "messages_to_members_only"] if way else [more]
-    job = Job(
-        processes,
-        "+".join([NUMBERS, *also]),
-        worker=WORKER,
-        environment={"GROUPS_WORKER_CONTEXTS": str(contexts), **way},
-    )
+    scenarios = f"{NUMBERS}+{more}" + "+messages_to_members_only" * bool(way)
+    environment = {"GROUPS_WORKER_CONTEXTS": str(contexts), **way}
+    job = Job(processes, scenarios, worker=WORKER, environment=environment)
     assert job.succeeded(processes), job.output
 
 

@@ -109,17 +109,12 @@ def ends_of(text, ways):
 # ---- the end of the main thread in mid-step ------------------------------------------------------------------
 
 IN_THE_STEP = "with autograd.record():\n    y = layer(xs[0])\n"
+OUT_OF_DATA = "raise RuntimeError('out of data')"
 ENDS = {
     "sys.exit in the step": (IN_THE_STEP + "    sys.exit(7)", 7),
-    "an exception in the step": (IN_THE_STEP + "    raise RuntimeError('out of data')", 1),
-    "an exception after the scope": (
-        IN_THE_STEP.replace("record", "train_mode") + "raise RuntimeError('out of data')",
-        1,
-    ),
-    "only one loss's backward": (
-        IN_THE_STEP + "    z = layer(xs[1])\ny.backward()\nraise RuntimeError('out of data')",
-        1,
-    ),
+    "an exception in the step": (IN_THE_STEP + "    " + OUT_OF_DATA, 1),
+    "an exception after the scope": (IN_THE_STEP.replace("record", "train_mode") + OUT_OF_DATA, 1),
+    "only one loss's backward": (IN_THE_STEP + "    z = layer(xs[1])\ny.backward()\n" + OUT_OF_DATA, 1),
     "the end of the script": (IN_THE_STEP, 0),
 }
 
@@ -151,7 +146,7 @@ threading.Thread(target=work).start()
 until_it_waits()
 ready()
 """
-    codes = {"": 0, "raise RuntimeError('out of data')": 1}
+    codes = {"": 0, OUT_OF_DATA: 1}
     for end, (code, output, errors) in ends({end: (text + end, {}) for end in codes}).items():
         assert code == codes[end], errors
         assert "1 of 2 replicas arrived (cpu(0)), missing cpu(1)" in output
@@ -277,9 +272,7 @@ gluon_syncbn.reset()
 
 
 def test_the_end_after_failed_steps():
-    text = (
-        HEALTHY
-        + """
+    text = """
 train()
 ready()
 for turn in range(2):
@@ -290,8 +283,7 @@ for turn in range(2):
     train()
 train(contexts[:1])
 """
-    )
-    for code, _, errors in ends_of(text, ["static_shape", "static_alloc"]):
+    for code, _, errors in ends_of(HEALTHY + text, ["static_shape", "static_alloc"]):
         assert code == 0, errors
         assert "terminate called" not in errors and "Traceback" not in errors
 

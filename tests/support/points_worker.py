@@ -91,9 +91,9 @@ class Net:
         batch = x.mean((0, 2, 3)), x.var((0, 2, 3))
         return [[self.keep * old + (1 - self.keep) * new for old, new in zip(olds, batch)] for olds in before]
 
-    def restore(self, gamma, beta):
-        self.layer.gamma.set_data(gamma)
-        self.layer.beta.set_data(beta)
+    def restore(self):
+        for name in ("gamma", "beta"):
+            getattr(self.layer, name).set_data(nd.array(getattr(self.batch, name), dtype="float64"))
 
     def case(self, point, action, times, seconds, limit):
         """What comes of a step that is hit, and of the next one."""
@@ -117,13 +117,13 @@ class Net:
         }
         arm("", "", 0, 0)
         gluon_syncbn.configure(timeout=LIMIT)
-        self.restore(*[nd.array(values, dtype="float64") for values in (self.batch.gamma, self.batch.beta)])
+        self.restore()
         before = self.values("running_mean", "running_var")
         errors, outputs, dxs = self.step()
         result["next"] = errors or (
             self.is_right(outputs, dxs) and _near(self.values("running_mean", "running_var"), self.tracked(before))
         )
-        self.restore(*[nd.array(values, dtype="float64") for values in (self.batch.gamma, self.batch.beta)])
+        self.restore()
         return result
 
     def is_right(self, outputs, dxs):
