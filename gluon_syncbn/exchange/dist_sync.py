@@ -113,7 +113,10 @@ class DistSyncTransport(BridgedTransport):
 
     def close(self) -> None:
         super().close()
-        self._together.put(not self._losses())
+        # A worker that has failed comes to the barrier, too, unless it was killed or hangs.
+        gone = ("without a word", "nothing was heard")
+        dead = any(text in loss for loss in self._losses() for text in gone)
+        self._together.put(not (dead or self._link.receiver.is_alive()))
         self._thread.join(min(_ENDS, _native.timeout_of()))
         if self._thread.is_alive():
             log.error("rank %d of %d: MXNet's servers and scheduler have not ended.", self.rank, self.size)

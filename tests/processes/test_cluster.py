@@ -117,8 +117,10 @@ def test_layers_in_any_order(steps):
         job.check_success(60 + 2 * steps)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("fault", "text", "limit"), FAULTS_BY_RELAY)
+@pytest.mark.parametrize(
+    ("fault", "text", "limit"),
+    [pytest.param(*one, marks=[pytest.mark.slow] * (one[0] != "raises")) for one in FAULTS_BY_RELAY],
+)
 def test_a_worker_that_does_something_else(fault, text, limit):
     """Rank 0 gets an error that names rank and place, at once or after the time limit of 3 s. If the workers end, the
     servers and the scheduler do."""
