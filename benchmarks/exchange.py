@@ -19,6 +19,8 @@ import _measuring
 import _results
 from tqdm import tqdm
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
+
 SIZES = [1024, 2048, 4096, 8192, 16384]  # bytes
 PROCESSES = {"mpi": [2, 4, 8], "horovod": [2, 4]}
 ROUNDS = {"mpi": 1000, "horovod": 300}
@@ -104,8 +106,8 @@ def in_turn(steps: Dict[str, Callable[[], Any]], rounds: int) -> _measuring.Roun
 
 def sizes(over: str, store: Any, work: Dict[str, Any]) -> Dict[str, Any]:
     import numpy as np
+    from allreduce import combine
 
-    from gluon_syncbn import _native
     from gluon_syncbn.exchange import named
     from gluon_syncbn.exchange.store import ProcessStore
 
@@ -127,7 +129,7 @@ def sizes(over: str, store: Any, work: Dict[str, Any]) -> Dict[str, Any]:
             data: Any = (values.ctypes.data, total.ctypes.data),
         ) -> None:
             id = layer, size, next(calls), 0, b"a benchmark", 120.0
-            _native.allreduce(handle, False, *id, size // 8, *data)
+            combine(handle, False, *id, size // 8, *data)
 
         steps: Dict[str, Callable[[], None]] = {
             "bare": _measuring.bare_sum(over, values),

@@ -1,6 +1,5 @@
 // The functions that Python calls as those of `_native`, which reads their types here. They may throw: `Caught` hands
 // their results and exceptions to Python.
-#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
@@ -279,20 +278,8 @@ SYNCBN_API(Bytes, bytes_of, Asked* processes, int64_t key, const char* what, con
     }
     return of_processes(processes).bytes_of(key, what, registry().defaults().timeout, own);
 }
-// The number of messages, for tests.
-SYNCBN_API(int64_t, sent, Asked* processes) { return of_processes(processes).job().sent; }
-
 SYNCBN_API(void, merge_moments, double* total, const double* part, int64_t channels) {
     syncbn::merge_moments(total, part, channels);
-}
-
-// Computes an exchange's result for the one row of this process, for tests and benchmarks.
-SYNCBN_API(void, allreduce, Asked* exchange, bool merges, int64_t layer, int64_t node, int64_t call, int64_t phase,
-           const char* name, double timeout, size_t length, const double* row, double* out) {
-    const auto combine = merges ? syncbn::Combine::kMerge : syncbn::Combine::kAdd;
-    const syncbn::CallId id{layer, node, call, phase, name, timeout, 0};
-    const auto total = exchange->host->begin(combine, id, {{row}, length})(syncbn::kForEver);
-    std::copy(total->values.begin(), total->values.end(), out);
 }
 
 // Begins the sum of arrays over the processes of an exchange in shared memory: see native/native.h.

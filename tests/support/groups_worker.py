@@ -8,13 +8,13 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
+from allreduce import sent
 from mpi_worker import CONTEXTS, kv, main, specified, summed
 from poolings import specification
 from replicas import WAYS, assert_same, collect, make_batch, on_devices, prepare, step, step_in_any_order
 from reports import report, wait_for
 
 import gluon_syncbn
-from gluon_syncbn import _native
 
 import mxnet as mx  # isort: skip
 from mxnet import autograd, gluon  # isort: skip
@@ -117,9 +117,9 @@ def messages_to_members_only():
         batch = make_batch(np.random.RandomState(3), REPLICAS)
         layer = make_layer(batch, groups=groups)
         step(layer, part_of(batch), CONTEXTS, "float64")  # in which all agree
-        before = _native.sent(kv.handle)
+        before = sent(kv.handle)
         step(layer, part_of(batch), CONTEXTS, "float64")
-        assert _native.sent(kv.handle) - before == 2 * len(processes_of(groups)), groups
+        assert sent(kv.handle) - before == 2 * len(processes_of(groups)), groups
 
 
 def members_do_not_wait_for_others():

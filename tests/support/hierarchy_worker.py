@@ -17,7 +17,7 @@ import light  # isort: skip  # noqa: F401
 import gluon_syncbn  # isort: skip
 import mxnet as mx
 import numpy as np
-from allreduce import allreduce
+from allreduce import allreduce, sent
 from forks import fork_ranks
 
 from gluon_syncbn import _native
@@ -100,7 +100,7 @@ def work(rank, folder, machines, fault, faulty, timeout):
         for step in range(STEPS):
             began = time.monotonic()
             if step == 1:  # after the agreement on the layers
-                before = _native.sent(store.handle)
+                before = sent(store.handle)
             if step == FAULT_AT:
                 gluon_syncbn.configure(timeout=timeout)
                 if rank == faulty and fault in ("SIGKILL", "SIGSTOP"):
@@ -122,8 +122,8 @@ def work(rank, folder, machines, fault, faulty, timeout):
         store.fail(str(error))  # as a step does that fails
         store.close()
         os._exit(3)
-    sent = _native.sent(store.handle) - before
-    print(json.dumps({"sent": sent, "machines": store.machines}), flush=True)
+    count = sent(store.handle) - before
+    print(json.dumps({"sent": count, "machines": store.machines}), flush=True)
     store.close()
 
 

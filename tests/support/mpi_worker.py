@@ -21,7 +21,7 @@ import gluon_syncbn
 CONTEXTS = gluon_syncbn.cpu_devices(4)
 
 import mxnet as mx  # noqa: E402
-from allreduce import allreduce  # noqa: E402
+from allreduce import allreduce, sent  # noqa: E402
 from core_counts import core_count  # noqa: E402
 from gate import Gate  # noqa: E402
 from mxnet import autograd, gluon, nd  # noqa: E402
@@ -401,10 +401,10 @@ def ways_of_statistics():
         layer = gluon_syncbn.SyncBatchNorm(in_channels=5, kvstore=kv, **settings)
         layer = prepare(layer, part, CONTEXTS[:1], "float64", WAYS["eager"])
         step(layer, part, CONTEXTS[:1], "float64")  # in which all agree
-        before = _native.sent(kv.handle)
+        before = sent(kv.handle)
         step(layer, part, CONTEXTS[:1], "float64")
         by_transport = not in_memory and settings.get("group_size") != 1
-        assert (_native.sent(kv.handle) > before) == by_transport, settings
+        assert (sent(kv.handle) > before) == by_transport, settings
 
 
 def levels():
@@ -421,9 +421,9 @@ def levels():
             gluon_syncbn.SyncBatchNorm(in_channels=5, kvstore=kv), part, CONTEXTS[:1], "float32", WAYS["eager"]
         )
         kv.learn(session._layers_of(kv))
-        before = _native.sent(kv.handle)
+        before = sent(kv.handle)
         step(layer, part, CONTEXTS[:1], "float32")
-        count = _native.sent(kv.handle) - before
+        count = sent(kv.handle) - before
         assert (count > 0) == speaks and count <= 2 * leaders, (speaks, count)
         mine = np.concatenate([layer.running_mean.data().asnumpy(), layer.running_var.data().asnumpy()])
         everyone = kv.allgather("a test", mine)
@@ -541,13 +541,13 @@ def gathers():
 
     x = nd.ones((3 + kv.rank, 70), dtype="float32")
     x.attach_grad()
-    before = _native.sent(kv.handle)
+    before = sent(kv.handle)
     with autograd.record():
         (y,) = contrastive.gather([x], name="counted", kvstore=kv)
     y.backward(nd.ones_like(y) * (1 + kv.rank))
     want = sum(1 + r for r in range(kv.num_workers))
     np.testing.assert_array_equal(x.grad.asnumpy(), np.full(x.shape, want))
-    assert _native.sent(kv.handle) - before == 2 * (kv.num_workers - 1) or kv.num_workers > 4
+    assert sent(kv.handle) - before == 2 * (kv.num_workers - 1) or kv.num_workers > 4
 
     # So long that each rank adds a part.
     for k in range(2):

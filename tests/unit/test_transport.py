@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import mxnet as mx
 import numpy as np
 import pytest
-from allreduce import allreduce
+from allreduce import allreduce, sent
 from forks import fork_ranks
 from thread_transport import ThreadTransport
 
@@ -45,8 +45,8 @@ def stores(size):
     return made
 
 
-def sent(stores):
-    return sum(_native.sent(store.handle) for store in stores)
+def sent_by(stores):
+    return sum(sent(store.handle) for store in stores)
 
 
 def everywhere(stores, work):
@@ -83,7 +83,8 @@ def test_moments_of_all_processes(size):
         np.testing.assert_array_equal(total, totals[0], err_msg="the same bits everywhere")
         np.testing.assert_allclose(total, want, rtol=1e-12)
     agreement = size * (size - 1)
-    assert sent(all_stores) == agreement + {1: 0, 2: 2, 3: 6, 5: 10}[size]  # with 5 in steps, of which each is a pair's
+    # With 5 in steps, of which each is a pair's.
+    assert sent_by(all_stores) == agreement + {1: 0, 2: 2, 3: 6, 5: 10}[size]
     for number in ids:
         _native.layer_drop(number)
 
@@ -176,7 +177,7 @@ def test_gradients_of_all_processes(monkeypatch, kind):
     for total, first in everywhere(all_stores, work):
         np.testing.assert_allclose(total, sum(values), rtol=1e-6)
         np.testing.assert_array_equal(first, values[0])
-    assert sent(all_stores) == 6 + 2 + 4 + 6  # who shares memory, what is next, the sum, and the broadcast
+    assert sent_by(all_stores) == 6 + 2 + 4 + 6  # who shares memory, what is next, the sum, and the broadcast
 
 
 class Trainer:
