@@ -241,7 +241,6 @@ class Table {
         put(kShift, z.shift);
     }
     Column<C> from(int64_t column) const { return {values_.first + column, apart_}; }
-    Column<C> of_channel(int64_t c) const { return from(c * repeat_); }
 
   private:
     static constexpr int64_t kFar = 130 * Lines<C>::kLine;
@@ -354,7 +353,7 @@ int64_t moments(const Work& work, const void* data, double* mean, double* m2) {
         for (int64_t c = 0; c < shape.channels; ++c) {
             const double rest = m2[c] - mean[c] * mean[c] / n;
             m2[c] = rest < 0 ? 0 : rest;  // below 0 by rounding; a NaN stays a NaN, which std::max would hide
-            mean[c] = pivots.of_channel(c)[0] + mean[c] / n;
+            mean[c] = pivots.from(c * grid.columns() / shape.channels)[0] + mean[c] / n;
         }
     });
     return n;

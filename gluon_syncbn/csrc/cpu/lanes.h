@@ -13,6 +13,9 @@ namespace cpu {
 
 // Eight float64 partial sums fill the widest register.
 constexpr int kLanes = 8;
+// Eight values of 16 bits, and of 32.
+typedef uint16_t Shorts __attribute__((vector_size(kLanes * sizeof(uint16_t))));
+typedef uint32_t Bits __attribute__((vector_size(kLanes * sizeof(uint32_t))));
 
 // Vectors have parts of the registers' width, of `Width` float64, because g++ keeps a vector of several registers in
 // memory and compares its values one by one.
@@ -37,8 +40,6 @@ struct Lanes {
 #undef SYNCBN_LANEWISE
 };
 
-SYNCBN_INLINE void put_all(double value, double* out) { *out = value; }
-SYNCBN_INLINE void put_all(float value, float* out) { *out = value; }
 template <typename C, int Width>
 SYNCBN_INLINE void put_all(C value, Lanes<C, Width>* out) {
     SYNCBN_UNROLL
@@ -56,8 +57,6 @@ SYNCBN_INLINE void load(const T* p, Lanes<C, Width>* out) {
         SYNCBN_UNROLL
         for (int i = 0; i < Of::kParts; ++i) std::memcpy(&out->parts[i], p + i * Of::kInPart, sizeof out->parts[i]);
     } else {
-        typedef uint16_t Shorts __attribute__((vector_size(kLanes * sizeof(uint16_t))));
-        typedef uint32_t Bits __attribute__((vector_size(kLanes * sizeof(uint32_t))));
         Shorts values;
         copy_bits(*reinterpret_cast<const uint16_t(*)[kLanes]>(p), &values);
         Lanes<uint32_t, Width> bits;
@@ -78,8 +77,6 @@ SYNCBN_INLINE void store(const Lanes<C, Width>& from, T* p) {
         SYNCBN_UNROLL
         for (int i = 0; i < Of::kParts; ++i) std::memcpy(p + i * Of::kInPart, &from.parts[i], sizeof from.parts[i]);
     } else {
-        typedef uint16_t Shorts __attribute__((vector_size(kLanes * sizeof(uint16_t))));
-        typedef uint32_t Bits __attribute__((vector_size(kLanes * sizeof(uint32_t))));
         Lanes<uint32_t, Width> rounded;
         SYNCBN_UNROLL
         for (int i = 0; i < Of::kParts; ++i) T::round(from.parts[i], &rounded.parts[i]);
