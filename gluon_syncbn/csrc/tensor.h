@@ -77,11 +77,4 @@ T* data(Array array) {
     return static_cast<T*>(data(array));
 }
 
-// z = gamma * xhat + beta, where a fixed gamma counts as 1; then the activation.
-struct Affine {
-    Array gamma, beta;
-    bool fix_gamma;
-    Activation activation;
-};
-
 }  // namespace syncbn

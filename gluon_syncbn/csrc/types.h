@@ -65,12 +65,6 @@ inline Invertible invertible_by(Type type, double slope) {
     return {32 * of.unit, 32 * of.least / slope};
 }
 
-// A channel whose x cannot be found from y, because of its gamma or of another slot's statistic.
-struct Hidden {
-    int64_t channel;
-    bool by_another;
-};
-
 // A tensor of 2 to 5 dimensions seen from its channel axis: [outer][channels][inner], row-major. For channels-first,
 // inner is the product of the spatial extents; for channels-last it is 1. Float32 and bfloat16 in oneDNN's layout may
 // be in blocks of 8 or 16 neighbouring channels: [outer][channels / block][inner][block].

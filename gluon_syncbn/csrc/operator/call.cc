@@ -201,10 +201,10 @@ void Call::pass_on() {
     backward_ ? pass(Node::kAddendOutput, kAddend) : pass(kAddend, Node::kAddendOutput);
 }
 
-void Call::refuse_to_recover(const Hidden& hidden) const {
-    const std::string channel = std::to_string(hidden.channel);
+void Call::refuse_to_recover(int64_t number, bool by_another) const {
+    const std::string channel = std::to_string(number);
     const std::string outputs = std::string(" to find x from ") + name_of(tensor_.type) + " outputs (inplace=True";
-    if (hidden.by_another)
+    if (by_another)
         throw Failure("no gradient: in channel " + channel +
                       ", the values of a slot differ too little, compared with the statistic of another slot," +
                       outputs + ", mode='shuffle'). Train this layer with inplace=False, or with larger slots.");

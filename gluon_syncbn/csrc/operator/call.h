@@ -153,10 +153,10 @@ class Call {
     // Makes the pools of all slots. The vector of each has this length, and begins with its samples.
     void assign(const Total& of_slots, int64_t length);
     int64_t channels() const { return tensor_.shape.channels; }
-    Affine affine() const { return {input(kGamma), input(kBeta), node_.fix_gamma, node_.activation}; }
     // Whether dx comes from dy and the activation, by x. With an addend it comes from dz, the addend's gradient.
     bool by_input() const { return node_.activation.any() && !node_.adds; }
-    [[noreturn]] void refuse_to_recover(const Hidden& hidden) const;
+    // The x of this channel cannot be found from y, because of its gamma or, if `by_another`, of another slot's statistic.
+    [[noreturn]] void refuse_to_recover(int64_t channel, bool by_another) const;
 
     const Node node_;
     const std::string context_;

@@ -47,11 +47,6 @@ Kernel kernel_of(const char* stem, Type type, const Activation& activation, bool
     return {stem, name_of(type), name_of(adds && !activation.any() ? Kind::kRectifier : activation.kind)};
 }
 
-cuda::Affine on_device(const Affine& affine, bool needs_beta = true) {
-    return {data(affine.gamma), needs_beta ? data(affine.beta) : nullptr, affine.fix_gamma, affine.activation.slope,
-            affine.activation.ceiling};
-}
-
 class DeviceCall : public Call {
   public:
     using Call::Call;
@@ -85,7 +80,7 @@ class DeviceCall : public Call {
         with.x = data(input(kX));
         with.addend = node_.adds ? data(input(kAddend)) : nullptr;
         with.y = target(0);
-        with.affine = on_device(affine());
+        with.affine = affine();
         with.epsilon = node_.epsilon;
         with.kept = kept_.data();
         with.add = reqs_[0] == kAdd;
@@ -130,7 +125,7 @@ class DeviceCall : public Call {
         cuda::GradSumsArguments with{};
         with.dy = data(arrays_[0]);
         with.x = data(x_);
-        with.affine = on_device(affine(), by_input());
+        with.affine = affine(by_input());
         with.kept = kept_.data();
         // The sign of y does not matter without an activation.
         if (node_.adds) with.y = node_.activation.any() ? data(output_in_backward()) : with.dy;
@@ -148,7 +143,7 @@ class DeviceCall : public Call {
         with.dy = data(dz_);
         with.x = data(x_);
         with.dx = target(kX);
-        with.affine = on_device(affine(), by_input());
+        with.affine = affine(by_input());
         with.kept = kept_.data();
         with.gathered = work_->gathered->values();
         if (!frozen_) with.users = list(pools_.users, 2);
@@ -186,7 +181,7 @@ class DeviceCall : public Call {
         wait();
         const cuda::Status& status = *work_->lease.status();
         if (work_->reports) check_finite(status.at, status.value);
-        if (backward_ && status.at >= 0) refuse_to_recover({status.at, status.value != 0});
+        if (backward_ && status.at >= 0) refuse_to_recover(status.at, status.value != 0);
         if (!backward_ && !frozen_ && !recall_.again) remember(work_->gathered);
         work_.reset();
     }
@@ -266,6 +261,11 @@ class DeviceCall : public Call {
         work().scratch.push_back(memory(size));
         return work_->scratch.back().data();
     }
+    // z = gamma * xhat + beta, where a fixed gamma counts as 1; then the activation.
+    cuda::Affine affine(bool needs_beta = true) const {
+        return {data(input(kGamma)), needs_beta ? data(input(kBeta)) : nullptr, node_.fix_gamma, node_.activation.slope,
+                node_.activation.ceiling};
+    }
     // The address of what is written; null if it is not.
     void* target(int i) const { return reqs_[i] == kNull ? nullptr : data(written(i)); }
 
@@ -283,7 +283,7 @@ class DeviceCall : public Call {
     void recover() {
         const Plan plan = this->plan();
         run(kernel_of("recover", tensor_.type, node_.activation), plan.each(),
-            cuda::RecoverArguments{plan, data(output_in_backward()), data(x_), on_device(affine()), kept_.data(),
+            cuda::RecoverArguments{plan, data(output_in_backward()), data(x_), affine(), kept_.data(),
                                    invertible_by(tensor_.type, node_.activation.slope), node_.epsilon,
                                    work().lease.status()});
     }

@@ -322,12 +322,12 @@ class HostCall : public Call {
             const bool by_another = slot.fed && slot.used != slot.fed;
             Vector mean = slot.used->mean, scale = this->scale(slot);
             for (size_t c = 0; c < mean.size(); ++c) {
-                if (!invertible(gamma[c], shift[c])) refuse_to_recover({static_cast<int64_t>(c), false});
+                if (!invertible(gamma[c], shift[c])) refuse_to_recover(static_cast<int64_t>(c), false);
                 const bool constant = by_another && slot.fed->constant(c);
                 if (by_another && !constant &&
                     invertible.hidden_by_another(gamma[c], shift[c], std::sqrt(slot.fed->variance[c]),
                                                  1 / slot.used->invstd[c], slot.fed->mean[c] - slot.used->mean[c]))
-                    refuse_to_recover({static_cast<int64_t>(c), true});
+                    refuse_to_recover(static_cast<int64_t>(c), true);
                 if (constant) mean[c] = slot.fed->mean[c];  // for every y
                 if (constant || slot.used->none()) scale[c] = std::numeric_limits<double>::infinity();
             }
