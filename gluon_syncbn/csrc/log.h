@@ -26,7 +26,6 @@ inline Records& records = *new Records;  // outlives the threads that write at e
 
 // Whether the logger wants a record of every meeting.
 inline std::atomic<bool> wants_debug{false};
-inline bool debugging() { return wants_debug.load(std::memory_order_relaxed); }
 
 // Without memory for a record, it is lost, and counted.
 inline void log(Level level, std::string text) noexcept {

@@ -74,14 +74,6 @@ void check_equal(Meeting& meeting, const Phase& phase, size_t position, const Pa
     }
 }
 
-// Returns one row of all vectors, in the order of the replicas.
-Vector all_values(Phase& phase) {
-    Vector row;
-    for (const Part& own : phase.entries) row.insert(row.end(), own.values.begin(), own.values.end());
-    phase.stride = row.size() / phase.entries.size();
-    return row;
-}
-
 // Returns one row for each context, in their order and not in that of arrival. So the order of arrival does not change
 // the bits of the result. The calls of one context's replicas have no order, so their vectors decide it.
 Contribution row_of_each_context(const Meeting& meeting, Phase& phase, Combine combine) {
@@ -110,11 +102,14 @@ Underway begin_exchange(const Meeting& meeting, Phase& phase) {
     const CallId id{config.layer,        meeting.draw.node, meeting.draw.call, phase.number,
                     config.name.c_str(), config.timeout,    meeting.interrupts};
     if (exchange.on_devices() || config.sharing == Sharing::kEach) {
-        const Vector& row = phase.made.emplace_back(all_values(phase));
-        Contribution own{{row.data()}, row.size()};
-        if (exchange.on_devices())
-            for (const Part& part : phase.entries) own.devices.push_back(*part.device);
-        return exchange.begin(Combine::kSideBySide, id, own);
+        Vector& row = phase.made.emplace_back();  // of all vectors, in the order of the replicas
+        std::vector<cuda::OnDevice> devices;
+        for (const Part& part : phase.entries) {
+            row.insert(row.end(), part.values.begin(), part.values.end());
+            if (exchange.on_devices()) devices.push_back(*part.device);
+        }
+        phase.stride = row.size() / phase.entries.size();
+        return exchange.begin(Combine::kSideBySide, id, {{row.data()}, row.size(), std::move(devices)});
     }
     const Combine combine = phase.number == 0 ? Combine::kMerge : Combine::kAdd;
     return exchange.begin(combine, id, row_of_each_context(meeting, phase, combine));
@@ -358,7 +353,7 @@ bool Rendezvous::exchange(Meeting& meeting, Phase& phase, double seconds) const 
     if (!total) return false;
     Lock lock(mutex_);
     throw_if_failed(meeting);
-    if (debugging()) record_meeting(name_of_call(meeting, phase), meeting, phase);
+    if (wants_debug.load(std::memory_order_relaxed)) record_meeting(name_of_call(meeting, phase), meeting, phase);
     phase.total = std::move(*total);
     phase.done = true;
     phase.entries.clear();
