@@ -61,18 +61,17 @@ class DistSyncTransport(BridgedTransport):
         limit, scheduler = _native.timeout_of(), (read("DMLC_PS_ROOT_URI"), int(read("DMLC_PS_ROOT_PORT")))
         deadline = time.monotonic() + limit
         late = f"kvstore 'dist_sync': not connected within {limit:.0f} s"
-        listens = False
-        while not listens:
+        while True:
             try:
                 socket.create_connection(scheduler, 1).close()
-                listens = True
+                break
             except ConnectionRefusedError:
                 if time.monotonic() > deadline:
                     where = "{}:{} (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT)".format(*scheduler)
                     raise mx.MXNetError(f"{late}: the scheduler is not there: nobody listens at {where}.") from None
                 time.sleep(_POLL)
-            except OSError:
-                listens = True  # nobody knows
+            except OSError:  # nobody knows whether it listens
+                break
         self._connected: futures.Future[None] = futures.Future()
         self._together: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=scheduler[:1], name="gluon_syncbn-store", daemon=True)
