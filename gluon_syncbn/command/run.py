@@ -7,7 +7,6 @@ from __future__ import annotations
 import builtins
 import functools
 import getopt
-import io
 import os
 import sys
 from importlib.machinery import SourceFileLoader
@@ -87,10 +86,9 @@ def _execute(path: str) -> None:
 
     `runpy.run_path` would put this path into sys.argv[0], and would drop the module before the exit handlers run.
     """
-    module = ModuleType("__main__")
-    vars(module).update(__file__=path, __builtins__=builtins, __loader__=SourceFileLoader("__main__", path))
-    with io.open_code(path) as source:
-        code = compile(source.read(), path, "exec", dont_inherit=True)
+    module, loader = ModuleType("__main__"), SourceFileLoader("__main__", path)
+    vars(module).update(__file__=path, __builtins__=builtins, __loader__=loader)
+    code = loader.source_to_code(loader.get_data(path), path)
     sys.modules["__main__"] = module
     exec(code, vars(module))
 
