@@ -133,7 +133,7 @@ def forward(
     - `scale`, `use_global_stats`, `mode`, `virtual_devices`, `group_size`, `groups`, `running_variance`: those of the
         layer. A group without a value has no statistic.
     - `permutation`: in shuffle, over the slots that hold a value. Slot i uses the statistics of slot
-        ``permutation[i]``, never its own. See `derangement`.
+        ``permutation[i]``, never its own. The layer draws one at random (csrc/pooling/pooling.cc).
     - `nonfinite`: ``'propagate'``, ``'skip'`` or ``'error'``: the treatment of statistics that are not finite.
     - `slope`, `ceiling`: the factor for values that are not above 0, and the largest output.
     - `addends`: one per shard, of its shape, added before the activation.
@@ -274,12 +274,6 @@ def backward(
     return Gradients(dxs, list(dgammas), list(dbetas), daddends)
 
 
-def moments(shards: Sequence[np.ndarray], axis: int = 1) -> Pool:
-    """Returns mean [C], biased variance [C] and the number of values per channel over all shards."""
-    arrays, axis = _channels_last(shards, axis)
-    return _moments(arrays, _counts(shards, None, axis))
-
-
 def _moments(arrays: Sequence[np.ndarray], counts: Sequence[np.ndarray]) -> Pool:
     """Of the positions that count, with the channels last. A second pass squares the centred values, so that a large
     offset costs no digits.
@@ -308,50 +302,6 @@ def _counts(
             )
         counts.append(np.broadcast_to(where, extents)[..., None])
     return counts
-
-
-def derangement(seed: int, layer: int, node: int, call: int, slots: int) -> List[int]:
-    """Draws a uniformly random permutation of ``range(slots)`` without fixed points, the same in every process.
-
-    ::
-
-        state = mix(mix(mix(mix(seed) ^ layer) ^ node) ^ call)                  (64 bits, unsigned; -1 is 2**64 - 1)
-        next  : state <- state + 0x9e3779b97f4a7c15, mix(state)
-        below n: next, repeated while it is less than 2**64 mod n, then mod n   (so that each residue is as likely)
-        p = 0, 1, ..., slots - 1; for i = slots - 1, ..., 1: exchange p[i] and p[below i + 1]
-        again from p = 0, 1, ... with the numbers that follow, as long as p has a fixed point
-
-    **Returns:** p, for `forward`'s argument `permutation`.
-
-    **Raises:** `ValueError` for fewer than two slots: there is no such permutation of them.
-
-    Sources: `mix` and `next` are SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
-    OOPSLA 2014. The exchanges are Durstenfeld, "Algorithm 235: Random permutation", CACM 7(7), 1964.
-    """
-    if slots < 2:
-        raise ValueError(f"slots is {slots}, expected at least two to change places")
-    state = seed % 2**64
-    for value in (layer, node, call):
-        state = _mix(state) ^ value % 2**64
-    state = _mix(state)
-
-    while True:
-        p = list(range(slots))
-        for i in range(slots - 1, 0, -1):
-            drawn = -1
-            while drawn < 2**64 % (i + 1):
-                state = (state + 0x9E3779B97F4A7C15) % 2**64
-                drawn = _mix(state)
-            j = drawn % (i + 1)
-            p[i], p[j] = p[j], p[i]
-        if all(p[i] != i for i in range(slots)):
-            return p
-
-
-def _mix(z: int) -> int:
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
-    return z ^ z >> 31
 
 
 def _channels_last(shards: Sequence[np.ndarray], axis: int) -> Tuple[List[np.ndarray], int]:

@@ -5,12 +5,13 @@ import re
 import mxnet as mx
 import numpy as np
 import pytest
+from moments import moments
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from replicas import WAYS, make_batch, on_devices, prepare, short_waits, step
 
 import gluon_syncbn
-from gluon_syncbn import SyncBatchNorm, average_running_stats, reference, update_bn_stats
+from gluon_syncbn import SyncBatchNorm, average_running_stats, update_bn_stats
 
 LAYERS = {
     "plain": lambda **kwargs: nn.BatchNorm(**kwargs),
@@ -96,7 +97,7 @@ def test_weighted_by_samples_they_are_those_of_the_whole_batch(contexts, rng, de
     average_running_stats(layer, weights=weights)
     want = together(before, weights)
     if kind != "shuffle":
-        mean, var, _ = reference.moments(batch.shards)
+        mean, var, _ = moments(batch.shards)
         np.testing.assert_allclose(want, (mean, var), rtol=1e-11, atol=1e-11)
         want = (mean, var)
     assert_statistics(layer, contexts[:devices], want, 1e-11)
@@ -301,7 +302,7 @@ def test_they_are_those_of_the_population(contexts, rng, kind, devices, way):
     together = [[np.concatenate(batch)] for batch in batches] if kind == "sync" else batches
     seen = [inputs_of_layers(convolutional(nn.BatchNorm, [mx.cpu(0)]), batch) for batch in together]
     for i, layer in enumerate((net[1], net[4])):
-        mean, var, _ = reference.moments([x for inputs in seen for x in inputs[i]])
+        mean, var, _ = moments([x for inputs in seen for x in inputs[i]])
         assert_statistics(layer, contexts[:devices], (mean, var), 1e-10)
     with autograd.record():  # and it trains on
         ys = [net(x) for x in xs]
@@ -330,7 +331,7 @@ def test_of_one_layer(contexts, rng, kind, dtype):
         for shard in list(seen):
             with autograd.train_mode():
                 seen.append(nd.relu(layer(nd.array(shard, dtype=dtype))).asnumpy())
-    mean, var, _ = reference.moments(seen, layer._kwargs.get("axis", 1))
+    mean, var, _ = moments(seen, layer._kwargs.get("axis", 1))
     assert_statistics(layer, contexts[:2], (mean, var), 1e-11 if dtype == "float64" else 1e-6)
 
 
@@ -351,7 +352,7 @@ def test_replicas_that_share_a_context_and_a_net_that_overwrites(contexts, rng):
     batches = [make_batch(rng, 4).shards for _ in range(2)]
     places = [contexts[k] for k in (0, 0, 1, 1)]
     update_bn_stats(net, [on_devices(batch, places, "float32") for batch in batches])
-    mean, var, _ = reference.moments([shard for batch in batches for shard in batch])
+    mean, var, _ = moments([shard for batch in batches for shard in batch])
     assert_statistics(net.norm, contexts[:2], (mean + 1, var), 1e-5)
 
 
@@ -372,10 +373,10 @@ def test_batches_are_taken_as_far_as_asked(contexts, rng):
     left = iter([on_devices(batch, contexts, "float32") for batch in batches])
     update_bn_stats(layer, left, num_iters=3)
     assert len(list(left)) == 1
-    mean, var, _ = reference.moments([shard for batch in batches[:3] for shard in batch])
+    mean, var, _ = moments([shard for batch in batches[:3] for shard in batch])
     assert_statistics(layer, contexts[:2], (mean, var), 1e-5)
     update_bn_stats(layer, [on_devices(batches[3][:1], contexts, "float32")])  # a shard less
-    assert_statistics(layer, contexts[:2], reference.moments(batches[3][:1])[:2], 1e-5)
+    assert_statistics(layer, contexts[:2], moments(batches[3][:1])[:2], 1e-5)
     with pytest.raises(ValueError, match=r"^batches: .* was given, expected at least one batch"):
         update_bn_stats(layer, left)
 
@@ -483,7 +484,7 @@ def test_recorded_graphs_are_refused(contexts, rng, opened):
     update_bn_stats(around, batches)
     assert statistics(net) == before
     seen = [net(x).asnumpy() for batch in batches for x in batch]
-    assert_statistics(around[1], contexts[:1], reference.moments(seen)[:2], 1e-10)
+    assert_statistics(around[1], contexts[:1], moments(seen)[:2], 1e-10)
 
 
 @pytest.mark.parametrize("batch", [(0, 0), (2,), (0, 1, 1)])

@@ -6,6 +6,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 import mxnet as mx
 import numpy as np
 from mxnet.gluon import nn
+from permutations import derangement
 
 from gluon_syncbn import SyncBatchNorm, reference
 from gluon_syncbn.activation import NONE
@@ -233,7 +234,7 @@ class Specification:
         call = self._calls[number, node]
         self._calls[number, node] += 1
         filled = sum(part.size > 0 for x in xs for part in np.array_split(x, slots))
-        return reference.derangement(self.seed, number, node, call, filled)
+        return derangement(self.seed, number, node, call, filled)
 
 
 def _settings(layer: nn.BatchNorm) -> Dict[str, Any]:

@@ -24,6 +24,7 @@ import mxnet as mx  # noqa: E402
 from allreduce import allreduce, sent  # noqa: E402
 from core_counts import core_count  # noqa: E402
 from gate import Gate  # noqa: E402
+from moments import moments  # noqa: E402
 from mxnet import autograd, gluon, nd  # noqa: E402
 from mxnet.gluon import nn  # noqa: E402
 from poolings import POOLINGS, fits, specification  # noqa: E402
@@ -40,7 +41,7 @@ from replicas import (  # noqa: E402
 )
 from reports import leave, path_of, report, wait_for  # noqa: E402
 
-from gluon_syncbn import _native, contrastive, reference  # noqa: E402
+from gluon_syncbn import _native, contrastive  # noqa: E402
 from gluon_syncbn.exchange import named, store  # noqa: E402
 from gluon_syncbn.exchange.base import LayerInfo  # noqa: E402
 from gluon_syncbn.training.session import session  # noqa: E402
@@ -197,7 +198,7 @@ def updates_bn_stats():
         gluon_syncbn.update_bn_stats(net, iter(fewer))
     assert before == [array.asnumpy().tolist() for array in net[2].running_mean.list_data()]
     for layer, inputs in zip((net[0], net[2]), seen):
-        mean, var, _ = reference.moments(inputs)
+        mean, var, _ = moments(inputs)
         for parameter, value in ((layer.running_mean, mean), (layer.running_var, var)):
             here = np.concatenate([parameter.data(context).asnumpy() for context in contexts])
             first = kv.allgather("a test", here[:5])[0]
@@ -429,7 +430,7 @@ def levels():
         everyone = kv.allgather("a test", mine)
         assert all((theirs == everyone[0]).all() for theirs in everyone), "other bits"
         whole = np.concatenate([batch.shards[r % len(batch.shards)] for r in range(kv.num_workers)])
-        mean = reference.moments([whole.astype("float64")])[0]
+        mean = moments([whole.astype("float64")])[0]
         np.testing.assert_allclose(mine[:5], 0.1 * mean, rtol=1e-4, atol=1e-5)
 
 

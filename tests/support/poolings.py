@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from permutations import derangement
 from replicas import ON_CPUS, WAYS, Result
 
 from gluon_syncbn import reference
@@ -50,7 +51,7 @@ def filled_slots(shards, virtual_devices):
 
 def permutation(layer, batch, virtual_devices, *, call=0, node=-1, seed=0, masks=None):
     slots = filled_slots([np.ones(x.shape) for x in batch.shards] if masks is None else masks, virtual_devices)
-    return reference.derangement(seed, layer._replicas.id, node, call, slots)
+    return derangement(seed, layer._replicas.id, node, call, slots)
 
 
 def specification(

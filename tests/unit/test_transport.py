@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from allreduce import allreduce, sent
 from forks import fork_ranks
+from moments import moments
 from thread_transport import ThreadTransport
 
 import gluon_syncbn
-from gluon_syncbn import _native, reference
+from gluon_syncbn import _native
 from gluon_syncbn.exchange.base import LayerInfo
 from gluon_syncbn.exchange.pooling import Pooling
 from gluon_syncbn.exchange.store import ProcessStore
@@ -60,8 +61,8 @@ def info(layer_id, replicas, **pooling):
     return LayerInfo(layer_id, "bn", [], replicas, CHANNELS, Pooling(**pooling))
 
 
-def moments(x):
-    mean, var, count = reference.moments([x])
+def packed(x):
+    mean, var, count = moments([x])
     return np.concatenate([[count], mean, var * count])
 
 
@@ -75,10 +76,10 @@ def test_moments_of_all_processes(size):
         session.register(info(number, 1), store)
 
     def work(rank, store):
-        return allreduce(store.handle, (ids[rank], -1, 0, 0, "bn", 60.0), moments(shards[rank]), True)
+        return allreduce(store.handle, (ids[rank], -1, 0, 0, "bn", 60.0), packed(shards[rank]), True)
 
     totals = everywhere(all_stores, work)
-    want = moments(np.concatenate(shards))
+    want = packed(np.concatenate(shards))
     for total in totals:
         np.testing.assert_array_equal(total, totals[0], err_msg="the same bits everywhere")
         np.testing.assert_allclose(total, want, rtol=1e-12)
@@ -275,10 +276,10 @@ def test_a_child_of_a_fork_is_no_member(tmp_path):
 def test_merged_moments_are_those_of_all_values():
     rng = np.random.RandomState(3)
     parts = [1e6 + rng.randn(n, CHANNELS, 2) for n in (1, 4, 2)]
-    total = moments(parts[0])
+    total = packed(parts[0])
     for part in parts[1:]:
-        total = _native.merge_moments(total, moments(part))
-    np.testing.assert_allclose(total, moments(np.concatenate(parts)), rtol=1e-9)  # 1e6 beside 1 costs 6 digits
+        total = _native.merge_moments(total, packed(part))
+    np.testing.assert_allclose(total, packed(np.concatenate(parts)), rtol=1e-9)  # 1e6 beside 1 costs 6 digits
     empty = np.zeros(1 + 2 * CHANNELS)
     np.testing.assert_array_equal(_native.merge_moments(empty, total), total)
     np.testing.assert_array_equal(_native.merge_moments(total, empty), total)

@@ -39,7 +39,8 @@ uint64_t mix(uint64_t z) {
     return z ^ (z >> 31);
 }
 
-// Draws a permutation of 0 ... n-1 without a fixed point, each as likely; n is at least 2.
+// Draws a permutation of 0 ... n-1 without a fixed point, each as likely; n is at least 2. The exchanges are those of
+// Durstenfeld, "Algorithm 235: Random permutation", CACM 7(7), 1964.
 std::vector<size_t> derangement(const Draw& draw, size_t n) {
     uint64_t state = mix(draw.seed) ^ static_cast<uint64_t>(draw.layer);
     state = mix(state) ^ static_cast<uint64_t>(draw.node);

@@ -7,10 +7,11 @@ import mxnet as mx
 import numpy as np
 from mxnet import autograd, nd
 from mxnet.gluon import nn
+from permutations import derangement
 from replicas import WAYS
 
 import gluon_syncbn
-from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, reference
+from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd
 from gluon_syncbn.mxnet_side import blocks
 
 from .case import CONTEXTS, Case
@@ -196,7 +197,7 @@ class Trial:
                 filled += part.size > 0 if where is None else bool(where.any())
         node = -1 if self.case.way == "eager" else self.layer._nodes - 1
         call, self.calls = self.calls, self.calls + 1
-        return reference.derangement(self.case.seed, self.layer._replicas.id, node, call, filled)
+        return derangement(self.case.seed, self.layer._replicas.id, node, call, filled)
 
     def _backward(self, forward: Any, heads: List[np.ndarray]) -> Any:
         """With heads so small that the gradients do not overflow the type."""
