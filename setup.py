@@ -56,13 +56,6 @@ def description(text):
     return re.sub(r"\n{3,}", "\n\n", text)
 
 
-def urls():
-    if not REPOSITORY:
-        return {}
-    pages = {"Documentation": "tree/v{0}/docs", "Changelog": "blob/v{0}/CHANGELOG.md", "Issues": "issues"}
-    return {"Source": REPOSITORY, **{name: f"{REPOSITORY}/{page.format(VERSION)}" for name, page in pages.items()}}
-
-
 def fail(message):
     """Ends with one line. SystemExit, because setuptools prints a traceback for any Exception in an
     editable build."""
@@ -185,7 +178,6 @@ setup(
     version=VERSION,
     long_description=description((ROOT / "README.md").read_text(encoding="utf-8")),
     long_description_content_type="text/markdown",
-    project_urls=urls(),
     scripts=["bin/gluon-syncbn"],
     license="Apache-2.0",
     packages=find_packages(include=["gluon_syncbn*"]),

@@ -517,7 +517,6 @@ def describe(tree, repository):
 def test_without_a_repository_the_long_description_links_to_nothing_of_it(tree):
     metadata = describe(tree, "")
     assert "page, [there](https://a.b/c),  and [here](#limits)\n`code` [x]" in metadata.get_payload()
-    assert metadata.get_all("Project-URL") is None
 
 
 def test_with_a_repository_links_are_whole(tree):
@@ -527,8 +526,6 @@ def test_with_a_repository_links_are_whole(tree):
     links = f"[page]({blob}/docs/gpu.md#install), [there](https://a.b/c), ![p]({raw}/docs/images/demo.png)"
     assert f"{links} and [here](#limits)" in metadata.get_payload()
     assert f"[`code` [x]]({blob}/gluon_syncbn/mxnet_side/op.py)" in metadata.get_payload()
-    assert "Source, https://host.example/o/r" in metadata.get_all("Project-URL")
-    assert "Issues, https://host.example/o/r/issues" in metadata.get_all("Project-URL")
 
 
 # ---- versions
