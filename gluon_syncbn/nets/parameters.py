@@ -58,9 +58,8 @@ def broadcast_parameters(params: Any, kvstore: Any = None, root_rank: int = 0) -
         array = parameter.list_data()[0]
         value = array.asnumpy()
         if store is not None:
-            own = value.ravel()
-            part = own if store.rank == root_rank else own[:0]
-            value = store.allgather(f"parameter {number}", part, equal=False)[root_rank].reshape(value.shape)
+            part = value if store.rank == root_rank else value[:0]
+            value = store.allgather(f"parameter {number}", part, equal=False)[root_rank]
         parameter.set_data(kinds.like(mx.nd.array(value, dtype=value.dtype), array))
 
 
