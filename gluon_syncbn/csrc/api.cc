@@ -203,7 +203,9 @@ SYNCBN_API(void, nonfinite, int what) {
     syncbn::speak_of_nonfinite_again();
     registry().change([&](auto& all) { all.nonfinite = static_cast<syncbn::Nonfinite>(what); });
 }
+SYNCBN_API(int, nonfinite_of) { return static_cast<int>(registry().defaults().nonfinite); }
 
+SYNCBN_API(std::string, seed_of) { return std::to_string(registry().defaults().seed); }
 SYNCBN_API(void, seed, uint64_t seed) {
     registry().change([&](auto& all) { all.seed = seed; });
     for (const auto& layer : registry().all()) layer->rendezvous.restart_calls();

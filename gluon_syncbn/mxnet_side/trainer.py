@@ -19,7 +19,7 @@ from ..system.arguments import some
 from ..system.logs import log
 from ..training import devices
 from ..training.replicas import IN_GRAPH, NEVER, UNFUSED, followers_of, stores_of
-from ..training.session import session
+from ..training.session import NONFINITE, session
 from . import blocks
 
 _MEANS = ("running_mean", "moving_mean")
@@ -121,9 +121,9 @@ def update_of(trainer: gluon.Trainer) -> str:
     settings = ", ".join(f"{name} {value}" for name, value in numbers.items())
     pooled = followers_of(ordered)
     if pooled:
-        settings += f"; nonfinite {session.nonfinite!r}"
+        settings += f"; nonfinite {NONFINITE[_native.nonfinite_of()]!r}"
     if any(one.pooling.mode == "shuffle" for one in pooled):
-        settings += f", seed {session.seed}"
+        settings += f", seed {_native.seed_of()}"
     special: Dict[str, List[int]] = {}
     for number, p in enumerate(ordered):
         if p._differentiable and p._data is not None:

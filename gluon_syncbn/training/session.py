@@ -17,7 +17,7 @@ from ..exchange.store import ProcessStore
 from ..system import arguments
 
 _UNCHANGED: Any = type("_Unchanged", (), {"__repr__": lambda _: "unchanged"})()
-_NONFINITE = ("propagate", "skip", "error")  # the order is that of `Nonfinite` in csrc/meeting/meeting.h
+NONFINITE = ("propagate", "skip", "error")  # the order is that of `Nonfinite` in csrc/meeting/meeting.h
 _ROOM = 256  # errors, before somebody calls `mx.nd.waitall`
 
 
@@ -41,7 +41,6 @@ class Session:
         self.beginning = threading.RLock()  # held by a thread that enters its first scope, or forgets a failed step
         self.tracing = threading.RLock()  # held by a thread that records the graph of a net
         self.graphs = 0  # that were recorded
-        self.seed, self.nonfinite = 0, _NONFINITE[0]  # as `configure` has set them
         self.training_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that have opened a scope
         self.trainers: weakref.WeakSet[Any] = weakref.WeakSet()  # of Gluon
         self.raised = ""  # the last failure that went through a scope as an exception
@@ -57,14 +56,6 @@ class Session:
         if isinstance(exchange, ProcessStore) and exchange not in self.stores:
             self.stores.append(exchange)
         return exchange
-
-    def set_seed(self, seed: int) -> None:
-        self.seed = seed
-        _native.seed(seed)
-
-    def set_nonfinite(self, what: str) -> None:
-        self.nonfinite = what
-        _native.nonfinite(_NONFINITE.index(what))
 
     def set_exchange(self, exchange: Optional[Exchange]) -> None:
         self.exchange = exchange
@@ -191,11 +182,12 @@ def configure(
     """
     changes: List[Tuple[Callable[[Any], None], Any]] = []  # none before all arguments are checked
     if seed is not _UNCHANGED:
-        changes.append((session.set_seed, arguments.seed("seed", seed)))
+        changes.append((_native.seed, arguments.seed("seed", seed)))
     if timeout is not _UNCHANGED:
         changes.append((_native.default_timeout, arguments.seconds("timeout", timeout)))
     if nonfinite is not _UNCHANGED:
-        changes.append((session.set_nonfinite, arguments.one_of("nonfinite", nonfinite, _NONFINITE)))
+        chosen = arguments.one_of("nonfinite", nonfinite, NONFINITE)
+        changes.append((_native.nonfinite, NONFINITE.index(chosen)))
     if kvstore is not _UNCHANGED:
         changes.append((session.set_exchange, session.exchange_of(kvstore)))
         session.chosen = True
