@@ -11,7 +11,7 @@ from environments import ended
 from gluoncv.nn import feature
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from replicas import TOLERANCE, WAYS, Result, assert_same, make_batch, prepare, step, truth
+from replicas import TOLERANCE, WAYS, Result, assert_same, forward_and_backward, make_batch, prepare, step, truth
 
 import gluon_syncbn
 from gluon_syncbn import parallel
@@ -217,11 +217,7 @@ def test_the_symbol_is_one_device_with_the_whole_batch(contexts, rng, installed)
     }.items():
         parameters[f"norm_{kind}"].set_data(nd.array(value))
     xs = [nd.array(x, ctx=c) for x, c in zip(batch.shards, contexts)]
-    for x in xs:
-        x.attach_grad()
-    with autograd.record():
-        ys = [block(x) for x in xs]
-    autograd.backward(ys, [nd.array(dy, ctx=c) for dy, c in zip(batch.heads, contexts)])
+    ys = forward_and_backward(block, xs, [nd.array(dy, ctx=c) for dy, c in zip(batch.heads, contexts)])
     gammas = sum(g.asnumpy() for g in parameters["norm_gamma"].list_grad())
     betas = sum(g.asnumpy() for g in parameters["norm_beta"].list_grad())
     running = [[parameters[f"norm_moving_{kind}"].data(c).asnumpy() for c in contexts[:2]] for kind in ("mean", "var")]

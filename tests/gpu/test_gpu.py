@@ -34,6 +34,7 @@ from replicas import (
     WAYS,
     assert_same,
     collect,
+    forward_and_backward,
     make_batch,
     on_devices,
     prepare,
@@ -183,11 +184,7 @@ def test_whoever_comes_last_stays_in_the_engine_s_thread(rng, from_the_engine, k
         gate = Gate()
         xs = behind(gate, batch.shards, contexts)
         heads = on_devices(batch.heads, contexts, "float32")
-        for x in xs:
-            x.attach_grad()
-        with autograd.record():
-            ys = [layer(x) for x in xs]
-        autograd.backward(ys, heads)
+        ys = forward_and_backward(layer, xs, heads)
         gate.open()
         got = collect(layer, ys, [x.grad for x in xs], contexts)
     assert 2 * steps <= core_count("lone_calls") - before <= 2 * 2 * steps
@@ -264,15 +261,9 @@ def test_a_net_of_layers(rng):
     plain.initialize()
     xs, heads = (on_devices(arrays, contexts, "float32") for arrays in (batch.shards, batch.heads))
     whole = nd.array(np.concatenate(batch.shards), dtype="float32")
-    for x in [*xs, whole]:
-        x.attach_grad()
     for _ in range(2):
-        with autograd.record():
-            ys = [ours(x) for x in xs]
-        autograd.backward(ys, heads)
-        with autograd.record():
-            y = plain(whole)
-        y.backward(nd.array(np.concatenate(batch.heads), dtype="float32"))
+        ys = forward_and_backward(ours, xs, heads)
+        (y,) = forward_and_backward(plain, [whole], [nd.array(np.concatenate(batch.heads), dtype="float32")])
     np.testing.assert_allclose(np.concatenate([y.asnumpy() for y in ys]), y.asnumpy(), rtol=0, atol=2e-5)
     np.testing.assert_allclose(np.concatenate([x.grad.asnumpy() for x in xs]), whole.grad.asnumpy(), rtol=0, atol=1e-3)
 

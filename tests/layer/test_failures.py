@@ -24,6 +24,7 @@ from replicas import (
     assert_same,
     assert_same_bits,
     collect,
+    forward_and_backward,
     make_batch,
     on_devices,
     prepare,
@@ -457,11 +458,7 @@ def test_a_net_is_saved_after_a_failed_step(contexts, rng, tmp_path, updates, ho
     def weights():
         return [p.data(places[0]).asnumpy().tolist() for p in net.collect_params("(?!.*running).*").values()]
 
-    for x in xs:
-        x.attach_grad()
-    with autograd.record():
-        ys = [net(x) for x in xs]
-    autograd.backward(ys, heads)
+    forward_and_backward(net, xs, heads)
     trainer.step(8)
     before = weights()
     try:

@@ -8,7 +8,7 @@ import pytest
 from mxnet import autograd, nd
 from mxnet.gluon import Trainer, nn
 from poolings import specification
-from replicas import TOLERANCE, WAYS, assert_same, collect, make_batch, on_devices, prepare, step
+from replicas import TOLERANCE, WAYS, assert_same, collect, forward_and_backward, make_batch, on_devices, prepare, step
 
 from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, convert, revert, summary
 from gluon_syncbn.activation import BatchNormAdd
@@ -92,11 +92,7 @@ def test_a_gamma_that_begins_at_0(contexts, rng, capsys, tmp_path, begin, way):
         before = "not in place, because gamma begins at 0" in capsys.readouterr().out
         trainer = Trainer(layer.collect_params(), "sgd", {"learning_rate": 0.1})
         for _ in range(3):
-            for x in xs:
-                x.attach_grad()
-            with autograd.record():
-                ys = [layer(x) for x in xs]
-            autograd.backward(ys, heads)
+            forward_and_backward(layer, xs, heads)
             trainer.step(1)
         summary(layer)
         after = "not in place, because gamma begins at 0" in capsys.readouterr().out

@@ -20,6 +20,7 @@ from replicas import (
     assert_same,
     assert_same_bits,
     collect,
+    forward_and_backward,
     make_batch,
     on_devices,
     prepare,
@@ -254,11 +255,7 @@ def test_a_layer_used_twice_in_one_forward(contexts, rng, pooling, way):
     if WAYS[way] is not None:
         net.hybridize(**WAYS[way])
     xs, heads = (on_devices(arrays, contexts, "float64") for arrays in (batch.shards, batch.heads))
-    for x in xs:
-        x.attach_grad()
-    with autograd.record():
-        ys = [net(x) for x in xs]
-    autograd.backward(ys, heads)
+    ys = forward_and_backward(net, xs, heads)
 
     eager = way == "eager"
     settings = layer._replicas.pooling._asdict()
@@ -366,11 +363,7 @@ def test_a_local_convolutional_net_is_right_every_time(contexts, rng, way):
         results = []
         for block, count in ((net, 2), (plain, 4)):
             xs, heads = (on_devices(np.split(a, count), contexts, "float32") for a in (x, head))
-            for part in xs:
-                part.attach_grad()
-            with autograd.record():
-                ys = [block(part) for part in xs]
-            autograd.backward(ys, heads)
+            ys = forward_and_backward(block, xs, heads)
             weight = block[0].weight
             results.append(
                 [
@@ -395,11 +388,7 @@ def test_a_shuffled_convolutional_net_is_the_same_every_time(contexts, rng, way)
     for _ in range(10):
         gluon_syncbn.configure(seed=1)
         xs, heads = (on_devices(np.split(a, 2), contexts, "float32") for a in (x, head))
-        for part in xs:
-            part.attach_grad()
-        with autograd.record():
-            ys = [net(part) for part in xs]
-        autograd.backward(ys, heads)
+        ys = forward_and_backward(net, xs, heads)
         results.append(np.concatenate([a.asnumpy() for a in [*ys, *[part.grad for part in xs]]], axis=1))
     for result in results[1:]:
         np.testing.assert_allclose(result, results[0], rtol=0, atol=1e-5 * np.abs(results[0]).max())

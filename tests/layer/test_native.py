@@ -21,6 +21,7 @@ from replicas import (
     WAYS,
     assert_same,
     convolves_bfloat16,
+    forward_and_backward,
     in_blocks,
     is_in_blocks,
     make_batch,
@@ -402,11 +403,7 @@ def test_between_convolutions(contexts, rng, way):
         answers = []
         for one, parts, others in ((plain, [np.concatenate(shards)], [np.concatenate(heads)]), (net, shards, heads)):
             xs, tops = on_devices(parts, contexts, "float32"), on_devices(others, contexts, "float32")
-            for x in xs:
-                x.attach_grad()
-            with autograd.record():
-                ys = [one(x) for x in xs]
-            autograd.backward(ys, tops)
+            ys = forward_and_backward(one, xs, tops)
             answers.append([np.concatenate([a.asnumpy() for a in arrays]) for arrays in (ys, [x.grad for x in xs])])
             answers[-1].append(sum(one.first.weight.grad(c).asnumpy() for c in one.first.weight.list_ctx()))
         for want, got in zip(*answers):

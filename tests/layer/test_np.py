@@ -8,7 +8,17 @@ import pytest
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from poolings import specification
-from replicas import TOLERANCE, WAYS, assert_same, assert_same_bits, make_batch, on_devices, prepare, step_of
+from replicas import (
+    TOLERANCE,
+    WAYS,
+    assert_same,
+    assert_same_bits,
+    forward_and_backward,
+    make_batch,
+    on_devices,
+    prepare,
+    step_of,
+)
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, contrastive
@@ -178,11 +188,7 @@ def given(net):
 
 def step_of_net(net, xs, heads):
     """Gradients of the inputs and of the parameters."""
-    for x in xs:
-        x.attach_grad()
-    with autograd.record():
-        ys = [net(x) for x in xs]
-    autograd.backward(ys, heads)
+    forward_and_backward(net, xs, heads)
     trained = [p for p in net.collect_params().values() if p.grad_req != "null"]
     return [x.grad.asnumpy() for x in xs] + [sum(p.grad(x.ctx).asnumpy() for x in xs) for p in trained]
 

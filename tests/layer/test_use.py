@@ -20,6 +20,7 @@ from replicas import (
     Result,
     assert_same,
     assert_same_bits,
+    forward_and_backward,
     make_batch,
     on_devices,
     prepare,
@@ -46,11 +47,7 @@ class Twice(nn.HybridBlock):
 def train(net, shards, heads, contexts, dtype="float64"):
     """One step; returns outputs, dx and the summed gradient of every parameter."""
     xs, dys = on_devices(shards, contexts, dtype), on_devices(heads, contexts, dtype)
-    for x in xs:
-        x.attach_grad()
-    with autograd.record():
-        ys = [net(x) for x in xs]
-    autograd.backward(ys, dys)
+    ys = forward_and_backward(net, xs, dys)
     gradients = {
         name: sum(g.asnumpy() for g in p.list_grad())
         for name, p in net.collect_params().items()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from replicas import SIZES
+from replicas import SIZES, forward_and_backward
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, checkpoint, revert
@@ -69,13 +69,9 @@ def train(net, contexts, steps=3, grad_req="write"):
         if parameter.name.endswith(("mean", "var")):
             parameter.grad_req = "null"
     xs, heads = make_data(contexts)
-    for x in xs:
-        x.attach_grad()
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.05, "momentum": 0.5})
     for _ in range(steps):
-        with autograd.record():
-            ys = [net(x) for x in xs]
-        autograd.backward(ys, heads)
+        ys = forward_and_backward(net, xs, heads)
         trainer.step(sum(map(len, xs)))
     found = [*ys, *[x.grad for x in xs]]
     for parameter in net.collect_params().values():
@@ -113,11 +109,7 @@ def test_every_mode(contexts, pooling):
             checkpoint(unit, active=active)
         gluon_syncbn.configure(seed=3)
         xs, heads = make_data(contexts[:4])
-        for x in xs:
-            x.attach_grad()
-        with autograd.record():
-            ys = [net(x) for x in xs]
-        autograd.backward(ys, heads)
+        ys = forward_and_backward(net, xs, heads)
         found.append([a.asnumpy() for a in [*ys, *[x.grad for x in xs], *net[0].body[0].weight.list_grad()]])
     assert_close(*reversed(found))
 
@@ -453,11 +445,7 @@ def test_a_failure_releases_the_other_replicas(contexts):
     block.initialize(ctx=contexts[:2])
     checkpoint(block)
     xs, heads = make_data(contexts[:2])
-    for x in xs:
-        x.attach_grad()
-    with autograd.record():
-        ys = [block(x) for x in xs]
-    autograd.backward(ys, heads)
+    ys = forward_and_backward(block, xs, heads)
     for x in xs:
         with pytest.raises(mx.MXNetError, match="RuntimeError: not on this device"):
             x.grad.asnumpy()

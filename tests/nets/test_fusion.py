@@ -10,7 +10,7 @@ import pytest
 from mxnet import autograd, nd
 from mxnet.base import _LIB
 from mxnet.gluon import SymbolBlock, model_zoo, nn
-from replicas import WAYS
+from replicas import WAYS, forward_and_backward
 
 import gluon_syncbn
 from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, _native, convert, revert, summary
@@ -170,11 +170,7 @@ def test_an_empty_shard(contexts, activation, way):
             xs, heads = (
                 [nd.array(random.randn(n, 3, 4), ctx=context) for n, context in zip(sizes, contexts)] for _ in "xy"
             )
-            for x in xs:
-                x.attach_grad()
-            with autograd.record():
-                ys = [net(x) for x in xs]
-            autograd.backward(ys, heads)
+            ys = forward_and_backward(net, xs, heads)
             assert recorded(net)["elemwise_add"] == 0
             arrays = [array.asnumpy() for pair in zip(ys, (x.grad for x in xs)) for array in pair]
             results.append([array for array in arrays if array.size])

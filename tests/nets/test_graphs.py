@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from replicas import forward_and_backward, on_devices
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, convert, freeze, revert
@@ -48,7 +49,7 @@ def prepared(net, contexts, dtype="float64"):
     """Parameters unlike their initial values, the same for the same names."""
     net.initialize(ctx=contexts, force_reinit=True)
     net.cast(dtype)
-    for x in on(contexts, [np.zeros((1, 3, 7, 7))] * len(contexts), dtype):
+    for x in on_devices([np.zeros((1, 3, 7, 7))] * len(contexts), contexts, dtype):
         net(x)
     rng = np.random.RandomState(0)
     for name, parameter in sorted((own(name), parameter) for name, parameter in net.collect_params().items()):
@@ -64,22 +65,14 @@ def own(name):
     return name.replace("syncbatchnorm", "batchnorm")
 
 
-def on(contexts, arrays, dtype="float64"):
-    return [nd.array(array, ctx=context, dtype=dtype) for array, context in zip(arrays, contexts)]
-
-
 def shards(rng, shape=(3, 7, 7), sizes=SIZES):
     return [rng.randn(size, *shape) * (1 + k) + k for k, size in enumerate(sizes)]
 
 
 def step(net, arrays, heads, contexts, dtype="float64"):
     """Outputs, gradients and running statistics of one step, of all replicas together."""
-    xs, heads = on(contexts, arrays, dtype), on(contexts, heads, dtype)
-    for x in xs:
-        x.attach_grad()
-    with autograd.record():
-        ys = [net(x) for x in xs]
-    autograd.backward(ys, heads)
+    xs, heads = (on_devices(values, contexts, dtype) for values in (arrays, heads))
+    ys = forward_and_backward(net, xs, heads)
     got = {"y": np.concatenate([y.asnumpy() for y in ys]), "dx": np.concatenate([x.grad.asnumpy() for x in xs])}
     for name, parameter in net.collect_params().items():
         arrays = [parameter.data(contexts[0])] if parameter.grad_req == "null" else parameter.list_grad()
@@ -174,7 +167,7 @@ def test_there_and_back(contexts, rng, tmp_path):
     text, parameters, values = net._cached_graph[1].tojson(), net.collect_params(), {}
     for name, parameter in parameters.items():
         values[name] = parameter.data(contexts[0]).asnumpy()
-    (x,) = on(contexts, [rng.randn(2, 3, 7, 7)])
+    (x,) = on_devices([rng.randn(2, 3, 7, 7)], contexts, "float64")
     before = net(x).asnumpy()
     assert convert(net) is net and isinstance(net, gluon.SymbolBlock)
     np.testing.assert_allclose(net(x).asnumpy(), before, atol=1e-12)
@@ -245,7 +238,7 @@ def test_a_wrong_argument_changes_nothing(contexts):
 def test_frozen(first, contexts, rng):
     """Normalised with the running statistics, which stay; no gradient for gamma and beta; nobody waits."""
     net = freeze(first(recorded(body(), contexts[:2])))
-    (x,) = on(contexts, [rng.randn(2, 3, 7, 7)])
+    (x,) = on_devices([rng.randn(2, 3, 7, 7)], contexts, "float64")
     want = net(x).asnumpy()
     with autograd.record():
         got = net(x)
@@ -332,7 +325,7 @@ def test_a_symbol_there_and_back(contexts, rng):
         f"bn0_{name}" for name in ("beta", "gamma", "moving_mean", "moving_var")
     ]
     plain = prepared(written(mx.sym.BatchNorm), contexts[:1])
-    (x,) = on(contexts, [rng.randn(2, 3, 7, 7)])
+    (x,) = on_devices([rng.randn(2, 3, 7, 7)], contexts, "float64")
     np.testing.assert_allclose(revert(net)(x).asnumpy(), plain(x).asnumpy(), atol=1e-12)
     assert type(net) is gluon.SymbolBlock and operators(net).count("BatchNorm") == 2
 
@@ -402,7 +395,7 @@ def test_gluoncvs_feature_pyramid(contexts, rng):
     weights = {}
     for net, places in zip(nets, (contexts[:2], contexts[:1])):
         net.initialize(ctx=places)
-        for x in on(places, [np.zeros((1, 3, 64, 64))] * 2, "float32"):
+        for x in on_devices([np.zeros((1, 3, 64, 64))] * 2, places, "float32"):
             net(x)
         for number, parameter in enumerate(net.collect_params(".*(gamma|beta|weight)").values()):
             centre = 1 if parameter.name.endswith("gamma") else 0
@@ -411,7 +404,7 @@ def test_gluoncvs_feature_pyramid(contexts, rng):
     assert operators(nets[0]).count("Custom") == 28 and "BatchNorm" not in operators(nets[0])
     images = shards(rng, (3, 64, 64))
     with autograd.record():
-        got = [nets[0](x) for x in on(contexts, images, "float32")]
+        got = [nets[0](x) for x in on_devices(images, contexts, "float32")]
         want = nets[1](nd.array(np.concatenate(images)))
     for level in range(4):
         whole = want[level].asnumpy()

@@ -4,8 +4,8 @@ import mxnet as mx
 import numpy as np
 import pytest
 from mpi_job import Job
-from mxnet import autograd, nd
 from places import SUPPORT
+from replicas import forward_and_backward, on_devices
 from torch_net import LEARNING_RATE, MOMENTUM, SIZES, WEIGHT_DECAY
 
 from gluon_syncbn import SyncBatchNorm, from_torch, to_torch
@@ -51,12 +51,8 @@ def test_a_layer_goes_on_as_the_other_one_would(dtype, tolerance, settings):
     for _ in range(2):
         shards = [((i + 1) * rng.randn(n, 4, 3, 2) + i).astype(dtype) for i, n in enumerate((2, 1, 4))]
         heads = [rng.randn(*shard.shape).astype(dtype) for shard in shards]
-        xs = [nd.array(shard, ctx=context, dtype=dtype) for shard, context in zip(shards, CONTEXTS)]
-        for x in xs:
-            x.attach_grad()
-        with autograd.record():
-            ys = [layer(x) for x in xs]
-        autograd.backward(ys, [nd.array(head, ctx=context, dtype=dtype) for head, context in zip(heads, CONTEXTS)])
+        xs = on_devices(shards, CONTEXTS, dtype)
+        ys = forward_and_backward(layer, xs, on_devices(heads, CONTEXTS, dtype))
         whole = torch.from_numpy(np.concatenate(shards)).requires_grad_()
         wanted = module(whole)
         wanted.backward(torch.from_numpy(np.concatenate(heads)))

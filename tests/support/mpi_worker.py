@@ -32,6 +32,7 @@ from replicas import (  # noqa: E402
     WAYS,
     Batch,
     assert_same_bits,
+    forward_and_backward,
     interrupt_when_waiting,
     make_batch,
     on_devices,
@@ -379,11 +380,7 @@ def recomputed():
             for parameter in net.collect_params(".*running.*").values():
                 parameter.set_data(nd.ones(4))
             xs = [nd.array(x, ctx=c) for x, c in zip(data, contexts)]
-            for x in xs:
-                x.attach_grad()
-            with autograd.record():
-                ys = [net(x) for x in xs]
-            autograd.backward(ys, heads)
+            ys = forward_and_backward(net, xs, heads)
             arrays = [*ys, *[x.grad for x in xs], *norms[1].gamma.list_grad(), *norms[0].running_var.list_data()]
             found.append([array.asnumpy() for array in arrays])
         for a, b in zip(*found):

@@ -131,6 +131,16 @@ def is_in_blocks(array) -> bool:
     return False
 
 
+def forward_and_backward(net, xs, heads):
+    """Of all replicas in one record scope: the outputs; the gradients of the inputs are at the inputs."""
+    for x in xs:
+        x.attach_grad()
+    with autograd.record():
+        ys = [net(x) for x in xs]
+    autograd.backward(ys, heads)
+    return ys
+
+
 def step(layer, batch: Batch, contexts: Sequence[mx.Context], dtype: str) -> Result:
     return step_of(layer, [on_devices(batch.shards, contexts, dtype)], on_devices(batch.heads, contexts, dtype))[0]
 
