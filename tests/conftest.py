@@ -39,7 +39,7 @@ def rng(request):
 @pytest.fixture(autouse=True)
 def afresh():
     """Each test starts with no failed step behind it, and a wait for ever would end before the test's own limit."""
-    gluon_syncbn.configure(kvstore=None, timeout=60, seed=0)
+    gluon_syncbn.configure(kvstore=None, timeout=60, seed=0, nonfinite="propagate")
     yield
     gluon_syncbn.reset()
     gluon_syncbn.configure(kvstore=None, timeout=300)

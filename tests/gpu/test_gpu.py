@@ -23,7 +23,7 @@ import pytest
 from core_counts import core_count
 from environments import ended, shell
 from gate import Gate
-from gpus import EMULATED, GPUS, assert_sound, counted_step, counts, gpus
+from gpus import EMULATED, GPUS, counted_step, counts, gpus
 from masks import make_masks, masked_step
 from mxnet import autograd, nd
 from mxnet.gluon import nn
@@ -51,6 +51,7 @@ from gluon_syncbn.system import kinds
 
 if not GPUS:
     pytest.skip("MXNet finds no GPU; `make test-gpu-emulated` needs none", allow_module_level=True)
+pytestmark = pytest.mark.on_gpus
 
 
 #: Of programs in a process of their own.
@@ -81,16 +82,6 @@ def side_by_side(programs, **variables):
     """Runs of these, two at a time: most of each is starting Python."""
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(lambda program: run(program, **variables), programs))
-
-
-@pytest.fixture(autouse=True)
-def sound():
-    """The emulator has seen no access that a GPU would not forgive."""
-    gluon_syncbn.configure(seed=0)
-    yield
-    with suppress(mx.MXNetError):  # what the test of a failure has left
-        mx.nd.waitall()
-    assert_sound()
 
 
 # ---- numbers -----------------------------------------------------------------------------------------------
@@ -133,16 +124,13 @@ def test_a_batch_that_ends_the_step(rng, kvstore):
     layer = prepare(SyncBatchNorm(in_channels=5, kvstore=kvstore), batch, gpus(2), "float64")
     xs = on_devices(batch.shards, gpus(2), "float64")
     gluon_syncbn.configure(nonfinite="error")
-    try:
-        with autograd.record():
-            ys = [layer(x) for x in xs]
-        with pytest.raises(mx.MXNetError, match=r"on gpu\(1\): the batch is not finite: the mean of channel 2 is nan"):
-            ys[1].asnumpy()
-        with suppress(mx.MXNetError):
-            mx.nd.waitall()
-        gluon_syncbn.reset()
-    finally:
-        gluon_syncbn.configure(nonfinite="propagate")
+    with autograd.record():
+        ys = [layer(x) for x in xs]
+    with pytest.raises(mx.MXNetError, match=r"on gpu\(1\): the batch is not finite: the mean of channel 2 is nan"):
+        ys[1].asnumpy()
+    with suppress(mx.MXNetError):
+        mx.nd.waitall()
+    gluon_syncbn.reset()
     for context in gpus(2):
         np.testing.assert_array_equal(layer.running_mean.data(context).asnumpy(), np.zeros(5))
 
@@ -308,7 +296,6 @@ def test_another_way_in_the_middle_of_a_step(rng):
     finally:
         ended.set()
         thread.join(20)
-        gluon_syncbn.configure(kvstore=None)
 
 
 @pytest.mark.parametrize("kvstore", [None, "host", "local", "device"])

@@ -5,12 +5,11 @@
 
 import queue
 import threading
-from contextlib import suppress
 
 import mxnet as mx
 import numpy as np
 import pytest
-from gpus import GPUS, assert_sound, gpus
+from gpus import GPUS, gpus
 from mxnet import autograd, gluon, nd
 from poolings import specification
 from replicas import WAYS, assert_same, make_batch, on_devices, prepare, step
@@ -20,16 +19,12 @@ from gluon_syncbn import SyncBatchNorm
 
 if not GPUS:
     pytest.skip("MXNet finds no GPU; `make test-gpu-emulated` needs none", allow_module_level=True)
+pytestmark = pytest.mark.on_gpus
 
 
 @pytest.fixture(autouse=True)
-def sound(monkeypatch):
+def no_peers(monkeypatch):
     monkeypatch.setenv("MXNET_ENABLE_GPU_P2P", "0")  # else the store says that the emulator has none
-    gluon_syncbn.configure(seed=0)
-    yield
-    with suppress(mx.MXNetError):  # what the test of a failure has left
-        mx.nd.waitall()
-    assert_sound()
 
 
 class Store(mx.kvstore.KVStoreBase):

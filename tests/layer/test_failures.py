@@ -4,7 +4,6 @@ import gc
 import json
 import logging
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 import mxnet as mx
 import numpy as np
 import pytest
-from environments import ended, shell
+from environments import ended
 from gate import Gate
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
@@ -961,9 +960,8 @@ print(*layer.running_mean.data().asnumpy(), *layer.running_var.data().asnumpy())
 def test_running_statistics_where_an_operator_before_the_layer_fails():
     """Of several replicas on a context. MXNet skips the operator that should leave the batch's statistics; once the
     failure has been read, it runs the one that takes them."""
-    environment = shell(SUPPORT, MALLOC_PERTURB_=85)  # memory that nobody has written is not 0
-    command = [sys.executable, "-W", "ignore", "-c", SKIPPED]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    perturbed = {"MALLOC_PERTURB_": 85}  # memory that nobody has written is not 0
+    done = ended([sys.executable, "-W", "ignore", "-c", SKIPPED], SUPPORT, **perturbed)
     assert done.stdout.split() == ["0.0"] * 5 + ["1.0"] * 5, done.stderr
 
 

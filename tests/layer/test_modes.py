@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import subprocess
 import sys
 import threading
 import time
@@ -10,7 +9,7 @@ import time
 import mxnet as mx
 import numpy as np
 import pytest
-from environments import shell
+from environments import ended
 from mxnet import autograd, nd
 from mxnet.gluon import nn
 from poolings import POOLINGS, each_way_and_type, fits, permutation, specification
@@ -29,14 +28,6 @@ from replicas import (
 
 import gluon_syncbn
 from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, _native, convert, reference
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    gluon_syncbn.configure(seed=0)
-    yield
-    gluon_syncbn.configure(seed=0)
-
 
 # ---- numbers -----------------------------------------------------------------------------------------------
 
@@ -458,9 +449,9 @@ def test_no_mode_keeps_more_than_its_input(way, least, most):
     if way == "native" and _native.why_custom():
         pytest.skip(_native.why_custom())
     # From this size on glibc returns what is freed to the system; by itself it raises the limit above an array's.
-    env = shell(MALLOC_MMAP_THRESHOLD_=65536, GLUON_SYNCBN_OPERATOR=way)
-    command = [sys.executable, "-W", "ignore", "-c", MEMORY]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
+    settings = {"MALLOC_MMAP_THRESHOLD_": 65536, "GLUON_SYNCBN_OPERATOR": way}
+    run = ended([sys.executable, "-W", "ignore", "-c", MEMORY], **settings)
+    assert run.returncode == 0, run.stderr
     kept = [float(line) for line in run.stdout.splitlines()]
     assert len(kept) == 3
     assert all(least < multiple < most for multiple in kept), kept

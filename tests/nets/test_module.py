@@ -3,7 +3,6 @@
 import gc
 import json
 import logging
-import subprocess
 import sys
 import threading
 import time
@@ -12,7 +11,7 @@ import warnings
 import mxnet as mx
 import numpy as np
 import pytest
-from environments import shell
+from environments import ended
 from mxnet import gluon, nd
 from mxnet.gluon import nn
 from places import PACKAGE, SUPPORT
@@ -711,13 +710,6 @@ def broken(seed, dtype="float64"):
     return batch
 
 
-@pytest.fixture
-def broken_batches_are_errors():
-    """From when it is called."""
-    yield lambda: gluon_syncbn.configure(nonfinite="error")
-    gluon_syncbn.configure(nonfinite="propagate")
-
-
 class OwnModule(mx.mod.Module):
     """A program's own: of MXNet's it uses the group of executors, and functions that update weights."""
 
@@ -744,10 +736,10 @@ def kind(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("kind")
-def test_a_failed_step_changes_nothing_and_the_next_one_trains(contexts, broken_batches_are_errors):
+def test_a_failed_step_changes_nothing_and_the_next_one_trains(contexts):
     """The failure shows where a result is read; the steps around it are those of a run without it."""
     want = train(ready(classifier(SyncBatchNorm), contexts[:2]), [1, 2, 3])
-    broken_batches_are_errors()
+    gluon_syncbn.configure(nonfinite="error")
     module = ready(classifier(SyncBatchNorm), contexts[:2])
     for seed in (1, None, 2, None, 3):
         module.forward_backward(broken(0) if seed is None else batch_of(seed))
@@ -759,11 +751,11 @@ def test_a_failed_step_changes_nothing_and_the_next_one_trains(contexts, broken_
 
 
 @pytest.mark.usefixtures("kind")
-def test_an_update_that_waits_changes_nothing(contexts, monkeypatch, broken_batches_are_errors):
+def test_an_update_that_waits_changes_nothing(contexts, monkeypatch):
     """Whoever reads a result takes the error away before the update has begun."""
     monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", "0")
     want = train(ready(classifier(SyncBatchNorm), contexts[:2]), [1, 2])
-    broken_batches_are_errors()
+    gluon_syncbn.configure(nonfinite="error")
     module = ready(classifier(SyncBatchNorm), contexts[:2])
     train(module, [1])
     module.forward_backward(broken(0))
@@ -779,9 +771,9 @@ def test_an_update_that_waits_changes_nothing(contexts, monkeypatch, broken_batc
     assert_same(train(module, [2]), want, 1e-12)
 
 
-def test_a_failure_that_nobody_has_read_is_raised_by_the_next_forward(contexts, broken_batches_are_errors):
+def test_a_failure_that_nobody_has_read_is_raised_by_the_next_forward(contexts):
     want = train(ready(classifier(SyncBatchNorm), contexts[:2]), [1, 2])
-    broken_batches_are_errors()
+    gluon_syncbn.configure(nonfinite="error")
     module = ready(classifier(SyncBatchNorm), contexts[:2])
     module.forward_backward(batch_of(1))
     module.update()
@@ -795,12 +787,12 @@ def test_a_failure_that_nobody_has_read_is_raised_by_the_next_forward(contexts, 
     assert_same(train(module, [2]), want, 1e-12)
 
 
-def test_a_failure_in_the_first_of_two_modules_is_one_of_both(contexts, broken_batches_are_errors):
+def test_a_failure_in_the_first_of_two_modules_is_one_of_both(contexts):
     """The second one does not train on what the first one leaves."""
     want = train(sequence(SyncBatchNorm, contexts[:2]), [1, 2], "float32")
     chain = sequence(SyncBatchNorm, contexts[:2])
     train(chain, [1], "float32")
-    broken_batches_are_errors()
+    gluon_syncbn.configure(nonfinite="error")
     with pytest.raises(mx.MXNetError, match="the batch is not finite"):
         chain.forward_backward(broken(0, "float32"))
         chain.update()
@@ -863,9 +855,8 @@ mx.nd.waitall()
 
 
 def test_the_variable_has_the_log_tell_of_executors_by_hand():
-    environment = shell(SUPPORT, PACKAGE.parent, GLUON_SYNCBN_LOG="debug")
     command = [sys.executable, "-W", "ignore", "-c", BY_HAND]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    done = ended(command, SUPPORT, PACKAGE.parent, GLUON_SYNCBN_LOG="debug")
     assert done.returncode == 0, done.stderr
     assert "gluon_syncbn: SyncBatchNorm 'bn', forward of call 1: " in done.stderr
     assert "gluon_syncbn: seconds that replicas waited for others, by layer: 'bn'" in done.stderr
