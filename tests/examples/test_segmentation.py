@@ -541,11 +541,9 @@ def test_a_broken_file_found_by_a_worker_ends_the_run(data, tmp_path):
     """In a big set nobody reads every file first: the error must find its way from the worker."""
     shutil.copytree(data, tmp_path / "data")
     truncate(tmp_path / "data" / IMAGE)
-    program = "import dataset, train; dataset.CHECK_CONTENTS_UP_TO = 0\n"
-    program += "from errors import run; sys.exit(run(train.main))\n"
-    (tmp_path / "program.py").write_text(f"import sys; sys.path.insert(0, {str(SEGMENTATION)!r})\n" + program)
+    program = changed_train(tmp_path / "program.py", "dataset.CHECK_CONTENTS_UP_TO = 0")
     options = [*TINY, *TWO, "--workers", "2", "--data-root", tmp_path / "data", "--save-dir", tmp_path / "run"]
-    with Process(tmp_path, tmp_path / "program.py", *options) as process:
+    with Process(tmp_path, program, *options) as process:
         assert process.wait() == 2, process.output()
         lines = process.output().strip().splitlines()
     assert re.search(f"error: .*{IMAGE}: not a readable image", lines[-1]), lines

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from places import SEGMENTATION
+from replicas import in_threads
 from segmentation_runs import Process, changed_train, lasting, rows, steps_of, truncate, wait_for
 
 TINY = "--model fastscnn --aux --crop-size 32 --base-size 40 --batch-size 4 --test-batch-size 4 --syncbn".split()
@@ -212,11 +213,7 @@ def in_two_processes(work):
         except Exception as error:
             results[rank] = error
 
-    threads = [threading.Thread(target=target, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(target, 2)
     return results
 
 

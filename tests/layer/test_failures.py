@@ -24,6 +24,7 @@ from replicas import (
     assert_same_bits,
     collect,
     forward_and_backward,
+    in_threads,
     make_batch,
     on_devices,
     prepare,
@@ -183,11 +184,7 @@ def test_a_read_while_the_thread_of_another_replica_is_late(contexts, rng):
             ys[i] = layer(xs[i])
         ys[i].wait_to_read()
 
-    threads = [threading.Thread(target=replica, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(replica, 2)
     for y, want in zip(ys, truth(batch).outputs):
         np.testing.assert_allclose(y.asnumpy(), want, atol=1e-4)
 
@@ -626,11 +623,7 @@ def test_bits_do_not_depend_on_the_order_of_threads(contexts, rng, per_context):
                 ys[i] = layer(xs[i])
             ys[i].wait_to_read()
 
-        threads = [threading.Thread(target=replica, args=(i,)) for i in range(count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(replica, count)
         autograd.backward(ys, heads)
         # dgamma and dbeta of one context are sums over its replicas, which the layer does not form
         empty = np.zeros(0)

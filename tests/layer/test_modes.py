@@ -3,7 +3,6 @@
 import copy
 import itertools
 import sys
-import threading
 import time
 
 import mxnet as mx
@@ -20,6 +19,7 @@ from replicas import (
     assert_same_bits,
     collect,
     forward_and_backward,
+    in_threads,
     make_batch,
     on_devices,
     prepare,
@@ -485,9 +485,5 @@ def test_threads(contexts, rng):
             for y, want in zip(ys, wants):
                 errors.append(np.abs(y.asnumpy() - want[call][k]).max())
 
-    threads = [threading.Thread(target=replica, args=(k,)) for k in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(replica, 3)
     assert len(errors) == 120 and max(errors) < 1e-10

@@ -2,7 +2,6 @@
 
 import gc
 import sys
-import threading
 import time
 
 import mxnet as mx
@@ -21,6 +20,7 @@ from replicas import (
     assert_same,
     assert_same_bits,
     forward_and_backward,
+    in_threads,
     make_batch,
     on_devices,
     prepare,
@@ -253,20 +253,14 @@ def test_twice_with_threads_on_one_context(contexts, rng):
     plain = Twice(prepare(nn.BatchNorm(in_channels=5), batch, contexts[:1], "float64"))
     outputs = {}
 
-    def replica(i, x):
+    def replica(i):
         with autograd.record():
-            outputs[i] = net(x).asnumpy()
+            outputs[i] = net(xs[i]).asnumpy()
 
     for _ in range(5):
         outputs.clear()
-        threads = [
-            threading.Thread(target=replica, args=(i, x))
-            for i, x in enumerate(on_devices(batch.shards, contexts[:1] * 2, "float64"))
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        xs = on_devices(batch.shards, contexts[:1] * 2, "float64")
+        in_threads(replica, 2)
         with autograd.record():
             want = plain(nd.array(np.concatenate(batch.shards), dtype="float64")).asnumpy()
         np.testing.assert_allclose(np.concatenate([outputs[0], outputs[1]]), want, rtol=0, atol=1e-10)

@@ -2,14 +2,13 @@
 
 import copy
 import re
-import threading
 
 import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from replicas import SIZES, forward_and_backward
+from replicas import SIZES, forward_and_backward, in_threads
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, checkpoint, revert
@@ -154,11 +153,7 @@ def test_one_thread_for_each_replica(contexts):
 
     for x in xs:
         x.attach_grad()
-    threads = [threading.Thread(target=call, args=(i,)) for i in range(len(xs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    in_threads(call, len(xs))
     autograd.backward(ys, heads)
     assert_close([array.asnumpy() for array in [*ys, *[x.grad for x in xs]]], want[:4])
 

@@ -224,6 +224,15 @@ def assert_same_bits(got: Result, want: Result) -> None:
             np.testing.assert_array_equal(g, w, err_msg=name)
 
 
+def in_threads(work, count) -> None:
+    """``work(i)`` for each number below the count, each in a thread of its own, until all have ended."""
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def release() -> None:
     """What was freed goes back to the system: glibc would keep it, in pieces, and come to many GB."""
     gc.collect()
