@@ -76,7 +76,7 @@ ROWS = "gathers+gradients_in_any_order+shuffled_keys"
     "processes, scenarios",
     [
         (3, f"equals_the_specification+{ROWS}"),
-        (4, "of_many+random_order+groups_in_memory"),
+        (4, "of_many+random_order"),
         (5, f"of_many+{ROWS}"),
         (7, "of_many"),
     ],

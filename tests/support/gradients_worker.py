@@ -11,7 +11,7 @@ from pathlib import Path
 import mpi_worker
 import numpy as np
 from mpi_worker import CONTEXTS, devices_of, kv, main
-from replicas import on_devices
+from replicas import on_devices, rounded
 from reports import report, wait_for
 
 import gluon_syncbn
@@ -187,14 +187,6 @@ def trains_in_threads():
         pair.assert_same()
 
 
-def rounded(values, dtype):
-    """As the type has them, to nearest; MXNet truncates to bfloat16."""
-    if dtype != "bfloat16":
-        return values.astype(dtype).astype(values.dtype)
-    bits = values.view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16).astype(np.uint32).view(np.float32)
-
-
 def adds_in_the_order_of_the_ranks():
     """All types and sizes, several contexts, many rounds under way; to the bit on a single machine."""
     for dtype in ("float16", "bfloat16", "float32", "float64", "int32"):
@@ -209,7 +201,7 @@ def adds_in_the_order_of_the_ranks():
             for i in range(len(sizes)):
                 ranks = np.cumsum([0, *DEVICES])
                 of_ranks = [sum(part[i] for part in parts[a:b]) for a, b in zip(ranks, ranks[1:])]
-                want = rounded(sum(of_ranks), dtype)
+                want = rounded(sum(of_ranks), dtype).astype(wide)  # MXNet truncates to bfloat16
                 for on_one in given:
                     got = on_one[i].astype(wide).asnumpy()
                     if len(kv.machines) == 1:

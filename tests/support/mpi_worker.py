@@ -431,24 +431,6 @@ def levels():
         np.testing.assert_allclose(mine[:5], 0.1 * mean, rtol=1e-4, atol=1e-5)
 
 
-def groups_in_memory():
-    """A process waits for those alone with which it shares a group: here for the other one of a pair."""
-    assert kv.why_not_in_memory is None, kv.why_not_in_memory
-    gluon_syncbn.configure(timeout=20)
-    batch = make_batch(np.random.RandomState(0), kv.num_workers)
-    part = batch._replace(shards=[batch.shards[kv.rank]], heads=[batch.heads[kv.rank]])
-    layer = gluon_syncbn.SyncBatchNorm(in_channels=5, kvstore=kv, group_size=2)
-    layer = prepare(layer, part, CONTEXTS[:1], "float64", WAYS["eager"])
-    step(layer, part, CONTEXTS[:1], "float64")  # in which all agree
-    for pair in range(kv.num_workers // 2):
-        if pair == kv.rank // 2:
-            got = step(layer, part, CONTEXTS[:1], "float64")
-        kv.allgather("the next pair", np.zeros(1))
-    want = specification(layer, batch, call=1, node=-1)
-    for g, w in zip((got.outputs[0], got.dxs[0]), (want.outputs[kv.rank], want.dxs[kv.rank])):
-        assert np.abs(g - w).max() / np.abs(w).max() < 1e-11
-
-
 def calls_stay_in_the_engine():
     """Where the other process comes within a moment, and at least where it has come before."""
     if _native.why_custom():
