@@ -1,6 +1,7 @@
 """A transport between threads of one process, each of which is a rank: what it takes to bring another one."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from gluon_syncbn import _native
@@ -25,3 +26,10 @@ class ThreadTransport(Transport):
         for message in iter(partial(_native.next_message, self.handle, 1.0), None):
             for reader in readers_of(message) if message else ():
                 _native.deliver(self._handles[reader], len(message), message)
+
+
+def everywhere(stores, work):
+    """``work(store)`` in a thread for the store of each rank; what it returns or raises, in their order."""
+    with ThreadPoolExecutor(len(stores)) as pool:
+        jobs = [pool.submit(work, store) for store in stores]
+        return [job.exception() or job.result() for job in jobs]

@@ -12,6 +12,7 @@ from multiprocessing.connection import Client
 import mxnet as mx
 import numpy as np
 import pytest
+from thread_transport import everywhere
 
 import gluon_syncbn
 from gluon_syncbn import _native
@@ -41,12 +42,6 @@ def workers(size):
     told = Future()  # by rank 0
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(lambda rank: Worker(rank, size, told), range(size)))
-
-
-def everywhere(workers, work):
-    with ThreadPoolExecutor(len(workers)) as pool:
-        jobs = [pool.submit(work, worker) for worker in workers]
-        return [job.exception() or job.result() for job in jobs]
 
 
 def test_messages_in_any_order():

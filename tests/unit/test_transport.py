@@ -1,7 +1,6 @@
 """What is the same for all transports, over one between threads: the store, groups, and how a wait ends."""
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 
 import mxnet as mx
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 from allreduce import allreduce, sent
 from forks import fork_ranks
 from moments import moments
-from thread_transport import ThreadTransport
+from thread_transport import ThreadTransport, everywhere
 
 import gluon_syncbn
 from gluon_syncbn import _native
@@ -50,13 +49,6 @@ def sent_by(stores):
     return sum(sent(store.handle) for store in stores)
 
 
-def everywhere(stores, work):
-    """``work(rank, store)`` in a thread for each rank; the results in their order."""
-    with ThreadPoolExecutor(len(stores)) as pool:
-        jobs = [pool.submit(work, rank, store) for rank, store in enumerate(stores)]
-        return [job.exception() or job.result() for job in jobs]
-
-
 def info(layer_id, replicas, **pooling):
     return LayerInfo(layer_id, "bn", [], replicas, CHANNELS, Pooling(**pooling))
 
@@ -75,8 +67,8 @@ def test_moments_of_all_processes(size):
     for number, store in zip(ids, all_stores):
         session.register(info(number, 1), store)
 
-    def work(rank, store):
-        return allreduce(store.handle, (ids[rank], -1, 0, 0, "bn", 60.0), packed(shards[rank]), True)
+    def work(store):
+        return allreduce(store.handle, (ids[store.rank], -1, 0, 0, "bn", 60.0), packed(shards[store.rank]), True)
 
     totals = everywhere(all_stores, work)
     want = packed(np.concatenate(shards))
@@ -118,8 +110,8 @@ def test_groups_that_stay_at_home(layer_id, replicas, named, messages):
     values = [rng.randn(n, length) for n in replicas]
     all_stores = stores(len(replicas))
 
-    def work(rank, store):
-        layer = info(layer_id, replicas[rank], **{"groups" if isinstance(named, list) else "group_size": named})
+    def work(store):
+        layer = info(layer_id, replicas[store.rank], **{"groups" if isinstance(named, list) else "group_size": named})
         store.learn([layer])
         of = store.known[layer.id]
         return np.concatenate([values[other] for other in of.ranks])[of.members], of
@@ -148,14 +140,14 @@ def test_groups_that_stay_at_home(layer_id, replicas, named, messages):
     ids=str,
 )
 def test_groups_of_other_replicas(layer_id, groups, expected):
-    for error in everywhere(stores(2), lambda rank, store: store.learn([info(layer_id, 2, groups=groups)])):
+    for error in everywhere(stores(2), lambda store: store.learn([info(layer_id, 2, groups=groups)])):
         assert isinstance(error, ValueError)
         assert expected in str(error)
 
 
 def test_other_groups_in_another_process(layer_id):
     groups = [((0, 2), (1, 3)), ((0, 3), (1, 2))]
-    for error in everywhere(stores(2), lambda rank, store: store.learn([info(layer_id, 2, groups=groups[rank])])):
+    for error in everywhere(stores(2), lambda store: store.learn([info(layer_id, 2, groups=groups[store.rank])])):
         assert "the processes disagree about the net" in str(error)
         assert all(f"groups {one}) on rank {rank}" in str(error) for rank, one in enumerate(groups))
 
@@ -167,12 +159,12 @@ def test_gradients_of_all_processes(monkeypatch, kind):
     rng = np.random.RandomState(2)
     values = [rng.randn(4, 2).astype("float32") for _ in range(3)]
 
-    def work(rank, store):
+    def work(store):
         store.meet_in_memory()
-        out = kind.array(values[rank])
+        out = kind.array(values[store.rank])
         store.pushpull("weight", out)
         first = kind.zeros((4, 2))
-        store.broadcast("weight", kind.array(values[rank]), first)
+        store.broadcast("weight", kind.array(values[store.rank]), first)
         return out.asnumpy(), first.asnumpy()
 
     for total, first in everywhere(all_stores, work):
@@ -192,7 +184,7 @@ def test_gradients_that_other_arrays_replace(monkeypatch):
     monkeypatch.setenv("GLUON_SYNCBN_SHARED_MEMORY", "off")
     all_stores = stores(2)
 
-    def work(rank, store):
+    def work(store):
         store.meet_in_memory()
         trainer, found = Trainer(), []
         arrays = [mx.nd.ones(3), mx.nd.ones((2, 2))]
@@ -200,7 +192,7 @@ def test_gradients_that_other_arrays_replace(monkeypatch):
             if step == 2:
                 arrays[1] = mx.nd.ones(5, dtype="float64")
             for array in arrays:
-                array[:] = 1 + rank + step
+                array[:] = 1 + store.rank + step
             store.add_gradients(trainer, {f"weight{i}": [array] for i, array in enumerate(arrays)})
             found.append([array.asnumpy() for array in arrays])
         return found
@@ -247,11 +239,7 @@ def test_a_fork_ends_a_wait():
 
 def test_another_size_or_type():
     parts = [np.ones(2), np.ones(3, "float32")]
-
-    def work(rank, store):
-        return store.allgather(7, parts[rank])
-
-    for error in everywhere(stores(2), work):
+    for error in everywhere(stores(2), lambda store: store.allgather(7, parts[store.rank])):
         assert "values of float" in str(error)
         assert "All processes must build the same net and cast it alike" in str(error)
 
