@@ -105,19 +105,17 @@ def train(norm, contexts, shards, targets, hybrid):
     amp.init_trainer(trainer)
     trainer._amp_loss_scaler._loss_scale = trainer._amp_loss_scaler._next_loss_scale = 2.0**7
     loss = gluon.loss.SoftmaxCrossEntropyLoss()
-    for i in range(4):
+    def step():
         with autograd.record():
             losses = [loss(net(nd.array(x, ctx=c)), nd.array(y, ctx=c)) for x, y, c in zip(shards, targets, contexts)]
             with amp.scale_loss(losses, trainer) as scaled:
                 autograd.backward(scaled)
         trainer.step(5)
+    for i in range(4):
+        step()
     before = {name: p.data(contexts[0]).asnumpy() for name, p in net.collect_params().items()}
     trainer._amp_loss_scaler._loss_scale = trainer._amp_loss_scaler._next_loss_scale = 2.0**24  # for float16, too much
-    with autograd.record():
-        losses = [loss(net(nd.array(x, ctx=c)), nd.array(y, ctx=c)) for x, y, c in zip(shards, targets, contexts)]
-        with amp.scale_loss(losses, trainer) as scaled:
-            autograd.backward(scaled)
-    trainer.step(5)
+    step()
     after = {name: p.data(contexts[0]).asnumpy() for name, p in net.collect_params().items()}
     kept = all((before[name] == after[name]).all() for name in before if "running" not in name)
     return before, kept and trainer._amp_loss_scaler._next_loss_scale == 2.0**23
