@@ -20,6 +20,7 @@ from replicas import (
     assert_same,
     assert_same_bits,
     collect,
+    forward_and_backward,
     in_blocks,
     make_batch,
     on_devices,
@@ -186,13 +187,9 @@ def test_behind_a_convolution(contexts, rng, channels):
     layer = prepare(SyncBatchNorm(in_channels=channels), batch, contexts[:2], "float32")
     xs, heads = ([in_blocks(a, c) for a, c in zip(arrays, contexts)] for arrays in (batch.shards, batch.heads))
     marks = on_devices(masks, contexts, "float32")
-    for x in xs:
-        x.attach_grad()
     gc.collect()  # while a layer lives whose replicas share a context, heads are copied, and are plain then
     before = core_count("blocked_calls")
-    with autograd.record():
-        ys = [layer(x, mask) for x, mask in zip(xs, marks)]
-    autograd.backward(ys, heads)
+    ys = forward_and_backward(layer, xs, heads, marks)
     got = collect(layer, ys, [x.grad for x in xs], contexts[:2])
     assert core_count("blocked_calls") - before == (0 if _native.why_custom() else 4)
     assert_same(got, specification(layer, batch, masks=masks), 20 * TOLERANCE["float32"])
@@ -433,11 +430,8 @@ def test_arrays_of_mx_np(contexts, rng, way):
         layer = prepare(SyncBatchNorm(), batch, contexts[:2], "float64", WAYS[way])
         xs, heads = ([mx.np.array(a, dtype="float64", ctx=c) for a, c in zip(arrays, contexts)]
                      for arrays in (batch.shards, batch.heads))  # fmt: skip
-        for x in xs:
-            x.attach_grad()
-        with autograd.record():
-            ys = [layer(x, mx.np.array(m != 0, dtype="bool", ctx=x.ctx)) for x, m in zip(xs, masks)]
-        autograd.backward(ys, heads)
+        marks = [mx.np.array(mask != 0, dtype="bool", ctx=x.ctx) for x, mask in zip(xs, masks)]
+        ys = forward_and_backward(layer, xs, heads, marks)
         assert_same(collect(layer, ys, [x.grad for x in xs], contexts[:2]), want, 1e-11)
 
 

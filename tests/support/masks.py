@@ -1,8 +1,7 @@
 """Masks for the batch of a test, and a step of a layer with them."""
 
 import numpy as np
-from mxnet import autograd
-from replicas import collect, on_devices, step_of
+from replicas import collect, forward_and_backward, on_devices, step_of
 
 
 def make_masks(rng, batch, axis=1, values=(1.0, -3.0, 0.5)):
@@ -23,9 +22,6 @@ def masked_step(layer, batch, masks, contexts, dtype, of_masks="float32"):
         got, gradients = step_of(layer, inputs, on_devices(batch.heads, contexts, dtype))
         assert not any(gradient.any() for gradient in gradients)
         return got
-    for x in inputs[0]:
-        x.attach_grad()
-    with autograd.record():
-        ys = [layer(x, mask) for x, mask in zip(*inputs)]
-    autograd.backward(ys, on_devices(batch.heads, contexts, dtype))
-    return collect(layer, ys, [x.grad for x in inputs[0]], [x.ctx for x in inputs[0]])
+    xs, masks = inputs
+    ys = forward_and_backward(layer, xs, on_devices(batch.heads, contexts, dtype), masks)
+    return collect(layer, ys, [x.grad for x in xs], [x.ctx for x in xs])

@@ -131,12 +131,12 @@ def is_in_blocks(array) -> bool:
     return False
 
 
-def forward_and_backward(net, xs, heads):
-    """Of all replicas in one record scope: the outputs; the gradients of the inputs are at the inputs."""
+def forward_and_backward(net, xs, heads, *others):
+    """Of all replicas in one record scope: the outputs. `xs` then have gradients; `others` are further inputs."""
     for x in xs:
         x.attach_grad()
     with autograd.record():
-        ys = [net(x) for x in xs]
+        ys = [net(*given) for given in zip(xs, *others)]
     autograd.backward(ys, heads)
     return ys
 
