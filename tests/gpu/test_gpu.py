@@ -390,21 +390,17 @@ def test_kernels_that_are_not_there():
     """An error of the layer's own: all replicas have it, with the layer's name."""
     gpus(2)
     program = """
-        import light, gluon_syncbn, mxnet as mx, numpy as np
-        from mxnet import autograd
-        gluon_syncbn._native.find_in(mx.base._LIB._handle, "/no", "")
-        contexts = [mx.gpu(0), mx.gpu(1)]
-        layer = gluon_syncbn.SyncBatchNorm(in_channels=4, timeout=5)
-        layer.initialize(ctx=contexts)
+        gluon_syncbn.configure(timeout=5)
+        _native.find_in(mx.base._LIB._handle, "/no", "")
         with autograd.record():
-            ys = [layer(mx.nd.array(np.random.randn(2, 4, 9), ctx=context)) for context in contexts]
+            ys = [layer(x) for x in xs]
         for y in ys:
             try:
                 y.asnumpy()
             except mx.MXNetError as error:
                 print(str(error))
         """
-    done = run(["-c", textwrap.dedent(program)])
+    done = run(["-c", text_of(program)])
     expected = r"SyncBatchNorm 'batchnorm0' on gpu\([01]\): cannot read /no/cuda/kernels.cu; install gluon_syncbn again"
     assert len(re.findall(expected, done.stdout)) == 2, done.stdout + done.stderr
 
