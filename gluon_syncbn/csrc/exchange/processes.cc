@@ -3,7 +3,6 @@
 #include <sched.h>
 
 #include <algorithm>
-#include <cstring>
 #include <optional>
 #include <utility>
 
@@ -377,19 +376,13 @@ std::string Processes::bytes_of(int64_t key, const char* what, double timeout, c
         mail.post(label, own[i].data(), own[i].size(), own.size() == 1 ? others : without({i}, mail.rank()));
     WaitForVectors wait(*this, mail, what, label, others, timeout);
     wait.comes_within(kForEver);
-    std::string all(mail.ranks() * sizeof(size_t), 0);
-    auto found = wait.found().begin();
-    for (const size_t rank : mail.everybody) {
-        const size_t before = all.size();
-        if (rank == mail.rank()) {
-            all += own[rank % own.size()];
-        } else {
-            all.append(reinterpret_cast<const char*>(found->values), found->size);
-            ++found;
-        }
-        const size_t size = all.size() - before;
-        std::memcpy(&all[rank * sizeof size], &size, sizeof size);
-    }
+    std::vector<Mailbox::Found> parts = wait.found();
+    const std::string& mine = own[mail.rank() % own.size()];
+    const auto place = parts.begin() + static_cast<int64_t>(mail.rank());
+    parts.insert(place, {reinterpret_cast<const double*>(mine.data()), mine.size()});
+    std::string all;
+    for (const auto& part : parts) all.append(reinterpret_cast<const char*>(&part.size), sizeof part.size);
+    for (const auto& part : parts) all.append(reinterpret_cast<const char*>(part.values), part.size);
     wait.done();
     return all;
 }
