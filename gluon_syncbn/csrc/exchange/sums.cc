@@ -49,11 +49,6 @@ void narrow(Type type, const char* in, const std::vector<void*>& contexts, size_
     });
 }
 
-// "the gradient of 'conv0_weight' (864 values of float32)"
-std::string line_of(const Summand& summand) {
-    return summand.name + " (" + std::to_string(summand.size) + " values of " + name_of(summand.type) + ")";
-}
-
 // A line without Gluon's counters in the name, which depend on what else a process has built.
 std::string without_counters(const std::string& line) {
     const size_t end = line.rfind(" (");
@@ -69,7 +64,9 @@ std::string text_of(const Round& round) {
     uint64_t digest = 0xcbf29ce484222325u;
     std::string lines;
     for (const Summand& summand : round.summands) {
-        const std::string line = line_of(summand) + "\n";
+        // "the gradient of 'conv0_weight' (864 values of float32)"
+        const std::string line =
+            summand.name + " (" + std::to_string(summand.size) + " values of " + name_of(summand.type) + ")\n";
         for (const char c : without_counters(line)) digest = (digest ^ static_cast<unsigned char>(c)) * 0x100000001b3u;
         lines += line;
     }
@@ -493,13 +490,12 @@ void Sums::give_up(const std::exception& reason) noexcept {
     const std::string first = failed ? segment_.reason_of(segment_.rank()) : reason.what();
     segment_.leave(Segment::State::kFailed, first);
     if (machines_ != nullptr) machines_->fail(first.c_str());
-    std::vector<std::shared_ptr<Round>> rounds;
-    if (current_ != nullptr) rounds.push_back(std::move(current_));
+    std::deque<std::shared_ptr<Round>> rounds;
     {
         std::lock_guard<std::mutex> lock(mutex_);
-        rounds.insert(rounds.end(), queue_.begin(), queue_.end());
-        queue_.clear();
+        rounds.swap(queue_);
     }
+    if (current_ != nullptr) rounds.push_front(std::move(current_));
     wait_.reset();
     for (const auto& round : rounds) {
         if (round->gpus != nullptr) round->gpus->abort();
