@@ -110,25 +110,22 @@ std::string why_not_here(const LayerConfig& config, const std::string& context) 
 
 void record_meeting(const std::string& call, const Meeting& meeting, const Phase& phase) {
     const std::string& layer = meeting.config->name;
-    std::vector<size_t> order(phase.entries.size());
-    for (size_t i = 0; i < order.size(); ++i) order[i] = i;
-    std::sort(order.begin(), order.end(),
-              [&](size_t a, size_t b) { return phase.entries[a].at < phase.entries[b].at; });
-    const double first = phase.entries[order.front()].at, last = phase.entries[order.back()].at;
+    std::multimap<double, size_t> order;  // by the times of arrival
+    for (size_t i = 0; i < phase.entries.size(); ++i) order.emplace(phase.entries[i].at, i);
+    const double first = order.begin()->first, last = order.rbegin()->first;
     double waited = 0;
     std::ostringstream out;
     out << std::fixed << std::setprecision(3) << title_of(layer) << ", " << call << ": ";
-    for (size_t position : order) {
-        const double late = phase.entries[position].at - first, waits = last - phase.entries[position].at;
-        out << meeting.replica(position) << " came after " << 1e3 * late << " ms and waited " << 1e3 * waits << " ms"
-            << (position == order.back() ? "" : ", ");
-        waited += waits;
+    for (const auto& [at, position] : order) {
+        out << meeting.replica(position) << " came after " << 1e3 * (at - first) << " ms and waited "
+            << 1e3 * (last - at) << " ms" << (position == order.rbegin()->second ? "" : ", ");
+        waited += last - at;
     }
     log(Level::kDebug, out.str());
     std::lock_guard<std::mutex> lock(totals.mutex);
     ++totals.layers[layer].meetings;
     totals.layers[layer].waited += waited;
-    totals.last[meeting.replica(order.back())] += waited;
+    totals.last[meeting.replica(order.rbegin()->second)] += waited;
 }
 
 std::string slowest() {
