@@ -229,7 +229,8 @@ SYNCBN_API(Asked, kvstore_exchange, int64_t number) { return {syncbn::kvstore_ex
 
 // Called once, before the first use; the functions must stay as long as the process.
 SYNCBN_API(void, python_functions, syncbn::AddInPython* add, syncbn::AgreedInPython* agreed) {
-    syncbn::set_python_functions(add, agreed);
+    syncbn::python_add = add;
+    syncbn::python_agreed = agreed;
 }
 // For those functions: says why one fails, or fills in the result. `ranks`: without groups none.
 SYNCBN_API(void, failed_in_python, const char* problem) { syncbn::python_problem = problem; }

@@ -14,9 +14,6 @@
 namespace syncbn {
 namespace {
 
-AddInPython* add;
-AgreedInPython* agreed;
-
 template <typename Function, typename... Arguments>
 void call(const char* what, int64_t exchange, Function* function, Arguments... arguments) {
     SYNCBN_POINT("before_exchange");
@@ -44,7 +41,7 @@ class MxnetKvstore : public Exchange {
     // Of rows of this length, one after the other.
     Vector sum(const CallId& id, const Vector& rows, size_t length) const {
         Vector total(length);
-        call("could not add the statistics", number_, add, id.layer, static_cast<int64_t>(rows.size() / length),
+        call("could not add the statistics", number_, python_add, id.layer, static_cast<int64_t>(rows.size() / length),
              static_cast<int64_t>(length), rows.data(), total.data());
         return total;
     }
@@ -145,11 +142,6 @@ std::shared_ptr<Exchange> kvstore_exchange(int64_t number) { return std::make_sh
 
 std::unique_ptr<Mailbox> mailbox(size_t rank, size_t ranks) { return std::make_unique<PythonMailbox>(rank, ranks); }
 
-void set_python_functions(AddInPython* given_add, AgreedInPython* given_agreed) {
-    add = given_add;
-    agreed = given_agreed;
-}
-
 std::optional<std::string> next_message(Mailbox& mailbox, double seconds) {
     return static_cast<PythonMailbox&>(mailbox).next(seconds);
 }
@@ -160,7 +152,7 @@ void deliver(Mailbox& mailbox, const char* message, size_t size) {
 
 Agreed agreed_in_python(int64_t exchange, const CallId& id) {
     Agreed found;
-    call("could not agree on the net", exchange, agreed, id.layer, &found);
+    call("could not agree on the net", exchange, python_agreed, id.layer, &found);
     return found;
 }
 

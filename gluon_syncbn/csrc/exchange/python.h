@@ -18,9 +18,9 @@ inline thread_local std::string python_problem;
 using AddInPython = bool(int64_t exchange, int64_t layer, int64_t rows, int64_t length, const double*, double* total);
 // The agreement about a layer.
 using AgreedInPython = bool(int64_t exchange, int64_t layer, Agreed*);
-
-// Called once, before the first use. The functions must stay as long as the process.
-void set_python_functions(AddInPython* add, AgreedInPython* agreed);
+// Set once, before the first use. They must stay as long as the process.
+inline AddInPython* python_add = nullptr;
+inline AgreedInPython* python_agreed = nullptr;
 
 Agreed agreed_in_python(int64_t exchange, const CallId& id);
 
