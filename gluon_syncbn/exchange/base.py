@@ -29,6 +29,7 @@ class LayerInfo(NamedTuple):
     channels: int
     pooling: Pooling = Pooling()
     settings: Mapping[str, Any] = {}  # more that has to be equal in all processes
+    exchange: Optional[Exchange] = None  # its own
 
 
 class Exchange:

@@ -132,8 +132,8 @@ class Replicas:
             at_least("MXNET_EXEC_INPLACE_GRAD_SUM_CAP", 4 * replicas)
         if self.separates():
             self._separate_resources()
-        layer = LayerInfo(self.id, self.name, unique, replicas, channels, self.pooling, self.computes)
-        session.register(layer, self.exchange)
+        settings = self.pooling, self.computes, self.exchange
+        session.register(LayerInfo(self.id, self.name, unique, replicas, channels, *settings))
         session.to_come.discard(self)
         _native.layer_place(self.id, [str(context) for context in unique], replicas)
 
@@ -149,8 +149,7 @@ class Replicas:
 
     def separates(self) -> bool:
         """Whether replicas on CPU contexts need temporary space and random states of their own."""
-        cpus = sum(context.device_type == "cpu" for context in self.contexts)
-        return cpus > 1 or (cpus == 1 and self.of_context > 1)
+        return sum(context.device_type == "cpu" for context in self.contexts) * self.of_context > 1
 
     def _separate_resources(self) -> None:
         problem = _native.separate_resources()

@@ -32,7 +32,7 @@ class Session:
         self.warned = False  # of processes that do not meet
         # In the order of first initialisation, which is the order in the net. Layers stay here after their last use,
         # because the processes could not agree on when one was collected. A layer's last sum may also be on its way.
-        self._layers: Dict[int, Tuple[LayerInfo, Optional[Exchange]]] = {}
+        self._layers: Dict[int, LayerInfo] = {}
         self.to_come: weakref.WeakSet[Any] = weakref.WeakSet()  # replicas of layers without parameters so far
         #: All that are in use; the other processes must be told of a failure and of the end.
         self.stores: List[ProcessStore] = []
@@ -63,18 +63,15 @@ class Session:
 
     def layer_of(self, exchange: Exchange, number: int) -> LayerInfo:
         """For the core: returns the layer of a call. The exchange knows the layer from now on."""
-        layer, _ = self._layers[number]
+        layer = self._layers[number]
         while isinstance(exchange, ProcessStore) and number not in exchange.known:
             more = len(self.to_come) > 0  # before the look at the layers, because the user's thread may add one
             exchange.learn(self._layers_of(exchange), more)
         return layer
 
     def _layers_of(self, exchange: Exchange) -> List[LayerInfo]:
-        return [
-            layer
-            for layer, own in list(self._layers.values())
-            if (own or self.exchange) is exchange and layer.pooling.mode != "local"  # which is not counted
-        ]
+        counted = [layer for layer in list(self._layers.values()) if layer.pooling.mode != "local"]
+        return [layer for layer in counted if (layer.exchange or self.exchange) is exchange]
 
     def tell_others(self, reason: str) -> None:
         """Tells the other processes that a step has failed here."""
@@ -83,9 +80,9 @@ class Session:
 
     # ---- layers --------------------------------------------------------------------------------------------
 
-    def register(self, layer: LayerInfo, exchange: Optional[Exchange]) -> None:
-        """Adds a layer whose parameters are new or have moved; ``exchange`` is its own."""
-        self._layers[layer.id] = (layer, exchange)
+    def register(self, layer: LayerInfo) -> None:
+        """Adds a layer whose parameters are new or have moved."""
+        self._layers[layer.id] = layer
         if layer.replicas > 1 and not self._has_room:
             self._has_room = True
             _make_room_for_errors()

@@ -88,7 +88,7 @@ def work(rank, folder, machines, fault, faulty, timeout):
     layers = []
     for i in range(len(LENGTHS)):
         layers.append(_native.layer_create(f"layer{i}", 0, 1, 0, [], 0, None))
-        session.register(LayerInfo(layers[i], f"layer{i}", [mx.cpu(0)], 1, 3), store)
+        session.register(LayerInfo(layers[i], f"layer{i}", [mx.cpu(0)], 1, 3, exchange=store))
 
     def exchange(step, i):
         limit = timeout if step >= FAULT_AT else 60.0  # the first one waits for the others to start

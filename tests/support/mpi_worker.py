@@ -611,7 +611,7 @@ def of_many():
         same_bits_on_repetition()
     layer = _native.layer_create("a test", 0, 1, 0, [], 0, None)
     alone = store.ProcessStore("mpi", named.transport("mpi"))  # which does not meet in memory
-    session.register(LayerInfo(layer, "a test", CONTEXTS[:1], 1, 3), alone)
+    session.register(LayerInfo(layer, "a test", CONTEXTS[:1], 1, 3, exchange=alone))
     for call, size in enumerate((1, 7, 3000)):
         parts = [np.random.RandomState(rank).randn(size) for rank in range(kv.num_workers)]
         total = allreduce(alone.handle, (layer, -1, call, 1, "a test", 60.0), parts[kv.rank])
