@@ -162,8 +162,7 @@ def _gate(trainer: gluon.Trainer, with_running: bool = False) -> None:
     written: List[mx.nd.NDArray] = [g for p in trainer._params if p._grad is not None for g in p._grad]
     if with_running:
         written += [d for p in trainer._params if p.grad_req == "null" for d in p._data or ()]
-    if written:
-        _native.gate(written)
+    _native.gate(written)
 
 
 def _tell_who_meets(parameters: Iterable[gluon.Parameter]) -> None:

@@ -233,9 +233,7 @@ def _updating(update: Callable, module: Module) -> None:
 
 def _gate(group: DataParallelExecutorGroup) -> None:
     if _is_synchronised(group):
-        gradients = [g for arrays in group.grad_arrays for g in arrays if g is not None]
-        if gradients:
-            _native.gate(gradients)
+        _native.gate([g for arrays in group.grad_arrays for g in arrays if g is not None])
 
 
 def _after_forward(method: Callable, group: DataParallelExecutorGroup, *args: Any, **kwargs: Any) -> None:
