@@ -212,8 +212,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             return "gradients on CPUs"
         if len(set(contexts)) < len(contexts) or any([a.context for a in arrays] != contexts for arrays in gradients):
             return "parameters on different GPUs, or several copies on one"
-        kinds_here = {np.dtype(a.dtype).name for arrays in gradients for a in arrays if a.stype == "default"}
-        if any(a.stype != "default" for arrays in gradients for a in arrays) or kinds_here - _ON_GPUS:
+        if {np.dtype(a.dtype).name if a.stype == "default" else "" for arrays in gradients for a in arrays} - _ON_GPUS:
             return f"gradients that are sparse or of other types than {', '.join(sorted(_ON_GPUS))}"
         missing = _native.nccl_problem()
         return f"no NCCL: {missing}" if missing else ""
