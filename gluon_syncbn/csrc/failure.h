@@ -4,6 +4,7 @@
 #include <exception>
 #include <new>
 #include <string>
+#include <vector>
 
 namespace syncbn {
 
@@ -13,6 +14,12 @@ constexpr char kNoMemory[] =
 // The text of an exception, for the user.
 inline const char* reason_of(const std::exception& error) noexcept {
     return dynamic_cast<const std::bad_alloc*>(&error) != nullptr ? kNoMemory : error.what();
+}
+
+inline std::string join_names(const std::vector<std::string>& names) {
+    std::string out;
+    for (const auto& name : names) out += (out.empty() ? "" : ", ") + name;
+    return out.empty() ? "nobody" : out;
 }
 
 inline std::string title_of(const std::string& layer) { return "SyncBatchNorm '" + layer + "'"; }

@@ -41,11 +41,9 @@ std::shared_ptr<Exchange> chosen(const Asked& asked, const std::vector<std::stri
     const bool one_gpu_each =
         per_context == 1 && std::all_of(contexts.begin(), contexts.end(),
                                         [](const auto& context) { return context.compare(0, 4, "gpu(") == 0; });
-    if (!one_gpu_each && asked.nccl == Nccl::kRequired) {
-        std::string where;
-        for (const std::string& context : contexts) where += (where.empty() ? "" : ", ") + context;
-        throw Failure("kvstore 'nccl' needs GPUs with one replica on each, but the layer is on " + where);
-    }
+    if (!one_gpu_each && asked.nccl == Nccl::kRequired)
+        throw Failure("kvstore 'nccl' needs GPUs with one replica on each, but the layer is on " +
+                      join_names(contexts));
     // Between processes, the order of collectives would have to be agreed on over the host: see docs/architecture.md.
     if (!one_gpu_each || asked.host->spans_processes()) return asked.host;
     const auto over_nccl = std::make_shared<OverNccl>();

@@ -13,12 +13,6 @@
 namespace syncbn {
 namespace {
 
-std::string join_names(const std::vector<std::string>& names) {
-    std::string out;
-    for (const auto& name : names) out += (out.empty() ? "" : ", ") + name;
-    return out.empty() ? "nobody" : out;
-}
-
 constexpr char kCallAll[] =
     "Call the net on all its devices, and then wait for results (asnumpy, print, a metric, waitall, a new DataLoader). "
     "For a batch on fewer devices use gluon_syncbn.devices(contexts).";
