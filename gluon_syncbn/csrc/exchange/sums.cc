@@ -423,12 +423,6 @@ void Sums::serve() noexcept {
     }
 }
 
-// What rank 0 has told of the next round, if it has.
-std::optional<std::string> Sums::announced() {
-    if (segment_.rank() == 0) return machines_->announced(rounds_);
-    return segment_.take_bytes(0, Machines::label(Machines::kOrder, rounds_));
-}
-
 // In a leader: tells the others.
 void Sums::announce(const std::string& text) {
     segment_.check_open();
@@ -449,12 +443,16 @@ void Sums::wait(Round& round, size_t begin, size_t end, const Need& need, uint32
 // here.
 void Sums::serve_next() {
     const uint32_t seen = segment_.arrivals(event_);
+    const bool leads = segment_.rank() == 0;
     std::shared_ptr<Round> oldest;
     {
         std::lock_guard<std::mutex> lock(mutex_);
         if (!queue_.empty()) oldest = queue_[0];
     }
-    if (oldest != nullptr && !told_) told_ = decides() ? text_of(*oldest) : announced();
+    if (oldest != nullptr && !told_)
+        told_ = decides() ? text_of(*oldest)
+                : leads   ? machines_->announced(rounds_)
+                          : segment_.take_bytes(0, Machines::label(Machines::kOrder, rounds_));
     if (told_) {
         const int64_t channel = std::stoll(*told_);
         std::lock_guard<std::mutex> lock(mutex_);
@@ -468,13 +466,12 @@ void Sums::serve_next() {
     if (current_ != nullptr) {
         wait_.reset();
         const std::string told = *std::exchange(told_, std::nullopt);
-        if (segment_.rank() == 0) announce(told);
+        if (leads) announce(told);
         if (!decides()) compare(*current_, segment_.number_of(segment_.rank()), told);
         ++rounds_;
         Pass(*this, *current_).run();
         std::exchange(current_, nullptr)->succeed();
     } else if (oldest != nullptr && !told_ && has_begun(*oldest)) {
-        const bool leads = segment_.rank() == 0;
         wait(*oldest, 0, oldest->summands.size(), {leads ? Need::kMachines : Need::kLeader}, seen, leads);
     } else {
         wait_.reset();

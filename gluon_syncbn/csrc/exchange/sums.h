@@ -81,7 +81,6 @@ class Sums {
     void wait(Round& round, size_t begin, size_t end, const Need& need, uint32_t seen, bool polls);
     // Whether this is rank 0 of the job.
     bool decides() const { return segment_.rank() == 0 && (machines_ == nullptr || machines_->is_first()); }
-    std::optional<std::string> announced();
     void announce(const std::string& text);
     void give_up(const std::exception& reason) noexcept;
 
