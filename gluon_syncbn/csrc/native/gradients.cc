@@ -116,10 +116,8 @@ class Gradients : public Round, public std::enable_shared_from_this<Gradients> {
         sums_.look();
     }
     void lose(size_t index) {
-        {
-            std::lock_guard<std::mutex> lock(mutex_);
-            items_[index].state = State::kLost;
-        }
+        std::lock_guard<std::mutex> lock(mutex_);
+        items_[index].state = State::kLost;
         sums_.look();
     }
 
