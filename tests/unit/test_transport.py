@@ -65,7 +65,7 @@ def test_moments_of_all_processes(size):
     all_stores = stores(size)
     ids = [_native.layer_create("bn", 0, 1, 0, [], 0, None) for _ in all_stores]
     for number, store in zip(ids, all_stores):
-        session.register(info(number, 1), store)
+        session.register(info(number, 1)._replace(exchange=store))
 
     def work(store):
         return allreduce(store.handle, (ids[store.rank], -1, 0, 0, "bn", 60.0), packed(shards[store.rank]), True)
