@@ -85,7 +85,7 @@ def new_layer(store: Any) -> int:
     from gluon_syncbn.training.session import session
 
     layer = _native.layer_create("a benchmark", 0, 1, 0, [], 0, None)
-    session.register(LayerInfo(layer, "a benchmark", [mx.cpu()], 1, 1), store)
+    session.register(LayerInfo(layer, "a benchmark", [mx.cpu()], 1, 1, exchange=store))
     return layer
 
 
