@@ -14,7 +14,7 @@ WORKER = SUPPORT / "join_worker.py"
 @pytest.mark.parametrize(
     "processes, scenarios",
     [
-        (2, "equal_one_process+masks_equal_one_process"),
+        (2, "equal_one_process+masks_equal_one_process+leave_out_an_output"),
         (3, "equal_one_process+groups_equal_one_process+masks_in_groups_equal_one_process"),
     ],
 )

@@ -125,6 +125,21 @@ def equal_one_process(norm=gluon_syncbn.SyncBatchNorm, residual=gluon_syncbn.Syn
                 np.testing.assert_allclose(array.asnumpy(), expected[1].data().asnumpy(), 1e-6, 1e-6, err_msg=name)
 
 
+def leave_out_an_output():
+    """The layer before it gets no gradient in any process, and stays as it is."""
+    gluon_syncbn.configure(kvstore=kv)
+    net = build(gluon_syncbn.SyncBatchNorm, gluon_syncbn.SyncBatchNormAdd)
+    trainer = ready(net, CONTEXTS[:1], "eager", kv)
+    before = net.dense.weight.data().asnumpy()
+    with gluon_syncbn.join(net, trainer):
+        for _ in range(STEPS[kv.rank]):
+            with autograd.record():
+                y = net(nd.ones((2, 4, 3, 3), dtype="float64"))[1]
+            y.backward()
+            trainer.step(2, ignore_stale_grad=True)
+    assert (net.dense.weight.data().asnumpy() == before).all()
+
+
 def errors_end_all():
     gluon_syncbn.configure(kvstore=kv)
     net = build(gluon_syncbn.SyncBatchNorm, gluon_syncbn.SyncBatchNormAdd)
