@@ -60,13 +60,6 @@ def _copied(value: mx.nd.NDArray) -> mx.nd.NDArray:
     return mx.nd.SwapAxis(value.as_in_context(mx.cpu()), dim1=0, dim2=0)
 
 
-def _in_order(parameters: Dict[str, Any]) -> List[Tuple[str, Any]]:
-    """Sorts by name with numbers as numbers. Gluon's counters may begin elsewhere in another process, where the Trainer
-    puts ``dense10_weight`` before ``dense9_weight``.
-    """
-    return sorted(parameters.items(), key=lambda one: numbered(one[0]))
-
-
 def numbered(name: str) -> List[str]:
     """Returns what to sort names by, so that numbers count as numbers."""
     return [text.zfill(9) for text in re.split(r"(\d+)", name)]
@@ -165,14 +158,14 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
 
         Does not wait. All of them become sums, or all raise the failure, so that a failed step changes no parameter.
         Trainers of several threads may come in any order. The store numbers them as `expect` got them. ``gradients``
-        has, by the name of the parameter, one for each context. ``update`` tells what is done with the sums, and has to
-        be the same in all processes.
+        has, by the name of the parameter and in the same order in all processes, one for each context. ``update`` tells
+        what is done with the sums, and has to be the same in all processes.
         """
         known = self.expect(trainer)
         what = f"the gradients of trainer {known.number}"
         given = [array for arrays in gradients.values() for array in arrays]
         if known.summands is None or len(known.given) != len(given) or any(map(operator.is_not, known.given, given)):
-            sums = {f"the gradient of '{name}'": (arrays, arrays) for name, arrays in _in_order(gradients)}
+            sums = {f"the gradient of '{name}'": (arrays, arrays) for name, arrays in gradients.items()}
             self._find_way(known, list(gradients.values()))
             if known.way is None and not all(_in_place(arrays) for arrays in gradients.values()):
                 self._sum(what, sums, update)
@@ -246,13 +239,14 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
     def compare_weights(self, trainer: Any, parameters: Dict[str, Tuple[List[mx.nd.NDArray], bool]]) -> None:
         """Compares the parameters of a Trainer with those of the other processes, before its first update.
 
-        ``parameters`` has, by name, the array of each context, and whether it is trained. One that is not, such as the
-        running statistics of plain BatchNorm, becomes that of rank 0. MXNetError: the first trained one that differs.
+        ``parameters`` has, by name and in the same order in all processes, the array of each context, and whether it
+        is trained, or could be. One that could not, such as the running statistics of plain BatchNorm, becomes that of
+        rank 0. MXNetError: the first other one that differs.
         """
-        number, ordered = self.expect(trainer).number, _in_order(parameters)
-        own = np.array([_hash(arrays[0].asnumpy().tobytes()) for _, (arrays, _) in ordered], np.int64)
+        number = self.expect(trainer).number
+        own = np.array([_hash(arrays[0].asnumpy().tobytes()) for arrays, _ in parameters.values()], np.int64)
         everyone = self.allgather(f"digests of the weights of trainer {number}", own)
-        for i, (name, (arrays, trained)) in enumerate(ordered):
+        for i, (name, (arrays, trained)) in enumerate(parameters.items()):
             differing = [rank for rank, theirs in enumerate(everyone) if theirs[i] != everyone[0][i]]
             if differing and trained:
                 self._give_up(
@@ -419,10 +413,10 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         self._transport.forked()
 
     def learn(self, layers: Sequence[LayerInfo], more: bool = False) -> None:
-        """Numbers the layers without a number, in their order, after a comparison with the other processes.
+        """Numbers the layers without a number, sorted by name, after a comparison with the other processes.
 
-        Where ``more`` are to come, the processes agree on those that all have. The first forward of an eager net
-        initialises layers while another process is ahead.
+        Where ``more`` are to come, the processes agree on the first ones, as many as all have, in their own order. The
+        first forward of an eager net initialises layers while another process is ahead.
         """
         with self._lock:
             new = [layer for layer in layers if layer.id not in self.known]

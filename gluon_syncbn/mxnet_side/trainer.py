@@ -73,8 +73,8 @@ def initialising(initialise: Callable, trainer: gluon.Trainer) -> None:
     were asked for. It compares its weights with those of the other processes. MXNet would copy rank 0's, after a
     forward and a backward with others. It copies the first context's running statistics to all.
     """
-    if trainer not in _order:
-        _order[trainer] = sorted(range(len(trainer._params)), key=lambda at: numbered(trainer._params[at].name))
+    if trainer not in _initialised:
+        _initialised.add(trainer)
         for text in _surprises(trainer):
             warnings.warn(text, stacklevel=4)
         _tell_who_meets(trainer._params)
@@ -83,18 +83,28 @@ def initialising(initialise: Callable, trainer: gluon.Trainer) -> None:
     if not isinstance(trainer._kvstore, ProcessStore):
         initialise(trainer)
         return
-    names = [trainer._params[at].name for at in _order[trainer]]
-    for name, following in zip(names, names[1:]):
-        if name == following:  # the gradients go by their names
-            arguments.refuse("params", name, "parameters with different names: give the nets other prefixes")
-    known = [p for p in trainer._params_to_init if not p._deferred_init]
+    ordered = _in_order(trainer)
+    for one, following in zip(ordered, ordered[1:]):
+        if one.name == following.name:  # the gradients go by their names
+            arguments.refuse("params", one.name, "parameters with different names: give the nets other prefixes")
+    known = [p for p in ordered if p in trainer._params_to_init and not p._deferred_init]
     trainer._params_to_init = [p for p in trainer._params_to_init if p._deferred_init]
     if known:
         trainer._kvstore.compare_weights(trainer, {p.name: (p.list_data(), p._differentiable) for p in known})
 
 
-#: Of Trainers that have begun: the places of their parameters, sorted by name. A parameter would keep its Trainer.
+_initialised: weakref.WeakSet[gluon.Trainer] = weakref.WeakSet()
+#: The places of a Trainer's parameters, sorted by their names. A parameter would keep its Trainer.
 _order: weakref.WeakKeyDictionary[gluon.Trainer, List[int]] = weakref.WeakKeyDictionary()
+
+
+def _in_order(trainer: gluon.Trainer) -> List[gluon.Parameter]:
+    """Returns the parameters in an order that is the same in all processes. Gluon's counters may begin elsewhere in
+    another one, where the Trainer puts ``dense10_weight`` before ``dense9_weight``.
+    """
+    if trainer not in _order:
+        _order[trainer] = sorted(range(len(trainer._params)), key=lambda at: numbered(trainer._params[at].name))
+    return [trainer._params[at] for at in _order[trainer]]
 
 
 def adding(add: Callable, trainer: gluon.Trainer) -> None:
@@ -104,7 +114,7 @@ def adding(add: Callable, trainer: gluon.Trainer) -> None:
         _gate(trainer)
     store = trainer._kvstore
     if isinstance(store, ProcessStore):
-        gradients = {p.name: p.list_grad() for p in trainer._params if p.grad_req != "null"}
+        gradients = {p.name: p.list_grad() for p in _in_order(trainer) if p.grad_req != "null"}
         store.add_gradients(trainer, gradients, update_of(trainer))
     else:
         add(trainer)
@@ -116,7 +126,7 @@ _USUAL = {"lr_mult": 1, "wd_mult": 1, "grad_req": "write", "new gradient": True}
 
 def update_of(trainer: gluon.Trainer) -> str:
     """Describes all that the update of this step depends on: the processes compare it."""
-    optimizer, ordered = trainer._optimizer, [trainer._params[at] for at in _order.get(trainer, [])]
+    optimizer, ordered = trainer._optimizer, _in_order(trainer)
     numbers = {name: value for name, value in vars(optimizer).items() if isinstance(value, Real) and name[0] != "_"}
     settings = ", ".join(f"{name} {value}" for name, value in numbers.items())
     pooled = followers_of(ordered)
