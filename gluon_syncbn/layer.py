@@ -321,7 +321,8 @@ class SyncBatchNorm(nn.BatchNorm):
     def _adopt_parameters(self, *settings: Any) -> None:
         """Makes the contexts of ``running_mean`` this layer's replicas; by default with the settings as before."""
         self._replicas: Replicas = Replicas(self.name, *(settings or self._replicas.settings))
-        self._replicas.computes = {**self._kwargs, "activation": self._activation, "unbiased": self._unbiased}
+        computes = {**self._kwargs, **self._activation.arguments(), "running_variance": self.running_variance}
+        self._replicas.computes = computes
         self._replicas.running.update((self.running_mean, self.running_var))
         patches.replace(_initialising, Parameter, "_init_impl")
         self.running_mean._followers = [*followers_of([self.running_mean]), self._replicas]
