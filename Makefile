@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .ONESHELL:
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help docs quickstart demo demo-contrastive demo-distributed check test test-newest test-custom test-horovod test-torch test-gpu-emulated test-cu112 sanitize gluoncv lint format bench compare slow soak clean core dev dist test-dist
+.PHONY: help docs quickstart demo demo-contrastive demo-distributed check test test-newest test-custom test-horovod test-torch test-gpu-emulated test-cu112 sanitize gluoncv lint format bench compare slow nightly soak clean core dev dist test-dist
 
 VENV ?= .venv
 PYTHON ?=
@@ -40,6 +40,7 @@ help:
 	make bench    speed of the layer and of whole models, against plain BatchNorm and contrib's SyncBatchNorm
 	make compare  plain BatchNorm against SyncBatchNorm: accuracy over several seeds (about 15 minutes)
 	make slow     the tests that take minutes each
+	make nightly  what CI leaves out: all of slow, test-custom, test-horovod, test-torch, test-dist and soak (two hours)
 	make soak     random nets in random ways for 10 minutes, each step checked; ARGS="--minutes 1"
 	              ARGS="--kind layers": 3,000 random layers against a second implementation in NumPy (about 5 minutes)
 	make clean    remove what was built and .venv; results in runs/ stay
@@ -143,6 +144,14 @@ slow: dev
 
 soak: dev
 	@PYTHONPATH=tests/support:tests $(PY) -m soak $(ARGS)
+
+# Each runs to its end, so that one failure does not hide the next.
+nightly:
+	@failed=
+	for target in slow test-custom test-horovod test-torch test-dist soak; do
+	    if $(MAKE) --no-print-directory "$$target"; then echo "== $$target passed"; else failed="$$failed $$target"; fi
+	done
+	if [ -n "$$failed" ]; then echo "== failed:$$failed"; exit 1; fi
 
 clean:
 	@if [ -e "$$VENV/.made-by-make" ]; then rm -rf "$$VENV"; fi
