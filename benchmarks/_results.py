@@ -10,6 +10,7 @@ import os
 import platform
 import shlex
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
@@ -101,9 +102,10 @@ def report(results: Sequence[Cell], *keys: str) -> int:
 
 
 def occasion(command: Sequence[str]) -> Dict[str, str]:
-    """When it was measured, and how to do so again."""
+    """When it was measured, with which version, and how to do so again."""
     now = datetime.datetime.now(datetime.timezone.utc)
-    return {"date": now.strftime("%Y-%m-%d %H:%M UTC"), "command": shlex.join(["python", *command])}
+    date = now.strftime("%Y-%m-%d %H:%M UTC")
+    return {"date": date, "gluon_syncbn": _version(), "command": shlex.join(["python", *command])}
 
 
 def environment(command: Sequence[str]) -> Dict[str, str]:
@@ -127,6 +129,15 @@ def environment(command: Sequence[str]) -> Dict[str, str]:
         "native core": _native.instruction_set(),
         "load before": "{:.1f}, {:.1f}, {:.1f} (1, 5, 15 minutes)".format(*os.getloadavg()),
     }
+
+
+def _version() -> str:
+    """That of this package with the commit, and whether files differ from it."""
+    from gluon_syncbn import __version__
+
+    command = ["git", "describe", "--always", "--dirty=, changed", "--exclude=*"]
+    commit = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout.strip()
+    return f"{__version__} ({commit or 'no commit'})"
 
 
 def _processor() -> str:

@@ -14,6 +14,8 @@ import pytest
 from environments import ended
 from places import BENCHMARKS, PACKAGE
 
+from gluon_syncbn import __version__
+
 # What a cell of a table may be.
 NUMBER = r"-?\d+\.\d+"
 MEDIAN_AND_RANGE = rf"{NUMBER} \({NUMBER} to {NUMBER}\)"
@@ -48,7 +50,7 @@ def results(name, said, out, command=None):
     assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     text = (out / f"{name}.md").read_text()
     assert (command or f"benchmarks/{name}.py --quick") in text
-    for fact in ("processor", "cores", "mxnet: 1.9", "native core", "date"):
+    for fact in ("processor", "cores", "mxnet: 1.9", "native core", "date", f"gluon_syncbn: {__version__} ("):
         assert f"- {fact}" in text
     results = json.loads((out / f"{name}.json").read_text())
     with gzip.open(out / f"{name}.raw.json.gz", "rt") as file:
@@ -164,6 +166,7 @@ def test_the_results_of_the_repository_are_short(benchmarks):
     import _results
 
     texts = [path.read_text() for path in sorted((BENCHMARKS / "results").glob("*.json"))]
+    assert all(json.loads(text)["environment"]["gluon_syncbn"] for text in texts), "of which version?"
     assert all(text == _results._lines(json.loads(text)) + "\n" for text in texts)
     assert texts and sum(text.count("\n") for text in texts) <= 2200
 

@@ -136,8 +136,8 @@ def anchors(page):
 
 
 def test_each_block_says_what_it_is():
-    """``python`` runs, ``sh`` is looked through, ``text`` is neither."""
-    assert not [block.name for block in PAGED if block.language not in ("python", "sh", "text")]
+    """``python`` runs, ``sh`` is looked through, ``diff`` and ``text`` are neither."""
+    assert not [block.name for block in PAGED if block.language not in ("python", "sh", "diff", "text")]
 
 
 def test_the_reference_has_all_public_names():
