@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -135,9 +136,11 @@ def _version() -> str:
     """That of this package with the commit, and whether files differ from it."""
     from gluon_syncbn import __version__
 
+    if not shutil.which("git"):
+        return __version__
     command = ["git", "describe", "--always", "--dirty=, changed", "--exclude=*"]
-    commit = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout.strip()
-    return f"{__version__} ({commit or 'no commit'})"
+    told = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return f"{__version__} ({told.stdout.strip() or 'no commit'})"
 
 
 def _processor() -> str:

@@ -50,7 +50,7 @@ def results(name, said, out, command=None):
     assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     text = (out / f"{name}.md").read_text()
     assert (command or f"benchmarks/{name}.py --quick") in text
-    for fact in ("processor", "cores", "mxnet: 1.9", "native core", "date", f"gluon_syncbn: {__version__} ("):
+    for fact in ("processor", "cores", "mxnet: 1.9", "native core", "date", f"gluon_syncbn: {__version__}"):
         assert f"- {fact}" in text
     results = json.loads((out / f"{name}.json").read_text())
     with gzip.open(out / f"{name}.raw.json.gz", "rt") as file:
