@@ -70,8 +70,11 @@ def _folder(folder: Path, size: int):
     return pixels, np.array([classes.index(name) for name in names])
 
 
-def view(images: np.ndarray, size: int, random: np.random.RandomState) -> np.ndarray:
-    """Rotates, scales, shears and moves each image at random, and adds noise: (N, C, size, size)."""
+def view(images: np.ndarray, size: int, random: np.random.RandomState, rows=slice(None)) -> np.ndarray:
+    """Rotates, scales, shears and moves these rows of a batch at random, and adds noise: (rows, C, size, size).
+
+    Numbers are drawn for the whole batch, so a row has the same view in whichever process it is made.
+    """
     n = len(images)
 
     def uniform(width, count=None):
@@ -83,7 +86,8 @@ def view(images: np.ndarray, size: int, random: np.random.RandomState) -> np.nda
     shape = np.zeros((n, 2, 2))
     shape[:, 0, 0], shape[:, 1, 1], shape[:, 0, 1] = scale * stretch, scale / stretch, slant
     affine = np.concatenate([turn @ shape, uniform(0.25, 2)[:, :, None]], axis=2)
-    return resample(images, size, affine) + 0.05 * random.randn(n, images.shape[1], size, size).astype("float32")
+    noise = 0.05 * random.randn(n, images.shape[1], size, size).astype("float32")
+    return resample(images[rows], size, affine[rows]) + noise[rows]
 
 
 def resample(images: np.ndarray, size: int, affine: np.ndarray | None = None) -> np.ndarray:

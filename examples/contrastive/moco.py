@@ -58,22 +58,40 @@ class Encoder(nn.HybridBlock):
 
 
 class MoCo:
-    """The two encoders and the queue, on one or several contexts.
+    """The two encoders and the queue, on one or several contexts of one or several processes.
 
     The normalisation layers divide a batch into slots (virtual devices). With ``bn='local'``, a query and its key are
-    in the same slot. The two encoders are nearly equal, so both share statistics with few other samples.
+    in the same slot. The two encoders are nearly equal, so both share statistics with few other samples. All processes
+    have the same encoders and the same queue.
     """
 
     def __init__(
-        self, contexts, *, bn, virtual_devices, channels, size, queue, momentum, temperature, seed, lr, dim=64
+        self,
+        contexts,
+        kvstore=None,
+        *,
+        bn,
+        virtual_devices,
+        channels,
+        size,
+        queue,
+        momentum,
+        temperature,
+        seed,
+        lr,
+        dim=64,
     ):
         mx.random.seed(seed)
-        self.contexts, self.bn, self.momentum, self.temperature = contexts, bn, momentum, temperature
+        self.contexts, self.momentum, self.temperature = contexts, momentum, temperature
+        self.first = kvstore.rank * len(contexts) if kvstore else 0  # shard of the batch
+        self.shards = kvstore.num_workers * len(contexts) if kvstore else len(contexts)
         self.query, self.key = (Encoder(bn, virtual_devices, dim=dim) for _ in range(2))
         for encoder in (self.query, self.key):
             encoder.initialize(mx.init.Xavier(magnitude=2), ctx=contexts)
             encoder(nd.zeros((1, channels, size, size), ctx=contexts[0]))  # the first batch fixes the shapes
             encoder.hybridize(static_alloc=True)
+        if kvstore:
+            gluon_syncbn.broadcast_parameters(self.query)
         self._pairs = []
         for key, query in zip(self.key.collect_params().values(), self.query.collect_params().values()):
             key.set_data(query.data(contexts[0]))
@@ -86,31 +104,41 @@ class MoCo:
         self.loss = gluon.loss.SoftmaxCrossEntropyLoss()
         # Without the running statistics, because a resumed Trainer copies the first device's parameters to all devices.
         trained = [query for _, query in self._pairs]
-        self.trainer = gluon.Trainer(trained, "sgd", {"learning_rate": lr, "momentum": 0.9, "wd": 1e-4})
+        settings = {"learning_rate": lr, "momentum": 0.9, "wd": 1e-4}
+        self.trainer = gluon.Trainer(trained, "sgd", settings, kvstore=kvstore or "device")
 
-    def step(self, x_q: np.ndarray, x_k: np.ndarray, shuffle: contrastive.SampleShuffle) -> tuple:
-        """One training step on two views of a batch. Returns (loss, pretext accuracy)."""
+    def rows(self, n: int) -> list:
+        """Which rows of a batch of n each context of this process has."""
+        return np.array_split(np.arange(n), self.shards)[self.first :][: len(self.contexts)]
+
+    def step(self, x_q: np.ndarray, x_k: np.ndarray, order: np.ndarray) -> np.ndarray:
+        """One training step on two views of this process's rows of a batch. Row i of all keys is sample ``order[i]``.
+
+        Returns the loss of each row here, and whether its key was found: (2, rows).
+        """
         for key, query in self._pairs:
             for context in self.contexts:
                 key.data(context)[:] = self.momentum * key.data(context) + (1 - self.momentum) * query.data(context)
+        rows, places = self.rows(len(order)), np.argsort(order)  # where the key of each query is
         with autograd.train_mode():  # statistics of the batch, no gradients
-            if self.bn == "sample-shuffle":
-                keys = contrastive.split_and_load(x_k, self.contexts, even_split=False, shuffle=shuffle).apply(self.key)
-            else:
-                keys = [self.key(x) for x in gluon.utils.split_and_load(x_k, self.contexts, even_split=False)]
+            everyone = contrastive.gather([self.key(x) for x in self._load(x_k, rows)])  # all keys, on each context
         losses, hits = [], []
         with autograd.record():
-            for x, k in zip(gluon.utils.split_and_load(x_q, self.contexts, even_split=False), keys):
-                q = self.query(x)
+            for x, keys, own in zip(self._load(x_q, rows), everyone, rows):
+                q, k = self.query(x), keys.take(nd.array(places[own], ctx=keys.context))
                 positive = (q * k).sum(axis=1, keepdims=True)
                 negative = nd.dot(q, self.queue.as_in_context(x.context), transpose_b=True)
                 logits = nd.concat(positive, negative, dim=1) / self.temperature  # (n, 1 + K), the positive key first
                 losses.append(self.loss(logits, nd.zeros(len(x), ctx=x.context)))
                 hits.append(logits.argmax(axis=1) == 0)
         autograd.backward(losses)
-        self.trainer.step(len(x_q))
-        self._enqueue(nd.concat(*[k.as_in_context(mx.cpu()) for k in keys], dim=0))
-        return tuple(float(np.mean(np.concatenate([v.asnumpy() for v in values]))) for values in (losses, hits))
+        self.trainer.step(len(order))
+        self._enqueue(everyone[0].as_in_context(mx.cpu()).take(nd.array(places)))
+        return np.array([np.concatenate([one.asnumpy() for one in values]) for values in (losses, hits)])
+
+    def _load(self, x: np.ndarray, rows: list) -> list:
+        ends = np.cumsum([len(own) for own in rows])[:-1]
+        return [nd.array(part, ctx=context) for part, context in zip(np.split(x, ends), self.contexts)]
 
     def _enqueue(self, keys):
         rows = (self.position + np.arange(len(keys))) % len(self.queue)

@@ -2,8 +2,10 @@
 
     python examples/contrastive/train.py --bn local             # scikit-learn's digits
     python examples/contrastive/train.py --bn sample-shuffle --data my_images/
+    mpiexec -n 2 python examples/contrastive/train.py --kvstore mpi
 
-Writes epochs.csv and last.ckpt to the run's folder. The same command with --resume continues a stopped run.
+Writes epochs.csv and last.ckpt to the run's folder. Each of several processes has a checkpoint, last-RANK.ckpt. The
+same command with --resume continues a stopped run.
 """
 
 from __future__ import annotations
@@ -36,12 +38,13 @@ def parse(argv=None) -> argparse.Namespace:
     parser.add_argument(
         "--bn",
         choices=("local", "sync", "shuffle", "sample-shuffle"),
-        default="shuffle",
+        default="sample-shuffle",
         help="normalise with the statistics of each slot / of the whole batch / of another slot / of each slot, "
         "with the keys in other slots than their queries",
     )
     parser.add_argument("--virtual-devices", type=int, default=8, metavar="V", help="number of slots of each device")
-    parser.add_argument("--cpus", type=int, default=1, help="number of CPU contexts")
+    parser.add_argument("--cpus", type=int, default=1, help="number of CPU contexts of each process")
+    parser.add_argument("--kvstore", choices=("mpi", "horovod"), help="train in the processes that it connects")
     parser.add_argument("--data", metavar="FOLDER", help="images, with classes in subfolders (default: digits)")
     parser.add_argument("--size", type=int, help="pixels of a view (default: 16 for digits, 32 for a folder)")
     parser.add_argument("--epochs", type=int, default=40)
@@ -63,10 +66,6 @@ def parse(argv=None) -> argparse.Namespace:
     for name, low, high in (("lr", 0, math.inf), ("momentum", 0, 1), ("temperature", 0, math.inf)):
         if not low < getattr(options, name) < high:
             raise UserError(f"--{name}: {getattr(options, name)} was given, expected above {low} and below {high}")
-    if options.bn != "sync" and options.cpus * options.virtual_devices < 2:
-        raise UserError(f"--bn {options.bn}: one slot in all, expected at least 2 (--virtual-devices, --cpus)")
-    if options.batch_size < options.cpus * options.virtual_devices:
-        raise UserError(f"--batch-size: {options.batch_size} was given, expected at least one image for each slot")
     if options.queue < options.batch_size:
         raise UserError(f"--queue: {options.queue} was given, expected at least --batch-size, {options.batch_size}")
     if not 0 <= options.seed < 2**31:
@@ -74,47 +73,81 @@ def parse(argv=None) -> argparse.Namespace:
     return options
 
 
+class Alone:
+    """The job of one process, in the place of a KVStore."""
+
+    rank, num_workers = 0, 1
+
+    def allgather(self, name: str, array: np.ndarray) -> list:
+        return [array]
+
+
 def train(options: argparse.Namespace) -> list:
-    """Trains, or continues a run. Returns the rows of epochs.csv."""
+    """Trains, or continues a run. Returns the rows of epochs.csv, in rank 0 of several processes."""
     contexts = gluon_syncbn.cpu_devices(options.cpus)
     from moco import MoCo
 
+    kvstore = None
+    if options.kvstore:
+        try:
+            kvstore = gluon_syncbn.kvstore(options.kvstore)
+        except ImportError as error:
+            raise UserError(f"--kvstore: {error}") from None
+        gluon_syncbn.configure(kvstore=kvstore)
+    job = kvstore or Alone()
+    slots = job.num_workers * options.cpus * options.virtual_devices
+    if options.bn != "sync" and slots < 2:
+        raise UserError(f"--bn {options.bn}: one slot in all, expected at least 2 (--virtual-devices, --cpus)")
+    if options.batch_size < slots:
+        raise UserError(f"--batch-size: {options.batch_size} was given, expected at least one image for each slot")
     images = load(options.data, options.size)
     steps = len(images.train) // options.batch_size
     if steps < 1:
         raise UserError(f"--batch-size: {options.batch_size} was given, expected at most {len(images.train)} images")
     moco = MoCo(
-        contexts, bn=options.bn, virtual_devices=options.virtual_devices, channels=images.train.shape[1],
+        contexts, kvstore, bn=options.bn, virtual_devices=options.virtual_devices, channels=images.train.shape[1],
         size=options.size, queue=options.queue, momentum=options.momentum, temperature=options.temperature,
         seed=options.seed, lr=options.lr,
     )  # fmt: skip
     options.out.mkdir(parents=True, exist_ok=True)
-    rows = restore(options, moco) if options.resume else []
+    checkpoint = options.out / (f"last-{job.rank}.ckpt" if kvstore else "last.ckpt")
+    rows = restore(options, checkpoint, moco) if options.resume else []
+    done = [int(epochs) for (epochs,) in job.allgather("epochs", np.array([len(rows)]))]
+    if len(set(done)) > 1:
+        raise UserError(f"--resume: the processes' checkpoints are of the epochs {done}, expected the same epoch")
     stop = Stop()
-    bar = tqdm(range(len(rows), options.epochs), desc=options.bn, unit="epoch", disable=options.no_progress or None)
+    silent = options.no_progress or job.rank > 0
+    bar = tqdm(range(len(rows), options.epochs), desc=options.bn, unit="epoch", disable=silent or None)
     for epoch in bar:
         # Random numbers depend on seed and epoch alone, so a resumed run gives the same result.
         random = np.random.RandomState([options.seed, epoch])
         gluon_syncbn.configure(seed=options.seed << 32 | epoch)
         shuffle = contrastive.SampleShuffle(options.seed, position=epoch * steps)
-        order, results = random.permutation(len(images.train)), []
+        order = random.permutation(len(images.train))
+        results = np.zeros((steps, 2, options.batch_size), "float32")  # loss and hit of each row; 0 for others' rows
         for k in range(steps):
             done = (epoch * steps + k) / (options.epochs * steps)
             moco.trainer.set_learning_rate(options.lr * 0.5 * (1 + math.cos(math.pi * done)))
             batch = images.train[order[k * options.batch_size : (k + 1) * options.batch_size]]
-            x_q, x_k = (centred(view(batch, options.size, random)) for _ in range(2))
-            results.append(moco.step(x_q, x_k, shuffle))
-        loss, pretext = np.mean(results, axis=0)
+            own = np.concatenate(moco.rows(len(batch)))
+            keys = shuffle.permutation(len(batch)) if options.bn == "sample-shuffle" else np.arange(len(batch))
+            x_q, x_k = (centred(view(batch, options.size, random, rows)) for rows in (own, keys[own]))
+            results[k][:, own] = moco.step(x_q, x_k, keys)
+        loss, pretext = map(float, sum(job.allgather("results", results)).mean(axis=(0, 2)))
         if not np.isfinite(loss):
             raise UserError(f"the loss became {loss} in epoch {epoch + 1}; a smaller --lr may help")
-        knn = knn_accuracy(moco, images, options.size)
+        knn = knn_accuracy(moco, images, options.size) if job.rank == 0 else None
         rows.append(dict(zip(FIELDS, (epoch + 1, loss, pretext, knn, moco.trainer.learning_rate))))
         bar.set_postfix(loss=f"{loss:.2f}", pretext=f"{pretext:.1%}", knn="-" if knn is None else f"{knn:.1%}")
-        save(options, moco, rows)
-        if stop.requested:
-            print(f"stopped after epoch {epoch + 1}; --resume continues", file=sys.stderr)
-            raise SystemExit(128 + stop.requested)
-    return rows
+        save(options, checkpoint, moco, rows)
+        if job.rank == 0:
+            write(options.out / "epochs.csv", rows)
+        asked = int(max(signals[0] for signals in job.allgather("stop", np.array([stop.requested]))))
+        if asked:
+            if job.rank == 0:
+                print(f"stopped after epoch {epoch + 1}; --resume continues", file=sys.stderr)
+            raise SystemExit(128 + asked)
+    return rows if job.rank == 0 else []
 
 
 def centred(images: np.ndarray) -> np.ndarray:
@@ -157,9 +190,9 @@ FIXED = ("bn", "virtual_devices", "cpus", "data", "size", "batch_size", "lr", "q
          "seed", "epochs")  # fmt: skip
 
 
-def save(options: argparse.Namespace, moco, rows: list) -> None:
+def save(options: argparse.Namespace, path: Path, moco, rows: list) -> None:
     """Writes a temporary file, then renames it, so no checkpoint is ever incomplete."""
-    aside = options.out / "last.ckpt.tmp"
+    aside = path.with_suffix(".tmp")
     state = {"options": {name: getattr(options, name) for name in FIXED}, "rows": rows, "position": moco.position}
     with zipfile.ZipFile(aside, "w") as archive:
         archive.writestr("state.json", json.dumps(state))
@@ -168,17 +201,20 @@ def save(options: argparse.Namespace, moco, rows: list) -> None:
                 values = {n: p.data(context).asnumpy() for n, p in encoder._collect_params_with_prefix().items()}
                 _write(archive, f"{name}-{i}.npz", values)
         _write(archive, "queue.npz", {"queue": moco.queue.asnumpy()})
-        states = options.out / "trainer.tmp"
+        states = path.with_suffix(".trainer")
         moco.trainer.save_states(str(states))
         archive.write(states, "trainer.states")
         states.unlink()
-    os.replace(aside, options.out / "last.ckpt")
-    aside = options.out / "epochs.csv.tmp"
+    os.replace(aside, path)
+
+
+def write(path: Path, rows: list) -> None:
+    aside = path.with_suffix(".tmp")
     with aside.open("w", newline="") as file:
         table = csv.DictWriter(file, FIELDS)
         table.writeheader()
         table.writerows(rows)
-    os.replace(aside, options.out / "epochs.csv")
+    os.replace(aside, path)
 
 
 def _write(archive: zipfile.ZipFile, name: str, arrays: dict) -> None:
@@ -187,11 +223,10 @@ def _write(archive: zipfile.ZipFile, name: str, arrays: dict) -> None:
     archive.writestr(name, buffer.getvalue())
 
 
-def restore(options: argparse.Namespace, moco) -> list:
-    """Loads the state of the run in `options.out` into `moco`. Returns the rows of the run."""
+def restore(options: argparse.Namespace, path: Path, moco) -> list:
+    """Loads a checkpoint into `moco`. Returns the rows of the run."""
     from mxnet import nd
 
-    path = options.out / "last.ckpt"
     if not path.exists():
         raise UserError(f"--resume: {path} does not exist; expected the folder of a run (--out)")
     try:
@@ -209,7 +244,7 @@ def restore(options: argparse.Namespace, moco) -> list:
                     for n, parameter in encoder._collect_params_with_prefix().items():
                         nd.array(values[n], ctx=context).copyto(parameter.data(context))
             moco.queue = nd.array(np.load(io.BytesIO(archive.read("queue.npz")))["queue"])
-            states = options.out / "trainer.tmp"
+            states = path.with_suffix(".trainer")
             states.write_bytes(archive.read("trainer.states"))
     except (zipfile.BadZipFile, KeyError, ValueError) as error:
         raise UserError(f"--resume: {path} is damaged ({error})") from None

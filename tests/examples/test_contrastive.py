@@ -4,6 +4,7 @@ import csv
 import re
 import signal
 import sys
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,8 +17,11 @@ pytest.importorskip("sklearn", reason="the digits and the kNN check come with sc
 Image = pytest.importorskip("PIL.Image", reason="pictures need Pillow")
 
 
-def run(*arguments, script="train.py"):
-    command = [sys.executable, str(CONTRASTIVE / script), *map(str, arguments)]
+MPIEXEC = [str(Path(sys.executable).parent / "mpiexec"), "-n", "2"]
+
+
+def run(*arguments, script="train.py", launcher=()):
+    command = [*launcher, sys.executable, str(CONTRASTIVE / script), *map(str, arguments)]
     return ended(command, OMP_NUM_THREADS=1)
 
 
@@ -86,6 +90,26 @@ def test_interrupted_and_resumed_is_the_same(bn, images, tmp_path):
     assert rows(parts) == rows(whole)
 
 
+@pytest.mark.parametrize("bn", ["sample-shuffle", pytest.param("local", marks=pytest.mark.slow)])
+def test_two_processes_are_one_process_with_two_devices(bn, images, tmp_path):
+    """To the bit, also if they are interrupted and resumed, with batches that do not divide."""
+    pytest.importorskip("mpi4py", reason="processes need mpi4py")
+    one, two = tmp_path / "one", tmp_path / "two"
+    settings = ["--size", 12, "--batch-size", 9, "--virtual-devices", 2, "--queue", 32]
+    settings += ["--bn", bn, "--epochs", 2, "--data", images]
+    assert run(*settings, "--cpus", 2, "--out", one).returncode == 0
+    (tmp_path / "interrupted.py").write_text(INTERRUPTED)
+    job = [*settings, "--kvstore", "mpi", "--out", two]
+    stopped = run(*job, script=tmp_path / "interrupted.py", launcher=MPIEXEC)
+    assert stopped.returncode == 128 + signal.SIGINT, stopped.stderr
+    assert len(rows(two)) == 1
+    resumed = run(*job, "--resume", launcher=MPIEXEC)
+    assert resumed.returncode == 0, resumed.stderr
+    assert rows(two) == rows(one)
+    queues = [zipfile.ZipFile(two / f"last-{rank}.ckpt").read("queue.npz") for rank in range(2)]
+    assert queues[0] == queues[1]
+
+
 @pytest.fixture(scope="module")
 def trained(images, tmp_path_factory):
     """The folder of a run of an epoch."""
@@ -107,7 +131,7 @@ def test_a_folder_of_images(trained, images, tmp_path):
     [
         (["--batch-size", 4], "--batch-size: 4 was given, expected at least one image for each slot"),
         (["--queue", 16], "--queue: 16 was given, expected at least --batch-size, 32"),
-        (["--virtual-devices", 1], "--bn shuffle: one slot in all, expected at least 2"),
+        (["--virtual-devices", 1], "--bn sample-shuffle: one slot in all, expected at least 2"),
         (["--queue", 0], "--queue: 0 was given, expected at least 1"),
         (["--momentum", 1.5], "--momentum: 1.5 was given, expected above 0 and below 1"),
         (["--data", "nowhere"], "--data nowhere: no such folder"),
@@ -155,7 +179,7 @@ def test_a_loss_over_the_batch_of_two_processes_is_that_of_one(loss):
     """Of 17 images, on two contexts each; contrastive.gather is all that connects their features."""
     pytest.importorskip("mpi4py", reason="processes need mpi4py")
     script = [sys.executable, str(CONTRASTIVE / "whole_batch.py"), "--loss", loss, "--compare", "--cpus", "2"]
-    command = [str(Path(sys.executable).parent / "mpiexec"), "-n", "2", *script, "--batch-size", "17", "--steps", "4"]
+    command = [*MPIEXEC, *script, "--batch-size", "17", "--steps", "4"]
     done = ended(command, OMP_NUM_THREADS=1)
     assert done.returncode == 0, done.stdout + done.stderr
     apart = re.search(r"2 processes with 2 contexts and one process: (\S+) apart", done.stdout)
