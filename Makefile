@@ -103,7 +103,7 @@ sanitize:
 
 gluoncv:
 	@VENV=.venv-onnx tools/venv.sh onnx
-	PYTHONPATH=tests .venv-onnx/bin/python -m families $(ARGS)
+	PYTHONPATH=tests:examples/segmentation .venv-onnx/bin/python -m families $(ARGS)
 
 docs:
 	@tools/venv.sh docs

@@ -43,7 +43,6 @@ if tuple(map(int, _mxnet.__version__.split(".")[:2])) < (1, 8):
 
 import functools as _functools
 import typing as _typing
-import warnings as _warnings
 
 from . import contrastive, parallel, symbol
 from .command import replacements as _replacements
@@ -51,7 +50,6 @@ from .command.replacements import install, uninstall
 from .layer import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd
 from .nets.checkpoint import checkpoint
 from .nets.convert import convert, freeze, revert
-from .nets.fold import fold
 from .nets.parameters import broadcast_parameters, from_torch, to_torch
 from .nets.statistics import average_running_stats, update_bn_stats
 from .nets.summary import assert_synchronised, summary
@@ -78,7 +76,6 @@ __all__ = [
     "convert",
     "cpu_devices",
     "devices",
-    "fold",
     "freeze",
     "from_torch",
     "install",
@@ -102,12 +99,12 @@ def __dir__() -> _typing.List[str]:
 if not _typing.TYPE_CHECKING:  # a checker would take every name for one of the module
 
     def __getattr__(name: str) -> _typing.Any:
-        """Returns what has another name since 0.3."""
-        if name in contrastive.__all__:
-            now, value = f"contrastive.{name}", getattr(contrastive, name)
-        elif name == "unpatch":
-            now, value = "uninstall(everything=True)", _functools.partial(uninstall, everything=True)
-        else:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        _warnings.warn(f"gluon_syncbn.{name} is now gluon_syncbn.{now}", DeprecationWarning, stacklevel=2)
-        return value
+        """Says what to write in the place of what earlier versions had."""
+        instead = {name: f"gluon_syncbn.contrastive.{name}" for name in contrastive.__all__}
+        instead["unpatch"] = "gluon_syncbn.uninstall(everything=True)"
+        instead["fold"] = (
+            "net.export(PATH), and SymbolBlock.imports(...).optimize_for(x, backend='MKLDNN'), which fuses BatchNorm "
+            "(docs/deploying.md)"
+        )
+        remedy = f": write {instead[name]}" if name in instead else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{remedy}")

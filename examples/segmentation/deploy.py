@@ -10,8 +10,7 @@ import numpy as np
 from errors import UserError
 from model import outputs
 from mxnet.gluon import HybridBlock
-
-import gluon_syncbn
+from pooling import register
 
 NEEDED = ("onnx", "onnxruntime")
 TOLERANCE = 1e-3  # of the largest score, because another runtime rounds differently
@@ -29,7 +28,7 @@ class Prediction(HybridBlock):
 
 
 def write_onnx(net, folder, name, window) -> str:
-    """Write NAME.onnx with BatchNorm in the weights, and compare its scores with those of the network.
+    """Write NAME.onnx, and compare its scores with those of the network.
 
     The window is a (1, 3, crop, crop) array. Return a line about the file.
     """
@@ -39,10 +38,12 @@ def write_onnx(net, folder, name, window) -> str:
         return f"{path}: not written, {' and '.join(missing)} missing (pip install -r requirements/onnx.txt)"
     import onnxruntime
 
-    folded = gluon_syncbn.fold(Prediction(net))
-    folded(window)
+    prediction = Prediction(net)
+    prediction.hybridize()
+    prediction(window)
     stem = os.path.join(folder, name)
-    folded.export(stem)
+    prediction.export(stem)
+    register()
     mx.onnx.export_model(f"{stem}-symbol.json", f"{stem}-0000.params", [window.shape], "float32", path)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors only, not a line for each weight

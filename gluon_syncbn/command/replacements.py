@@ -19,7 +19,7 @@ from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from mxnet.gluon.nn.basic_layers import _BatchNorm
 
 from .. import _native, layer, parallel
-from ..mxnet_side import blocks, compatibility, lifetime, patches, translations
+from ..mxnet_side import blocks, compatibility, lifetime, patches
 from ..nets import checkpoint, executors
 from ..nets.convert import convert as convert_layers
 from ..system import arguments, logs
@@ -39,7 +39,6 @@ def begin() -> None:
     patches.install()
     executors.install()
     checkpoint.install()
-    translations.of_exporter()[translations.POOLING] = translations.adaptive_average_pooling
     lifetime.watch()
 
 
@@ -145,7 +144,6 @@ def uninstall(everything: bool = False) -> None:
     _settings.clear()
     if everything:
         patches.remove()
-        translations.of_exporter().pop(translations.POOLING, None)
         _native.fail(
             "gluon_syncbn.uninstall(everything=True) has taken back what a training step needs. To train with a "
             "SyncBatchNorm, start a new process, and call it after the last step"

@@ -195,7 +195,6 @@ SLOW = {
     "modes": ([["4 x 8 x 8 x 8", replicas] for replicas in ("1", "2")], [NUMBER] * 6),
     "memory": ([["FastSCNN", "32", "1"]], [*[r"-?\d+"] * 4, *[NUMBER] * 3, r"-?\d+"]),
     "checkpoint": ([["ResNet-50", "32", "1"]], [r"\d+", r"\d+", *[NUMBER] * 3]),
-    "fold": ([["MobileNetV2", "32", "52 of 52"]], [MEDIAN_AND_RANGE, MEDIAN_AND_RANGE, NUMBER]),
     "inplace": (
         [["depthwise chain", "16", "1", way] for way in ("dynamic", "static")],
         [*[r"\d+, \d+"] * 3, PAIR, "4 of 4", rf"{PAIR}, {NUMBER}"],

@@ -23,9 +23,7 @@ from mxnet.gluon import Block, SymbolBlock, nn
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
 from gluon_syncbn.mxnet_side import blocks
-from gluon_syncbn.mxnet_side.nodes import json_of
 from gluon_syncbn.nets import graphs
-from gluon_syncbn.nets.fold import prediction
 
 from .models import Model
 
@@ -36,7 +34,6 @@ STATISTICS = ("running_mean", "running_var", "moving_mean", "moving_var")  # mov
 SMALL = 1e-3  # of the median norm; a smaller tensor counts as zero, such as the gradient of a bias before BatchNorm
 FLOOR = {"float32": 1e-7, "float64": 1e-15}  # of the baseline, because two orders may agree in every bit
 SAME = 1e-5  # of the largest value; below, predictions are the same
-EXACT = 1e-9  # the same limit in float64
 ROUNDING = 1e-3  # of the largest value; other operators or another runtime round by less
 
 
@@ -219,38 +216,6 @@ def files(model: Model, plain: Block, net: Block) -> str:
     return f"reverted: {problem}" if problem else ""
 
 
-def folded(model: Model, net: Block) -> Tuple[str, str]:
-    """The problem of the folded net's prediction, or an empty string; and how many BatchNorms are in the weights.
-
-    If float32 alone changes the net's prediction by more than the limit, float64 decides.
-    """
-    want = predict(model, net)
-    copy = _fold(net)
-    nodes = json_of(prediction(net)[0])["nodes"]
-    before = sum(node["op"] in blocks.OPERATORS for node in nodes)
-    after = sum(node.operator in blocks.OPERATORS for node in blocks.recorded(copy))
-    counted, got = f"{before - after} of {before}", predict(model, copy)
-    problem = _different(got, want, SAME)
-    if not problem:
-        return "", counted
-    try:
-        precise = make(model, dtype="float64")
-        truth = predict(model, precise, "float64")
-    except mx.MXNetError:  # some operators serve float32 only
-        return problem, counted
-    own, moved = (_away(one, truth) for one in (want, got))
-    if own < SAME or moved > 10 * own:
-        return problem, counted
-    problem = _different(predict(model, _fold(precise), "float64"), truth, EXACT)
-    return problem, f"{counted}; float32 moves the net by {own:.0e}, and the folded net by {moved:.0e}"
-
-
-def _fold(net: Block) -> Block:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what stays
-        return gluon_syncbn.fold(net)
-
-
 def exported(model: Model, net: Block, folder: Path) -> str:
     """The problem of the exported graph of a plain net, or an empty string. The graph stays in the folder."""
     want = predict(model, net)
@@ -271,6 +236,9 @@ def onnx(model: Model, net: Block, folder: Path) -> str:
     import mxnet.onnx
     import onnx
     import onnxruntime
+    import pooling  # of examples/segmentation, where the Makefile finds it
+
+    pooling.register()
 
     problem = exported(model, net, folder)
     if problem:

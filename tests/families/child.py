@@ -75,11 +75,6 @@ def step(subject: Subject) -> Cells:
     return {"step": f"{'yes' if multiple <= LIMIT else 'no'}: {text}"}
 
 
-def fold(subject: Subject) -> Cells:
-    problem, counted = checks.folded(subject.model, subject.net)
-    return {"fold": f"no: {problem}" if problem else f"yes: {counted}"}
-
-
 def files(subject: Subject) -> Cells:
     return {"files": verdict(checks.files(subject.model, subject.plain, subject.net))}
 
@@ -92,11 +87,10 @@ def onnx(subject: Subject) -> Cells:
     return {"onnx": verdict(_in_a_folder(checks.onnx, subject.model, _reverted(subject)))}
 
 
-CHECKS: Dict[str, Callable[[Subject], Cells]] = {f.__name__: f for f in (layers, step, fold, files, export, onnx)}
+CHECKS: Dict[str, Callable[[Subject], Cells]] = {f.__name__: f for f in (layers, step, files, export, onnx)}
 # The same checks of a net that was never converted. They show whether a failure is the package's.
 PLAIN: Dict[str, Callable[[Subject], str]] = {
     "step": lambda s: checks.trains(s.model, checks.make(s.model)),
-    "fold": lambda s: checks.folded(s.model, checks.make(s.model))[0],
     "files": lambda s: checks.files(s.model, s.plain, checks.make(s.model)),
     "export": lambda s: _in_a_folder(checks.exported, s.model, checks.make(s.model)),
     "onnx": lambda s: _in_a_folder(checks.onnx, s.model, checks.make(s.model)),

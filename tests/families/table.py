@@ -13,12 +13,11 @@ COLUMNS = {
     "norm_layer": "`norm_layer=` alone",
     "convert": "`convert(net)`",
     "step": "training step",
-    "fold": "`fold(net)`",
     "files": "files, `revert`",
     "export": "export",
     "onnx": "ONNX",
 }
-MEASURED = ("step", "fold")  # where *yes* has figures
+MEASURED = ("step",)  # where *yes* has figures
 PACKAGES = ("mxnet", "gluoncv", "numpy", "onnx", "onnxruntime")
 
 
@@ -67,6 +66,6 @@ def totals(results: Dict[str, Dict[str, Any]]) -> List[str]:
     whole = sum(cells.get("convert", "").split(" of ")[0] == cells.get("layers") for cells in results.values())
     return [
         f"`convert` synchronises every layer of {whole} of the {len(results)} models. These models pass: training step "
-        f"{good['step']}, `fold` {good['fold']}, files and `revert` {good['files']}, export {good['export']}, "
+        f"{good['step']}, files and `revert` {good['files']}, export {good['export']}, "
         f"ONNX {good['onnx']}."
     ]

@@ -178,6 +178,31 @@ def test_an_export_that_fails_leaves_the_net_as_it_was(contexts, rng, tmp_path):
     assert net._cached_graph is graph
 
 
+@pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments")  # SymbolBlock.imports
+def test_mxnet_fuses_the_batch_normalisation_of_a_file(contexts, rng, tmp_path):
+    """With a convolution and a ReLU, as deploying.md shows."""
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.Conv2D(8, 3, in_channels=3), SyncBatchNorm(in_channels=8), nn.Activation("relu"))
+        net.add(
+            nn.Conv2D(5, 3, in_channels=8, use_bias=False),
+            SyncBatchNorm(in_channels=5, activation="relu"),
+            nn.Flatten(),
+        )
+        net.add(nn.Dense(4, in_units=5 * 3 * 3))
+    trained(convert(net, fuse=True), contexts[:2], contexts[:2], rng)
+    x = nd.array(rng.randn(2, 3, 7, 7))
+    want = net(x).asnumpy()
+    net.export(str(tmp_path / "net"))
+    files = str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params")
+    predictor = gluon.SymbolBlock.imports(*files)
+    predictor.optimize_for(x, backend="MKLDNN", static_alloc=True, static_shape=True)
+    for _ in range(2):
+        np.testing.assert_allclose(predictor(x).asnumpy(), want, rtol=1e-4, atol=1e-5)
+    operators = [node["op"] for node in json_of(predictor._cached_graph[1])["nodes"] if node["op"] != "null"]
+    assert operators == ["_sg_mkldnn_conv", "_sg_mkldnn_conv", "Flatten", "_sg_mkldnn_fully_connected"]
+
+
 @pytest.mark.skipif(not (ROOT / "docs").exists(), reason="needs the source tree")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of onnx
 def test_the_recipe_for_onnx(tmp_path, monkeypatch):

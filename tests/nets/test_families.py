@@ -29,6 +29,4 @@ def test_a_family(model):
 
     for one in (plain, net):
         one.cast("float32")
-    if not model.environment:  # with oneDNN, float32 in 5 dimensions fails after a prediction of plain BatchNorm
-        assert not checks.folded(model, plain)[0]
     assert not checks.files(model, plain, net)

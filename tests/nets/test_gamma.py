@@ -1,6 +1,5 @@
 """Gammas of layers with scale=False: they do not count, and who writes a net puts 1 there."""
 
-import re
 import warnings
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 from mxnet import nd
 from mxnet.gluon import nn
 
-from gluon_syncbn import SyncBatchNorm, fold
+from gluon_syncbn import SyncBatchNorm
 
 
 def net_of(norm=nn.BatchNorm):
@@ -70,14 +69,3 @@ def test_export(norm, contexts, tmp_path):
     for number, value in enumerate((3, 1, 1)):
         assert (arrays[f"arg:net_batchnorm{number}_gamma"] == value).asnumpy().all()
     np.testing.assert_array_equal(net(x).asnumpy(), want)
-
-
-def test_fold(contexts):
-    x = nd.random.normal(shape=(2, 3, 6, 6))
-    net = filled(net_of(), contexts[:1])
-    copy, (said, stays) = heard(fold, net)
-    assert said == expected("fold", 1, 2)
-    assert re.match(r"fold left as it was: net_batchnorm2_fwd ", stays)
-    assert stored(net) == [[[value] * 4] for value in (3, 2, 0.5)]  # the net stays as it is
-    assert stored(copy) == [[[1] * 4]]
-    np.testing.assert_allclose(copy(x).asnumpy(), net(x).asnumpy(), rtol=1e-5, atol=1e-5)

@@ -216,7 +216,6 @@ CALLS = {
         lambda **kwargs: gluon_syncbn.freeze(**{"net": nn.BatchNorm(), **kwargs}),
         {"net": "net", "select": "select", "active": "flag"},
     ),
-    "fold": (gluon_syncbn.fold, {"net": "net"}),
     "revert": (gluon_syncbn.revert, {"net": "net"}),
     "summary": (gluon_syncbn.summary, {"net": "net"}),
     "assert_synchronised": (gluon_syncbn.assert_synchronised, {"net": "net"}),
@@ -507,13 +506,15 @@ def test_arrays_are_described_not_printed():
     assert arguments.described(["cpu"]) == "['cpu']"
 
 
-def test_old_names_still_work():
+def test_names_that_are_not_there():
     for name in contrastive.__all__:
-        with pytest.warns(DeprecationWarning, match=f"gluon_syncbn.{name} is now gluon_syncbn.contrastive.{name}"):
-            assert getattr(gluon_syncbn, name) is getattr(contrastive, name)
-    with pytest.warns(DeprecationWarning, match=r"is now gluon_syncbn.uninstall\(everything=True\)"):
-        assert gluon_syncbn.unpatch.func is gluon_syncbn.uninstall
+        with pytest.raises(AttributeError, match=f"no attribute '{name}': write gluon_syncbn.contrastive.{name}$"):
+            getattr(gluon_syncbn, name)
+    with pytest.raises(AttributeError, match=r"'unpatch': write gluon_syncbn.uninstall\(everything=True\)$"):
+        gluon_syncbn.unpatch  # noqa: B018
+    with pytest.raises(AttributeError, match=r"'fold': write net.export.*optimize_for.x, backend='MKLDNN'"):
+        gluon_syncbn.fold  # noqa: B018
+    with pytest.raises(AttributeError, match=r"has no attribute 'cpu_devicez'$"):
+        gluon_syncbn.cpu_devicez  # noqa: B018
     for module in (gluon_syncbn, contrastive, gluon_syncbn.parallel, gluon_syncbn.symbol):
         assert set(dir(module)) == set(module.__all__)
-    with pytest.raises(AttributeError, match="has no attribute 'cpu_devicez'"):
-        gluon_syncbn.cpu_devicez  # noqa: B018

@@ -1,32 +1,36 @@
-"""Adaptive average pooling on its way to ONNX."""
+"""Adaptive average pooling of the segmentation example on its way to ONNX."""
 
 import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import gluon, nd
 
-from gluon_syncbn.mxnet_side import translations
-
 SIZES = [(4, 4), (7, 5), (1, 3), (13, 6)]
 WANTED = [1, 2, 3, 6, (3, 2), (1, 4), (7, 5), (1, 1)]
 
 
 @pytest.mark.parametrize("given", range(1, 14))
-def test_the_matrix_is_what_the_operator_computes(given, rng):
+def test_the_matrix_is_what_the_operator_computes(segmentation_modules, given, rng):
+    from pooling import means
+
     for wanted in range(1, 14):
         x = rng.randn(2, 3, given, 1)
         want = nd.contrib.AdaptiveAvgPooling2D(nd.array(x, dtype="float64"), output_size=(wanted, 1)).asnumpy()
-        np.testing.assert_allclose(translations._means(given, wanted) @ x, want, rtol=1e-12, atol=1e-14)
+        np.testing.assert_allclose(means(given, wanted) @ x, want, rtol=1e-12, atol=1e-14)
 
 
 @pytest.fixture
-def runtime():
+def runtime(segmentation_modules):
     import warnings
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pytest.importorskip("onnx", reason="needs requirements/onnx.txt")
-        return pytest.importorskip("onnxruntime", reason="needs requirements/onnx.txt")
+        found = pytest.importorskip("onnxruntime", reason="needs requirements/onnx.txt")
+        from pooling import register
+
+        register()
+    return found
 
 
 def block_of(wanted):

@@ -1,29 +1,27 @@
-"""Adds a translation that MXNet's ONNX exporter lacks: adaptive average pooling to more than 1 x 1."""
+"""Adaptive average pooling to more than 1 x 1 as ONNX operators, which MXNet's exporter does not translate."""
 
 from __future__ import annotations
 
 import ast
-import sys
+import json
 from typing import Any, Dict, List
 
 import mxnet as mx
 import numpy as np
 
-from .nodes import Graph, json_of, symbol_of
-
-#: The newest opset of MXNet 1.9.1. The exporter tries the translations of this opset before those of older ones.
-_OPSET = 13
-POOLING = "_contrib_AdaptiveAvgPooling2D"
+# The newest opset of MXNet 1.9.1. The exporter tries the translations of this opset before those of older ones.
+OPSET = 13
 
 
-def of_exporter() -> Dict[str, Any]:
-    """Returns the exporter's translations. MXNet 1.8 has none."""
-    exporter = sys.modules.get("mxnet.onnx.mx2onnx._export_onnx")
-    return exporter.MXNetGraph.registry_.setdefault(_OPSET, {}) if exporter else {}
+def register() -> None:
+    """Give MXNet's exporter the translation. It needs known input shapes: `export_model` without `dynamic=True`."""
+    from mxnet.onnx.mx2onnx._export_onnx import MXNetGraph
+
+    MXNetGraph.register("_contrib_AdaptiveAvgPooling2D", OPSET)(adaptive_average_pooling)
 
 
 def adaptive_average_pooling(node: Dict[str, Any], **kwargs: Any) -> List[Any]:
-    """Writes the pooling as a product with a matrix on each side, which ONNX has for all sizes.
+    """Write the pooling as a product with a matrix on each side, which ONNX has for all sizes.
 
     MXNet computes the matrices from unit vectors.
     """
@@ -36,7 +34,7 @@ def adaptive_average_pooling(node: Dict[str, Any], **kwargs: Any) -> List[Any]:
     if (sizes == 1).all():
         return [helper.make_node("GlobalAveragePool", [source.name], [name], name=name)]
     rows, columns = (
-        _means(given, size).astype(source.dtype) for given, size in zip(_shape(node["inputs"][0], kwargs)[2:], sizes)
+        means(given, size).astype(source.dtype) for given, size in zip(shape_of(node["inputs"][0], kwargs)[2:], sizes)
     )
     kwargs["initializer"] += [
         numpy_helper.from_array(rows, f"{name}_rows"),
@@ -48,16 +46,18 @@ def adaptive_average_pooling(node: Dict[str, Any], **kwargs: Any) -> List[Any]:
     ]
 
 
-def _means(given: int, wanted: int) -> np.ndarray:
+def means(given: int, wanted: int) -> np.ndarray:
     vectors = mx.nd.eye(given, dtype="float64").reshape((1, given, given, 1))
     matrix: np.ndarray = mx.nd.contrib.AdaptiveAvgPooling2D(vectors, output_size=(wanted, 1)).asnumpy()
     return matrix[0, :, :, 0].T.copy()
 
 
-def _shape(entry: List[int], kwargs: Dict[str, Any]) -> List[int]:
-    """Returns the shape of an output in the graph: the exporter knows only those of the graph's inputs and weights."""
-    of_any = json_of(mx.sym.var("any"))  # the version, without which MXNet assumes an old one
-    symbol = symbol_of(Graph().rewrite({**of_any, "nodes": kwargs["mx_graph"], "heads": [entry]}, lambda *_: None))
+def shape_of(entry: List[int], kwargs: Dict[str, Any]) -> List[int]:
+    """The shape of an output in the graph: the exporter knows only those of the graph's inputs and weights."""
+    nodes = kwargs["mx_graph"]
+    graph = {"nodes": nodes, "arg_nodes": [i for i, node in enumerate(nodes) if node["op"] == "null"]}
+    version = json.loads(mx.sym.var("any").tojson())["attrs"]  # without it, MXNet assumes an old one
+    symbol = mx.sym.load_json(json.dumps({**graph, "heads": [entry], "attrs": version}))
     shapes = {name: value.shape for name, value in kwargs["weights"].items()}
     for one in kwargs["proc_nodes"]:
         if hasattr(one, "type"):  # a ValueInfoProto: an input
@@ -65,7 +65,7 @@ def _shape(entry: List[int], kwargs: Dict[str, Any]) -> List[int]:
     names = set(symbol.list_inputs())
     _, (shape,), _ = symbol.infer_shape_partial(**{name: shape for name, shape in shapes.items() if name in names})
     if not shape or 0 in shape[2:]:
-        name = kwargs["mx_graph"][entry[0]]["name"]
+        name = nodes[entry[0]]["name"]
         raise ValueError(
             f"in_shapes: with them {name} has the shape {shape}; adaptive average pooling expects a height and a width "
             "that are known: omit dynamic=True"
