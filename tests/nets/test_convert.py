@@ -632,11 +632,39 @@ def test_freezing_is_undone(converted):
     assert freeze(freeze(net), active=False).norm.gamma.grad_req == "add"
 
 
-def test_what_something_else_has_frozen_trains_again():
-    layer = nn.BatchNorm(in_channels=3, use_global_stats=True)
-    layer.gamma.grad_req = layer.beta.grad_req = "null"
-    freeze(layer, active=False)
-    assert not layer._kwargs["use_global_stats"] and layer.gamma.grad_req == layer.beta.grad_req == "write"
+def test_what_something_else_has_frozen_or_thawed_stays():
+    layer, other = nn.BatchNorm(in_channels=3, use_global_stats=True), nn.BatchNorm(in_channels=3)
+    layer.gamma.grad_req, other.beta.grad_req = "null", "add"
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=f"freeze left as it was: {layer.name} .*freeze has not frozen it"):
+            freeze(layer, active=False)
+        freeze(other, active=False)  # which was never frozen
+        assert layer._kwargs["use_global_stats"] and layer.gamma.grad_req == "null" and layer.beta.grad_req == "write"
+        assert not other._kwargs["use_global_stats"] and other.beta.grad_req == "add"
+        for one in (layer, other):
+            freeze(one)
+            one.gamma.grad_req = "write" if one is other else "null"  # after freeze, by the user
+        freeze(other, active=False)
+        assert other.gamma.grad_req == "write"
+        freeze(other)
+        other._kwargs["use_global_stats"], other.gamma.grad_req = False, "add"
+        freeze(other, active=False)
+        assert other.gamma.grad_req == other.beta.grad_req == "add" and not other._kwargs["use_global_stats"]
+
+
+def test_freezing_nodes_of_a_graph_is_undone():
+    """No layer stands for them between the calls."""
+    data, net = mx.sym.var("data", dtype="float32"), nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.BatchNorm(in_channels=3), nn.BatchNorm(in_channels=3, use_global_stats=True))
+    block = gluon.SymbolBlock(net(data), data, params=net.collect_params())
+    block.collect_params()["net_batchnorm0_gamma"].grad_req = "add"
+    freeze(block)
+    assert [node.frozen for node in blocks.recorded(block)] == [True, True]
+    with pytest.warns(UserWarning, match="freeze left as it was: net_batchnorm1 "):
+        freeze(block, active=False)
+    assert [node.frozen for node in blocks.recorded(block)] == [False, True]
+    assert block.collect_params()["net_batchnorm0_gamma"].grad_req == "add"
 
 
 @pytest.fixture
