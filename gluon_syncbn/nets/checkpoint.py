@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import numbers
 import os
 import queue
 import random
@@ -15,7 +16,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, TypeVar
 
 import mxnet as mx
 from mxnet import autograd
-from mxnet.gluon import Block, HybridBlock, Parameter, nn
+from mxnet.gluon import Block, HybridBlock, Parameter, SymbolBlock, nn
 from mxnet.ndarray import NDArray
 
 from .. import _native
@@ -25,7 +26,8 @@ from ..mxnet_side.nodes import json_of
 from ..mxnet_side.op import NAME
 from ..system import arguments, kinds
 from ..system.kinds import arrays_of, is_float, map_arrays
-from .graphs import derived
+from .convert import forget_graphs
+from .graphs import derived, without
 
 BlockT = TypeVar("BlockT", bound=Block)
 Used = Dict[int, Tuple[Parameter, NDArray]]  # by id
@@ -89,8 +91,10 @@ def checkpoint(block: BlockT, active: bool = True) -> BlockT:
     if active and not changed:
         patches.replace(_record_use, Parameter, "data")
         block.__class__ = derived(type(block), _Recomputed)  # type: ignore[arg-type]
+        forget_graphs(block)  # graphs around it hold its operators, and those within keep old rates of Dropout
     elif changed and not active:
-        block.__class__ = type(block).__bases__[1]
+        block.__class__ = without(type(block), _Recomputed)
+        vars(block).pop("_draws_random", None)
     return block
 
 
@@ -109,11 +113,12 @@ class _Recomputed(Block):
         recording = autograd.is_recording() and bool(arrays)
         if not recording and not _of_thread.frames:
             return forward(*args)
-        seed = _of_thread.generators[-1].getrandbits(31) if _may_be_random(self, forward, args) else None
+        within = list(blocks.iterate(self))
+        seed = _of_thread.generators[-1].getrandbits(31) if _may_be_random(self, within, forward, args) else None
         with _seeded(seed, arrays[0].ctx):
             if not recording:  # within a block that is being recomputed
                 return forward(*args)
-            _check(self, arrays[0].ctx)
+            _check(self, within, arrays[0].ctx)
             return _recorded(self, forward, seed, args)
 
 
@@ -285,8 +290,8 @@ def _work(context: mx.Context, jobs: queue.SimpleQueue) -> None:
 # ---- what a block is -------------------------------------------------------------------------------------------
 
 
-def _check(block: Block, context: mx.Context) -> None:
-    for one in blocks.iterate(block):
+def _check(block: Block, within: List[Block], context: mx.Context) -> None:
+    for one in within:
         expected = ""
         if blocks.is_batch_norm(one) and not isinstance(one, SyncBatchNorm) and not one._kwargs["use_global_stats"]:
             expected = "SyncBatchNorm, which alone can repeat a forward (gluon_syncbn.convert; mode='local' is plain)"
@@ -298,18 +303,34 @@ def _check(block: Block, context: mx.Context) -> None:
             raise ValueError(f"block: '{block.name}' was given, which holds '{one.name}', expected {expected}")
 
 
-def _may_be_random(block: Block, forward: Callable[..., Any], args: Any) -> bool:
-    """Whether the block may draw random numbers. Seeding costs some milliseconds."""
-    known = vars(block).get("_draws_random", None if isinstance(block, HybridBlock) else True)
-    if known is None:
-        numbers = itertools.count()
+def _may_be_random(block: Block, within: List[Block], forward: Callable[..., Any], args: Any) -> bool:
+    """Whether the block may draw random numbers, as a forward with symbols shows. Seeding costs some milliseconds.
+
+    A schedule may raise a rate from 0, so the answer "no" holds until a setting changes. "Yes" holds for good, because
+    a graph that was recorded keeps its rate.
+    """
+    now = _settings(within)
+    before, known = vars(block).get("_draws_random", (None, not isinstance(block, HybridBlock)))
+    if not known and now != before:
+        count = itertools.count()
         try:
-            traced = arrays_of(forward(*map_arrays(lambda a: kinds.like(mx.sym.var(f"data{next(numbers)}"), a), args)))
+            traced = arrays_of(forward(*map_arrays(lambda a: kinds.like(mx.sym.var(f"data{next(count)}"), a), args)))
             known = any(map(_is_random, json_of(mx.sym.Group(traced))["nodes"]))
         except Exception:  # the user's code fails; the only consequence here is that it cannot be traced
             known = True
-        block._draws_random = known
-    return known
+        block._draws_random = now, known
+    return bool(known)
+
+
+def _settings(within: List[Block]) -> List[Any]:
+    """Returns what may decide which operators these blocks call: the mode, and the numbers and texts that they hold."""
+    fixed = SyncBatchNorm, SymbolBlock  # always call the same
+    found: List[Any] = [autograd.is_training()]
+    for value in (value for one in within if not isinstance(one, fixed) for value in vars(one).values()):
+        parts = list(value.values()) if isinstance(value, dict) else value
+        parts = parts if isinstance(parts, (list, tuple)) else [parts]
+        found += [part for part in parts if isinstance(part, (numbers.Number, str))]
+    return found
 
 
 def _is_random(node: Dict[str, Any]) -> bool:

@@ -76,7 +76,7 @@ def close_graph(block: SymbolBlock) -> None:
     if isinstance(block, Opened):
         _write(block)
         if not any(isinstance(layer, SyncBatchNorm) for layer in block.__layers__.values()):
-            block.__class__ = type(block).__bases__[1]
+            block.__class__ = without(type(block), Opened)
             del block.__layers__, block._settings, block._recorded, block._left
 
 
@@ -84,6 +84,12 @@ def close_graph(block: SymbolBlock) -> None:
 def derived(cls: Type[Block], base: Type[Block]) -> Type[Any]:
     """Returns a class with the name of ``cls`` in which the methods of another base come first."""
     return type(cls.__name__, (base, cls), {"__doc__": cls.__doc__, "__module__": cls.__module__})
+
+
+def without(cls: Type[Any], base: Type[Block]) -> Type[Any]:
+    """Returns the class from which, and from others, `derived` has made this one, as if without this base."""
+    first, rest = cls.__bases__
+    return rest if first is base else derived(without(rest, base), first)  # type: ignore[arg-type]
 
 
 def layer_of(prefix: str, attributes: Dict[str, str], replicas: Replicas) -> SyncBatchNorm:

@@ -1,6 +1,8 @@
 """Blocks that are recomputed: the same step, with the statistics of the first forward."""
 
 import copy
+import functools
+import itertools
 import re
 
 import mxnet as mx
@@ -13,6 +15,8 @@ from replicas import SIZES, forward_and_backward, in_threads
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, checkpoint, revert
 from gluon_syncbn.exchange.base import DeviceExchange
+from gluon_syncbn.mxnet_side.blocks import iterate
+from gluon_syncbn.nets.checkpoint import _Recomputed
 from gluon_syncbn.training.session import session
 
 WAYS = {"eager": None, "hybrid": {}}
@@ -268,6 +272,40 @@ def test_dropout_draws_the_same_mask(contexts, way, inner):
     assert (masks[0][0] != masks[2][0]).any() and (masks[0][0] != masks[0][1][:3]).any()
 
 
+class Scheduled(nn.HybridBlock):
+    """Drops a half where one of its rates says so, or where it trains."""
+
+    def __init__(self, by_mode):
+        super().__init__()
+        self.rates, self.drop, self.by_mode = {"own": 0}, nn.Dropout(0), by_mode
+
+    def hybrid_forward(self, F, x):
+        if self.rates["own"] or (self.by_mode and autograd.is_training()):
+            x = F.Dropout(x, p=0.5)
+        return self.drop(x)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("change", ["a layer's rate", "a rate of its own", "the mode"])
+def test_a_rate_that_rises_after_the_first_step(contexts, change, way):
+    block = checkpoint(Scheduled(change == "the mode"))
+    if WAYS[way] is not None:
+        block.hybridize()
+    (x,) = [nd.random.uniform(1, 2, shape=(3, 4, 17, 9))]
+    x.attach_grad()
+    for rate in (0, 0.5):
+        if change == "a layer's rate":
+            block.drop._rate = rate
+        elif change == "a rate of its own":
+            block.rates["own"] = rate
+        block.hybridize(block._active)  # a graph has the rates of its recording
+        with autograd.record(train_mode=rate > 0):
+            y = block(x)
+        y.backward()
+        assert rate * 0.8 <= (y.asnumpy() == 0).mean() <= rate * 1.2
+        np.testing.assert_allclose(x.grad.asnumpy(), (y / x).asnumpy(), rtol=1e-5)
+
+
 # ---- arguments, results, use -------------------------------------------------------------------------------
 
 
@@ -338,6 +376,38 @@ def test_it_leaves_names_files_and_copies_alone(contexts, tmp_path):
     for unit in net:
         checkpoint(unit, active=False)
     assert [type(unit) for unit in net] == classes
+
+
+CHANGES = {
+    "checkpoint": checkpoint,
+    "uncheckpoint": functools.partial(checkpoint, active=False),
+    "convert": gluon_syncbn.convert,
+    "revert": revert,
+}
+
+
+def test_a_recorded_graph_in_every_order(contexts):
+    """Both `checkpoint` and `convert` change its class."""
+    x, data = make_data(contexts[:1])[0][0], mx.sym.var("data", dtype="float32")
+    net, found = revert(make_net(contexts[:1], units=1)[0]), []
+    for order in itertools.product(CHANGES, repeat=3):
+        block = gluon.SymbolBlock(net(data), data, params=net.collect_params())
+        for change in order:
+            CHANGES[change](block)
+        is_recomputed = [change for change in order if change.endswith("checkpoint")][-1:] == ["checkpoint"]
+        is_synchronised = [change for change in order if change.endswith("vert")][-1:] == ["convert"]
+        assert isinstance(block, _Recomputed) == is_recomputed
+        assert any(isinstance(one, SyncBatchNorm) for one in iterate(block)) == is_synchronised
+        assert (type(block) is gluon.SymbolBlock) == (not is_recomputed and not is_synchronised)
+        if is_synchronised:
+            x.attach_grad()
+            with autograd.record():
+                y = block(x)
+            y.backward(y * y)
+            weights = net.collect_params(".*(weight|gamma)").values()
+            found.append([array.asnumpy() for array in [y, x.grad, *(one.grad() for one in weights)]])
+    for got in found:
+        assert_close(got, found[0])
 
 
 def test_arguments_are_checked():
