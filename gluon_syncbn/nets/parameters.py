@@ -124,8 +124,10 @@ def from_torch(net: NetT, module: Any) -> NetT:
             raise ValueError(f"net: '{block.name}' with scale=False was given, expected scale=True for {keys['gamma']}")
     for block, theirs, keys in pairs:
         for name, parameter in block._reg_params.items():
-            missing = np.full(parameter.shape, _WITHOUT_AFFINE.get(name))
-            value = _array(state[keys[name]]) if name in keys else missing
+            if name in keys:
+                value = _array(state[keys[name]])
+            else:  # the shape of ours may not be known yet
+                value = np.full(tuple(state[keys["running_mean"]].shape), _WITHOUT_AFFINE[name])
             parameter.set_data(kinds.like(mx.nd.array(value, dtype=parameter.dtype), kinds.variable(name)))
         if theirs is not None:
             block._kwargs.update(eps=theirs.eps, momentum=1 - theirs.momentum)
@@ -197,7 +199,8 @@ def _pairs(net: Block, module: Any, state: Mapping[str, Any]) -> List[Tuple[Any,
         ours: Dict[str, Any] = block._reg_params
         normalises = blocks.is_batch_norm(block)
         theirs = modules.get(owner) if normalises else None
-        if theirs is not None and (theirs.momentum is None or theirs.running_mean is None):
+        known = hasattr(theirs, "running_mean")  # else it is another layer, whose parameters do not fit
+        if theirs is not None and known and (theirs.momentum is None or theirs.running_mean is None):
             raise ValueError(f"module: {theirs!r} was given, but a cumulative mean, or none, has no counterpart")
         keys = {_AFFINE.get(name, name) if "gamma" in ours else name: key for name, key in names.items()}
         layout = getattr(block, "_kwargs", {}).get("layout", "NC")

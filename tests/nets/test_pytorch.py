@@ -90,9 +90,19 @@ def test_without_affine(rng, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_numpy=lambda array: array))
     assert to_torch(one, Module(drawn(rng))).state["body.1.weight"].tolist() == [1] * 4
 
+    deferred, x = net(scale=False, center=False), nd.array(rng.randn(2, 3, 5, 5))
+    from_torch(deferred, state)  # before the shapes of gamma and beta are known
+    np.testing.assert_allclose(deferred(x).asnumpy(), from_torch(one, state)(x).asnumpy(), rtol=1e-5)
+
 
 def renamed(state, old, new):
     return {name.replace(old, new): value for name, value in state.items()}
+
+
+def linear_in_the_place_of_the_norm(state):
+    module = Module({n: v for n, v in {**state, "body.1.weight": np.ones((4, 4))}.items() if "running" not in n})
+    module.norm = SimpleNamespace()  # which has no momentum
+    return module
 
 
 @pytest.mark.parametrize(
@@ -116,6 +126,11 @@ def renamed(state, old, new):
         (net, lambda state: {n: v for n, v in state.items() if n != "body.1.bias"}, r"expected gamma \(4,\), beta"),
         (lambda: net(scale=False), dict, "with scale=False was given, expected scale=True for body.1.weight"),
         (net, lambda state: Module(state, momentum=None), "a cumulative mean, or none, has no counterpart"),
+        (
+            net,
+            linear_in_the_place_of_the_norm,
+            r"body.1.weight \(4, 4\), body.1.bias \(4,\) were given, expected gamma",
+        ),
         (lambda: net(initialised=False), dict, "without parameters was given, expected a net after initialize"),
     ],
 )
