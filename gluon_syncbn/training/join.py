@@ -74,7 +74,7 @@ def join(net: gluon.Block, trainer: gluon.Trainer) -> ContextManager[None]:
 def _joined(net: gluon.Block, trainer: gluon.Trainer, store: ProcessStore) -> Iterator[None]:
     calls: List[Tuple[Any, ...]] = []  # of the net, in the step that goes on or was the last
     unused: List[mx.nd.NDArray] = []  # parameters that got no gradient in the last step
-    in_step = False
+    in_step, ended, own_step = False, False, vars(trainer).get("step")  # which may be the user's
 
     def call(net: gluon.Block, inputs: Tuple[Any, ...]) -> None:
         nonlocal in_step
@@ -88,6 +88,9 @@ def _joined(net: gluon.Block, trainer: gluon.Trainer, store: ProcessStore) -> It
 
     def step(batch_size: int, ignore_stale_grad: bool = False) -> None:
         nonlocal in_step
+        if ended:  # a wrapper that was made within the block calls it still
+            take_step(batch_size, ignore_stale_grad)
+            return
         trained = [array for p in trainer._params if p.grad_req != "null" for array in p.list_data()]
         unused[:] = [array for array in trained if not array._fresh_grad]
         samples = arguments.whole("batch_size", batch_size, 0, 2**53)
@@ -117,7 +120,11 @@ def _joined(net: gluon.Block, trainer: gluon.Trainer, store: ProcessStore) -> It
         raise
     finally:
         hook.detach()
-        del trainer.step
+        ended = True
+        if trainer.step is step:
+            del trainer.step
+            if own_step is not None:
+                trainer.step = own_step
         session.joins -= 1
 
 

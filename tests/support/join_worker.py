@@ -126,17 +126,34 @@ def equal_one_process(norm=gluon_syncbn.SyncBatchNorm, residual=gluon_syncbn.Syn
 
 
 def leave_out_an_output():
-    """The layer before it gets no gradient in any process, and stays as it is."""
+    """The layer before it gets no gradient in any process, and stays as it is. Others wrap ``trainer.step``, too."""
     gluon_syncbn.configure(kvstore=kv)
     net = build(gluon_syncbn.SyncBatchNorm, gluon_syncbn.SyncBatchNormAdd)
     trainer = ready(net, CONTEXTS[:1], "eager", kv)
     before = net.dense.weight.data().asnumpy()
+    counted = []
+
+    def counting():
+        step = trainer.step
+        trainer.step = lambda *args, **kwargs: (counted.append(args[0]), step(*args, **kwargs))
+        return trainer.step
+
+    def one_step():
+        with autograd.record():
+            y = net(nd.ones((2, 4, 3, 3), dtype="float64"))[1]
+        y.backward()
+        trainer.step(2, ignore_stale_grad=True)
+
+    outer = counting()
     with gluon_syncbn.join(net, trainer):
         for _ in range(STEPS[kv.rank]):
-            with autograd.record():
-                y = net(nd.ones((2, 4, 3, 3), dtype="float64"))[1]
-            y.backward()
-            trainer.step(2, ignore_stale_grad=True)
+            one_step()
+    assert trainer.step is outer and len(counted) == max(STEPS[: kv.num_workers])
+    with gluon_syncbn.join(net, trainer):
+        inner = counting()
+        one_step()
+    one_step()
+    assert trainer.step is inner and counted[-4:] == [2, 2 * kv.num_workers, 2, 2]
     assert (net.dense.weight.data().asnumpy() == before).all()
 
 
