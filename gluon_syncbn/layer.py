@@ -6,6 +6,7 @@ import functools
 import numbers
 import sys
 import warnings
+from collections import ChainMap
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Callable, Dict, Literal, Optional, Sequence, TypedDict
 
@@ -18,7 +19,7 @@ from .activation import NONE, invertible, of_arguments
 from .mxnet_side import export, patches
 from .mxnet_side.op import own, sync_batch_norm
 from .system import arguments, kinds
-from .training.replicas import EAGER, UNFUSED, Pooling, Replicas, followers_of
+from .training.replicas import EAGER, UNFUSED, Pooling, Replicas, followers, followers_of
 from .training.session import session
 
 if TYPE_CHECKING:
@@ -273,7 +274,7 @@ class SyncBatchNorm(nn.BatchNorm):
         flags = center, scale, use_global_stats
         initializers = beta_initializer, gamma_initializer, running_mean_initializer, running_variance_initializer
         super().__init__(axis, momentum, epsilon, *flags, *initializers, in_channels, prefix=prefix, params=params)
-        self._unbiased = running_variance == "unbiased"
+        self._computes = {**its_activation.arguments(), "running_variance": running_variance}
         self._activation = its_activation
         self._inplace = inplace
         self._keeps_x: Optional[bool] = None  # in spite of `inplace`; unknown before the first training call
@@ -281,7 +282,6 @@ class SyncBatchNorm(nn.BatchNorm):
         self._nodes, self._graph = 0, 0  # number of nodes in the graph that was recorded last, and the number of that
         self._origin: Any = None  # class and settings before `convert`
         self._adopt_parameters(pooling, num_devices, exchange, timeout)
-        export.install()
 
     mode = property(lambda self: self._replicas.pooling.mode)
     virtual_devices = property(lambda self: self._replicas.pooling.virtual_devices)
@@ -292,7 +292,7 @@ class SyncBatchNorm(nn.BatchNorm):
     activation = property(lambda self: self._activation.arguments()["activation"])
     slope = property(lambda self: self._activation.arguments().get("slope"))
     inplace = property(lambda self: self._inplace)
-    running_variance = property(lambda self: "unbiased" if self._unbiased else "biased")
+    running_variance = property(lambda self: self._computes["running_variance"])
 
     def __repr__(self) -> str:
         """Adds those settings to the text of ``nn.BatchNorm`` that a layer need not have."""
@@ -321,16 +321,24 @@ class SyncBatchNorm(nn.BatchNorm):
     def _adopt_parameters(self, *settings: Any) -> None:
         """Makes the contexts of ``running_mean`` this layer's replicas; by default with the settings as before."""
         self._replicas: Replicas = Replicas(self.name, *(settings or self._replicas.settings))
-        computes = {**self._kwargs, **self._activation.arguments(), "running_variance": self.running_variance}
-        self._replicas.computes = computes
+        self._replicas.computes = ChainMap(self._kwargs, self._computes)  # which may change
         self._replicas.running.update((self.running_mean, self.running_var))
         patches.replace(_initialising, Parameter, "_init_impl")
-        self.running_mean._followers = [*followers_of([self.running_mean]), self._replicas]
+        export.install()
+        followers.setdefault(self.running_mean, []).append(self._replicas)
         if self.running_mean._data is not None:
             _place(self._replicas, self.running_mean)
 
     def _release_parameters(self) -> None:
-        self.running_mean._followers.remove(self._replicas)
+        followers[self.running_mean].remove(self._replicas)
+
+    def __getstate__(self) -> Dict[str, Any]:
+        """For ``copy`` and ``pickle``. A copy has replicas of its own, which do not meet those of the original."""
+        return {**self.__dict__, "_replicas": self._replicas.settings}
+
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._adopt_parameters(*self.__dict__.pop("_replicas"))
 
     def hybrid_forward(self, F: Any, x: Any, mask: Any = None, *, addend: Any = None, **parameters: Any) -> Any:
         """Returns the output as the kind of ``x``, from operators of ``mx.nd`` or ``mx.sym``."""
@@ -352,7 +360,7 @@ class SyncBatchNorm(nn.BatchNorm):
         # A graph may be recorded between initialize() and the first batch. Then only the contexts are known.
         if not replicas.given and not frozen and self.running_mean._deferred_init:
             per_context = replicas.per_context(self.running_mean._deferred_init[1])
-        kwargs.update(per_context=per_context, node=node, unbiased=self._unbiased, frozen=frozen)
+        kwargs.update(per_context=per_context, node=node, unbiased=self.running_variance == "unbiased", frozen=frozen)
         single = per_context == 1 and not frozen
         fuses = single and self._fuses and addend is None and self._activation == NONE
         kwargs.update(activation=self._activation, fuses=fuses, inplace=single and self._works_in_place(F))

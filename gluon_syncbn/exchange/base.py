@@ -38,6 +38,15 @@ class Exchange:
     def __init__(self, handle: _native.Handle) -> None:
         self.handle = handle
 
+    def __deepcopy__(self, memo: Any) -> Exchange:
+        return self  # a copy of a layer exchanges as the layer does
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self!r} cannot be pickled, nor can a layer with kvstore=, because a KVStore belongs to its process: "
+            "save net.save_parameters(file), and give the layers of the process that loads it a KVStore there"
+        )
+
 
 class DeviceExchange(Exchange):
     """Adds with ``pushpull`` of MXNet's KVStores ``'device'`` and ``'local'``, on the contexts of one process.

@@ -83,7 +83,24 @@ def close_graph(block: SymbolBlock) -> None:
 @lru_cache(maxsize=None)
 def derived(cls: Type[Block], base: Type[Block]) -> Type[Any]:
     """Returns a class with the name of ``cls`` in which the methods of another base come first."""
-    return type(cls.__name__, (base, cls), {"__doc__": cls.__doc__, "__module__": cls.__module__})
+    named = {"__doc__": cls.__doc__, "__module__": cls.__module__, "__reduce_ex__": _reduced}
+    return type(cls.__name__, (base, cls), named)
+
+
+def _reduced(block: Block, protocol: Any) -> Any:
+    """For ``pickle``, which would find another class under that name."""
+    _, (cls, *_), *state = list(object.__reduce_ex__(block, protocol))
+    bases: List[Type[Block]] = []
+    while vars(cls).get("__reduce_ex__") is _reduced:
+        base, cls = cls.__bases__
+        bases.insert(0, base)
+    return (_made, (cls, *bases), *state)
+
+
+def _made(cls: Type[Any], *bases: Type[Block]) -> Any:
+    for base in bases:
+        cls = derived(cls, base)  # type: ignore[arg-type]
+    return object.__new__(cls)
 
 
 def without(cls: Type[Any], base: Type[Block]) -> Type[Any]:

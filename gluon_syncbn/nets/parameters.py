@@ -132,7 +132,7 @@ def from_torch(net: NetT, module: Any) -> NetT:
         if theirs is not None:
             block._kwargs.update(eps=theirs.eps, momentum=1 - theirs.momentum)
             if isinstance(block, SyncBatchNorm):
-                block._unbiased = True
+                block._computes["running_variance"] = "unbiased"
     forget_graphs(net)
     return net
 

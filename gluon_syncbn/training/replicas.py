@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 import weakref
 from contextlib import contextmanager
-from typing import Any, ClassVar, Dict, Iterable, Iterator, List, Optional, Sequence
+from typing import Any, ClassVar, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence
 
 from mxnet import autograd
 from mxnet.context import Context
@@ -46,9 +45,13 @@ def executing(context: Context, layers: Any = (), nodes: Any = (), running: Sequ
         _native.end_graph()
 
 
+#: The replicas of the layers that a parameter belongs to. A copy of the parameter has none before its layers are there.
+followers: weakref.WeakKeyDictionary[Parameter, List[Replicas]] = weakref.WeakKeyDictionary()
+
+
 def followers_of(parameters: Iterable[Any]) -> List[Replicas]:
     """Returns the replicas of the layers that some of these parameters belong to, each once."""
-    return list(dict.fromkeys(one for parameter in parameters for one in getattr(parameter, "_followers", ())))
+    return list(dict.fromkeys(one for parameter in parameters for one in followers.get(parameter, ())))
 
 
 def stores_of(parameters: Iterable[Any]) -> List[ProcessStore]:
@@ -79,7 +82,7 @@ class Replicas:
         self.name, self.pooling, self.num_devices = name, pooling, num_devices
         self.exchange, self.timeout = exchange, timeout  # None is the setting of `configure`
         self.settings = pooling, num_devices, exchange, timeout
-        self.computes: Dict[str, Any] = {}  # the settings of the layer that its results depend on
+        self.computes: Mapping[str, Any] = {}  # the settings of the layer that its results depend on
         self.channels = 0
         self.given: List[Context] = []
         self.contexts: List[Context] = []  # the same, without repetitions
@@ -176,12 +179,3 @@ class Replicas:
     def reaches_other_processes(self) -> bool:
         """Whether replicas of other processes take part."""
         return isinstance(self.exchange or session.exchange, ProcessStore)
-
-    def __deepcopy__(self, memo: dict) -> Replicas:
-        # A copy of a net trains by itself: its replicas must not meet the replicas of the original.
-        twin = Replicas(self.name, *self.settings)
-        memo[id(self)], twin.computes = twin, self.computes
-        twin.running.update(copy.deepcopy(list(self.running), memo))
-        if self.contexts:
-            twin.set_contexts(self.given, self.channels)
-        return twin

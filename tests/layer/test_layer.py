@@ -1,13 +1,18 @@
 """N devices with the layer are one device with nn.BatchNorm on the concatenated batch."""
 
+import copy
 import json
+import pickle
+import sys
 
 import mxnet as mx
 import numpy as np
 import pytest
+from environments import ended
 from moments import moments
-from mxnet import autograd, nd
+from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from places import SUPPORT
 from poolings import specification
 from replicas import (
     ON_CPUS,
@@ -26,8 +31,10 @@ from replicas import (
 )
 
 import gluon_syncbn
-from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd, reference
+from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd, checkpoint, convert, freeze, reference
+from gluon_syncbn.exchange import store
 from gluon_syncbn.mxnet_side import op
+from gluon_syncbn.training.session import session
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -241,17 +248,63 @@ def test_the_callers_norm_kwargs_stay_as_they_are():
     assert kwargs == {"momentum": 0.5, "num_devices": 2}
 
 
-def test_a_copied_net_trains_on_its_own(contexts, rng):
-    import copy
-
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_a_copied_net_trains_on_its_own(contexts, rng, copied):
     batch = make_batch(rng, 2)
-    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:2], "float64")
-    twin = copy.deepcopy(layer)
-    assert twin._replicas.id != layer._replicas.id
+    layer = prepare(SyncBatchNorm(in_channels=5, timeout=7), batch, contexts[:2], "float64")
+    twin = copied(layer)
+    assert twin._replicas.id != layer._replicas.id and repr(twin) == repr(layer) and twin.timeout == 7
     twin.collect_params().reset_ctx(contexts[:2])  # a copied array has no gradient
     want = truth(batch)
     for net in (twin, layer):
         assert_same(step(net, batch, contexts, "float64"), want, 1e-11)
+
+
+PICKLED = """
+import pickle
+import gluon_syncbn_first
+import mxnet as mx
+x, want, net = pickle.load(open("net", "rb"))
+assert (net(x) - want).abs().max().asscalar() < 1e-6
+contexts = [mx.cpu(0), mx.cpu(1)]
+net.collect_params().reset_ctx(contexts)
+with mx.autograd.record():
+    ys = [net(x.as_in_context(context)) for context in contexts]
+mx.autograd.backward(ys)
+for parameter in net.collect_params(".*running_mean").values():
+    mean, other = (array.asnumpy() for array in parameter.list_data())
+    assert (mean == other).all() and abs(mean).max() > 0
+"""
+
+
+def test_a_pickled_net_in_another_process(contexts, tmp_path):
+    net, x = gluon.nn.HybridSequential(), nd.random.normal(shape=(4, 3, 2, 2))
+    net.add(nn.BatchNorm(in_channels=3), nn.BatchNorm(in_channels=3), ShuffleBatchNorm(in_channels=3))
+    checkpoint(convert(net)[1])
+    net.initialize(ctx=contexts[:1])
+    (tmp_path / "net").write_bytes(pickle.dumps((x, net(x), net)))
+    ran = ended([sys.executable, "-W", "ignore", "-c", PICKLED], SUPPORT, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_processes_compare_the_present_settings():
+    layer = SyncBatchNorm(in_channels=3)
+    layer.initialize()
+    twin = copy.deepcopy(layer)
+    for one, other in ((layer, twin), (twin, layer)):
+        freeze(one)
+        one._kwargs["eps"] = 0.5
+        shown, untouched = (store._describe(session._layers[net._replicas.id])[1] for net in (one, other))
+        assert "use_global_stats True" in shown and "eps 0.5" in shown and "eps 0.5" not in untouched
+        freeze(one, active=False)
+        one._kwargs["eps"] = 1e-5
+
+
+def test_a_layer_with_a_kvstore_is_copied_and_not_pickled():
+    layer = SyncBatchNorm(in_channels=3, kvstore="device")
+    assert copy.deepcopy(layer)._replicas.exchange is layer._replicas.exchange
+    with pytest.raises(TypeError, match=r"cannot be pickled, nor can a layer with kvstore=.*net.save_parameters"):
+        pickle.dumps(layer)
 
 
 @pytest.mark.skipif("bfloat16" not in ON_CPUS, reason="MXNet has no bfloat16 on GPUs")

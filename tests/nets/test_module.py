@@ -363,7 +363,11 @@ def keeps_the_settings(contexts, tmp_path, heads, settings):
     assert_same(stepped(loaded, contexts, heads), stepped(norm, contexts, heads), 1e-12)
     for symbol in (made(mx.sym.var("data"), name="bn0") for made in (norm, loaded)):
         ((_, layer),) = bound(symbol, contexts, labels=False)._exec_group.symbol.layers
-        assert layer._unbiased and layer._replicas.timeout == 17 and layer._replicas.pooling.virtual_devices == 2
+        assert (
+            layer.running_variance == "unbiased"
+            and layer._replicas.timeout == 17
+            and layer._replicas.pooling.virtual_devices == 2
+        )
         assert layer._replicas.pooling.groups == (((0, 2), (1,)) if "groups" in settings else None)
 
 

@@ -67,7 +67,7 @@ def specification(
     forward = reference.forward(
         batch.shards, batch.gamma, batch.beta, np.zeros(channels), np.ones(channels),
         axis=axis, epsilon=kwargs["eps"], momentum=momentum, scale=not kwargs["fix_gamma"], **pooling,
-        running_variance="unbiased" if layer._unbiased else "biased", nonfinite=nonfinite,
+        running_variance=layer.running_variance, nonfinite=nonfinite,
         **layer._activation._asdict(), addends=addends, masks=masks,
     )  # fmt: skip
     gradients = reference.backward(batch.shards, batch.heads, batch.gamma, forward)
