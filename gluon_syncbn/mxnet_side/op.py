@@ -62,11 +62,11 @@ def sync_batch_norm(
     x: Any,
     gamma: Any,
     beta: Any,
-    running_mean: Optional[Any],
-    running_var: Optional[Any],
+    running_mean: Any,
+    running_var: Any,
     replicas: Replicas,
     *,
-    per_context: int,
+    per_context: int = 1,
     axis: int,
     node: int = -1,
     eps: float = 1e-5,
@@ -130,8 +130,6 @@ def sync_batch_norm(
         replicas.calls[settings, role, adds, masks] = number
         return custom(*given, role=role, adds=adds, masks=masks)
 
-    if running_mean is None:
-        return custom(*inputs, role=Role.MEET)[1]
     if per_context == 1:
         y = custom(*inputs, *states, role=Role.WHOLE)
     else:
@@ -168,13 +166,3 @@ def _guard(F: Any, replicas: Replicas, *, eager: bool) -> Optional[Callable[[Any
         return plain.copyto(plain.ctx) if ends_bundle else plain
 
     return copied
-
-
-def moments(x: Any, mask: Optional[Any], axis: int, replicas: Replicas) -> Any:
-    """Returns ``[1, mean[C], variance[C]]`` in float64, on the context of ``x``. If no position counts, all are 0.
-
-    ``replicas`` have the mode ``'local'``. This is what the first operator of a call hands on, if it has two.
-    """
-    dtype = np.float64 if x.dtype == np.float64 else np.float32
-    ones = mx.nd.ones((x.shape[axis],), x.ctx, dtype)
-    return sync_batch_norm(own(mx.nd), x, ones, ones, None, None, replicas, per_context=2, axis=axis, mask=mask)

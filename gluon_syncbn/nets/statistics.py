@@ -18,7 +18,7 @@ from .._native import merge_moments
 from ..exchange.store import ProcessStore
 from ..layer import SyncBatchNorm, SyncBatchNormAdd
 from ..mxnet_side import blocks
-from ..mxnet_side.op import moments
+from ..mxnet_side.op import own, sync_batch_norm
 from ..system import arguments, kinds
 from ..system.kinds import values
 from ..training import steps
@@ -89,8 +89,8 @@ def update_bn_stats(
     r"""Sets the running statistics to the moments of many batches ("precise BN"), in place of a moving average.
 
     For each channel, the formula of `average_running_stats` is over the shards of all batches, weighted with the number
-    of their values. This gives mean and biased variance of all inputs of the layer, as if they were one batch, computed
-    in float64 and bitwise equal on every device.
+    of their values. This gives mean and biased variance of all inputs of the layer, as if they were one batch, bitwise
+    equal on every device. `configure`'s ``nonfinite`` holds for each shard.
 
     Calls the net in training mode and without gradient: the layers normalise as in training, each in its mode. In the
     end, only the running statistics have changed; after an error these are unchanged too. Graphs of hybridized blocks
@@ -200,6 +200,8 @@ def _of_all_processes(store: Optional[ProcessStore], what: str, moments: List[np
 
 # ---- of a population ---------------------------------------------------------------------------------------
 
+_NONE = -1  # the variance where no position counts, or where `configure(nonfinite='skip')` leaves the batch out
+
 
 def _layers_to_measure(net: Block) -> Tuple[List[nn.BatchNorm], List[str]]:
     """Returns the layers that normalise with their batch, and the names of layers with an unknown forward."""
@@ -232,7 +234,7 @@ def _population(
     each_by_itself = Replicas("update_bn_stats", Pooling("local"), None, None, None)
     each_by_itself.set_contexts(list(replicas), 0)
     totals = {one.mean: np.zeros(1 + 2 * one.mean.shape[0]) for one in running}
-    seen: List[Tuple[nn.BatchNorm, int, mx.nd.NDArray, Optional[mx.nd.NDArray]]] = []
+    seen: List[Tuple[nn.BatchNorm, int, Tuple[mx.nd.NDArray, mx.nd.NDArray], Optional[mx.nd.NDArray]]] = []
 
     def see(layer: nn.BatchNorm, args: Tuple[Any, ...]) -> None:
         x = kinds.classic(args[0])
@@ -240,7 +242,11 @@ def _population(
             return
         axis, masks = layer._kwargs.get("axis", 1), args[1 + isinstance(layer, SyncBatchNormAdd) :]
         mask = kinds.classic(masks[0]).copy() if masks and masks[0] is not None else None  # a net may overwrite it
-        seen.append((layer, x.size // x.shape[axis], moments(x, mask, axis, each_by_itself), mask))
+        ones = mx.nd.ones((x.shape[axis],), x.ctx, np.float64 if x.dtype == np.float64 else np.float32)
+        # With a momentum of 0, running statistics are those of the shard. The layer's own may be of slots, or of all.
+        moments = mean, var = _NONE * ones, _NONE * ones
+        sync_batch_norm(own(mx.nd), x, ones, ones, mean, var, each_by_itself, axis=axis, momentum=0, mask=mask)
+        seen.append((layer, x.size // x.shape[axis], moments, mask))
 
     done = 0
     with ExitStack() as afterwards:
@@ -256,12 +262,13 @@ def _population(
                 for shard in batch:
                     net(shard)
             mx.nd.waitall()  # no result is read before all replicas are called
-            for layer, count, given, mask in seen:
+            for layer, count, moments, mask in seen:
                 if mask is not None:
                     count = np.count_nonzero(values(mask)) * count // mask.size
-                there, *of_channels = given.asnumpy()
-                packed = _packed(there * count, *np.split(np.array(of_channels), 2))
-                totals[layer.running_mean] = merge_moments(totals[layer.running_mean], packed)
+                mean, var = (array.asnumpy() for array in moments)
+                if (var != _NONE).any():
+                    packed = _packed(count, mean, var)
+                    totals[layer.running_mean] = merge_moments(totals[layer.running_mean], packed)
             seen.clear()
             done += 1
     if not done:

@@ -357,13 +357,26 @@ def test_replicas_that_share_a_context_and_a_net_that_overwrites(contexts, rng):
 
 
 def test_no_input_is_copied_to_the_host(contexts, rng, monkeypatch):
-    """The moments of a batch are 1 + 2C numbers, which a layer's operator computes where the input is."""
+    """The moments of a batch are 2C numbers, which the layer's operator computes where the input is."""
     net = convolutional(SyncBatchNorm, contexts[:2])
     batches = [on_devices(batch, contexts, "float64") for batch in population(rng, 2)]
     read, original = [], nd.NDArray.asnumpy
     monkeypatch.setattr(nd.NDArray, "asnumpy", lambda array: read.append(array.size) or original(array))
     update_bn_stats(net, batches)
-    assert sorted(set(read)) == [1 + 2 * 4, 1 + 2 * 5]
+    assert sorted(set(read)) == [4, 5]
+
+
+def test_a_batch_that_is_not_finite(contexts, rng):
+    layer = nn.BatchNorm(in_channels=5)
+    layer.initialize(ctx=contexts[:2])
+    shards = make_batch(rng, 2, dtype="float32").shards
+    faulty = np.where(np.arange(5)[:, None, None] == 3, np.nan, shards[1])
+    batches = [on_devices([shards[0], faulty], contexts, "float32")]
+    update_bn_stats(layer, batches)
+    assert np.isnan(layer.running_mean.data(contexts[0]).asnumpy()).tolist() == [False] * 3 + [True, False]
+    gluon_syncbn.configure(nonfinite="skip")
+    update_bn_stats(layer, batches)
+    assert_statistics(layer, contexts[:2], moments(shards[:1])[:2], 1e-5)
 
 
 def test_batches_are_taken_as_far_as_asked(contexts, rng):
