@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import numbers
 import os
 import queue
 import random
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, TypeVar
 
 import mxnet as mx
+import numpy as np
 from mxnet import autograd
 from mxnet.gluon import Block, HybridBlock, Parameter, SymbolBlock, nn
 from mxnet.ndarray import NDArray
@@ -329,7 +329,7 @@ def _settings(within: List[Block]) -> List[Any]:
     for value in (value for one in within if not isinstance(one, fixed) for value in vars(one).values()):
         parts = list(value.values()) if isinstance(value, dict) else value
         parts = parts if isinstance(parts, (list, tuple)) else [parts]
-        found += [part for part in parts if isinstance(part, (numbers.Number, str))]
+        found += [part for part in parts if isinstance(part, (int, float, str, np.number))]
     return found
 
 

@@ -446,6 +446,9 @@ def test_a_hybridized_block_cannot_hold_it(contexts):
         record(net, contexts[0])
     checkpoint(net[0], active=False)
     record(net, contexts[0]).wait_to_read()
+    checkpoint(net[0])  # within a graph that is there
+    with pytest.raises(mx.MXNetError, match="cannot be part of a hybridized block: hybridize each"):
+        record(net, contexts[0])
 
 
 class Changes(nn.Block):
