@@ -73,7 +73,7 @@ class Ours:
         statistics = {"gathered": self.moments_of_all, "used": pool, "fed": pool, "tracked": pool, "pools": 1}
         running = {"momentum": 0.9, "running_mean": self.mean, "running_var": self.var, "status": self.told}
         arrays = {"x": self.x, "y": self.out, "kept": self.kept, "affine": self.affine()}
-        arguments: Dict[str, Any] = {**arrays, **statistics, **running, "epsilon": 1e-5, "hand_on": 1}
+        arguments: Dict[str, Any] = {**arrays, **statistics, **running, "epsilon": 1e-5}
         self._launch("normalise_identity", self.each, "NormaliseArguments", **arguments)
 
     def grad_sums(self) -> None:

@@ -152,8 +152,8 @@ class SyncBatchNorm(nn.BatchNorm):
     in_channels : int
         0 takes it from the first batch.
     num_devices : int, optional
-        Number of replicas. The default is the number of contexts of the parameters. A multiple of that number puts
-        several replicas on one context. On one context, one thread may then use a layer once in a forward.
+        Number of replicas, which is the number of contexts of the parameters. The layer finds it, and needs it only
+        to check yours.
     activation : str, optional
         An activation, computed in the same passes over memory. ``'relu6'`` is ``'relu'`` up to 6. ``'leaky'`` is y
         where y > 0, else slope * y. The layer keeps no more memory, because the backward recomputes it from x.
@@ -161,8 +161,8 @@ class SyncBatchNorm(nn.BatchNorm):
         The slope of ``'leaky'``: above 0 and below 1, in float32 too.
     inplace : bool
         Whether the backward computes x again from y, so that the layer keeps no memory beyond y, which the next layer
-        keeps too. The layer must have no activation or ``'leaky'``, and no addition. With several replicas on one
-        context, it keeps x. The backward makes one more pass over memory. The error of ``xhat`` is at most
+        keeps too. The layer must have no activation or ``'leaky'``, and no addition. The backward makes one more pass
+        over memory. The error of ``xhat`` is at most
         2 u ``(|xhat| + |beta| / |gamma|)`` standard deviations. Here u is 2**-24 for float32, 2**-11 for float16 and
         2**-8 for bfloat16. In ``'shuffle'``, the error of x is at most 2 u ``(|x - m| + s |beta| / |gamma|)``. There m
         and s are mean and standard deviation of the slot that normalises x. If gamma holds a 0 at the first training
@@ -350,20 +350,16 @@ class SyncBatchNorm(nn.BatchNorm):
         trains = training and not frozen
         if F is mx.nd and training:
             replicas.runs(UNFUSED if self._fuses and trains else EAGER)
-        if replicas.problem and trains and not replicas.reaches_other_processes():
-            raise ValueError(replicas.problem)
+        if trains and (replicas.problem or not replicas.contexts):
+            deferred = self.running_mean._deferred_init  # where a graph is recorded before the first batch
+            replicas.check(replicas.contexts or (deferred[1] if deferred else []))
         node = -1
         if F is not mx.nd:  # all contexts share the graph: a node meets only itself on the other contexts
             node = self._nodes if self._graph == session.graphs else 0
             self._nodes, self._graph = node + 1, session.graphs
-        per_context = 1 if frozen else replicas.of_context
-        # A graph may be recorded between initialize() and the first batch. Then only the contexts are known.
-        if not replicas.given and not frozen and self.running_mean._deferred_init:
-            per_context = replicas.per_context(self.running_mean._deferred_init[1])
-        kwargs.update(per_context=per_context, node=node, unbiased=self.running_variance == "unbiased", frozen=frozen)
-        single = per_context == 1 and not frozen
-        fuses = single and self._fuses and addend is None and self._activation == NONE
-        kwargs.update(activation=self._activation, fuses=fuses, inplace=single and self._works_in_place(F))
+        fuses = not frozen and self._fuses and addend is None and self._activation == NONE
+        kwargs.update(node=node, unbiased=self.running_variance == "unbiased", frozen=frozen)
+        kwargs.update(activation=self._activation, fuses=fuses, inplace=not frozen and self._works_in_place(F))
         kwargs.update((name, kinds.classic(array)) for name, array in parameters.items())
         addend, mask = (None if one is None else kinds.classic(one) for one in (addend, None if frozen else mask))
         with session.issuing(x.ctx) if F is mx.nd else nullcontext():

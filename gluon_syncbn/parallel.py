@@ -33,7 +33,8 @@ class DataParallelModel:
     module : gluon.Block
         The network, whose parameters are put on the contexts. Also any callable with its ``collect_params``.
     ctx_list : list of Context, optional
-        One for each replica; several replicas may share one. By default the network is called as it is.
+        One for each replica; those of a network without `SyncBatchNorm` may share one. By default the network is called
+        as it is.
     sync : bool
         Whether a call waits for the outputs and raises errors of the forward.
 

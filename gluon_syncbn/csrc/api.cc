@@ -128,7 +128,6 @@ SYNCBN_API(std::string, take_calls, const char* device) { return syncbn::native:
 
 // See native/resources.cc.
 SYNCBN_API(std::string, separate_resources) { return syncbn::native::separate_resources(); }
-SYNCBN_API(void, renew_resources) { syncbn::native::renew_resources(); }
 // After true, `issue_on` follows, with -1.
 SYNCBN_API(bool, issue_for, NDArrayHandle data) { return syncbn::native::issue_for(data); }
 SYNCBN_API(int, issue_on, int context) { return syncbn::native::issue_on(context); }
@@ -153,9 +152,6 @@ SYNCBN_API(int64_t, layer_create, const char* name, int mode, int64_t virtual_de
 // The number of layers.
 SYNCBN_API(int64_t, layers) { return static_cast<int64_t>(registry().all().size()); }
 
-// Whether some layer has several replicas on a context.
-SYNCBN_API(bool, contexts_are_shared) { return registry().contexts_are_shared(); }
-
 SYNCBN_API(void, layer_drop, int64_t id) {
     syncbn::forget_calls(id);
     registry().drop(id);
@@ -165,9 +161,9 @@ SYNCBN_API(int64_t, call_create, const Span<const char*>& keys, const Span<const
     return syncbn::create_call(static_cast<int>(keys.count), keys.values, values.values);
 }
 
-// Sets the contexts that hold a layer's parameters, and the number of their replicas.
-SYNCBN_API(void, layer_place, int64_t id, const Span<const char*>& contexts, size_t replicas) {
-    registry().place(*found(id), {contexts.begin(), contexts.end()}, replicas);
+// Sets the contexts that hold a layer's parameters. `misplaced`: why these cannot train; empty if they can.
+SYNCBN_API(void, layer_place, int64_t id, const Span<const char*>& contexts, const char* misplaced) {
+    registry().place(*found(id), {contexts.begin(), contexts.end()}, misplaced);
 }
 
 // Says that this thread makes or executes a graph whose operators MXNet keeps, with training calls of these layers' nodes
@@ -183,7 +179,6 @@ SYNCBN_API(void, begin_graph, const char* context, const Span<const size_t>& lay
         layer->rendezvous.join(layer->config(), context, static_cast<int64_t>(nodes.values[i]), true);
     }
     syncbn::within_graph = true;
-    syncbn::keeps_operators |= layers.count > 0;
 }
 SYNCBN_API(void, end_graph) { syncbn::within_graph = false; }
 

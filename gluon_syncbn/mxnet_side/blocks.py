@@ -15,7 +15,7 @@ from mxnet.gluon.nn.basic_layers import _BatchNorm
 from ..activation import BatchNormActivation, BatchNormAdd
 from ..system import arguments
 from .nodes import json_of
-from .op import NAME, Role
+from .op import NAME
 
 PARAMETERS = ("gamma", "beta", "running_mean", "running_var")
 #: Operators of BatchNorm in a recorded graph; for custom ones their `op_type`.
@@ -90,16 +90,11 @@ def recorded(block: HybridBlock, graph: Optional[Dict[str, Any]] = None) -> List
     found = []
     for number, node in enumerate(nodes):
         operator = operator_of(node)
-        if operator in (*OPERATORS, NAME) and not is_meeting(node):
+        if operator in (*OPERATORS, NAME):
             inputs = [nodes[at]["name"] for at, *_ in node["inputs"]]
             frozen = node.get("attrs", {}).get("use_global_stats") in ("1", "True")
             found.append(Recorded(number, node["name"], operator, frozen, inputs))
     return found
-
-
-def is_meeting(node: Dict[str, Any]) -> bool:
-    """Whether the node is the first of the two of a call."""
-    return operator_of(node) == NAME and int(node["attrs"]["role"]) == Role.MEET
 
 
 def operator_of(node: Dict[str, Any]) -> str:

@@ -51,7 +51,7 @@ def is_guard(node: Json) -> bool:
 def plain(symbol: mx.sym.Symbol, tells: bool = False) -> mx.sym.Symbol:
     """Returns the graph with the nodes of plain layers in the places of synchronised ones. ``tells``: they say so."""
     recorded = json_of(symbol)
-    ours = {i: one["attrs"] for i, one in enumerate(recorded["nodes"]) if is_ours(one) and not blocks.is_meeting(one)}
+    ours = {i: one["attrs"] for i, one in enumerate(recorded["nodes"]) if is_ours(one)}
     if not ours:
         return symbol
     marks = {number: json.dumps(_arguments(attributes)) for number, attributes in ours.items()} if tells else None
@@ -71,34 +71,29 @@ def _plain_layer(attributes: Dict[str, str]) -> BatchNorm:
 def with_layers(
     recorded: Json, layers: Mapping[int, BatchNorm], marks: Optional[Mapping[int, str]] = None, named: bool = True
 ) -> mx.sym.Symbol:
-    """Returns the graph with the nodes of layers in the places of nodes, given by number. Their guards, and the first
-    nodes of their calls, are gone. A plain layer leaves out a mask. ``marks`` has values of `SYNCHRONISED`. ``named``:
+    """Returns the graph with the nodes of layers in the places of nodes, given by number. Their guards
+    are gone. A plain layer leaves out a mask. ``marks`` has values of `SYNCHRONISED`. ``named``:
     outputs keep their names, which are those of guards.
     """
     nodes = recorded["nodes"]
     behind = {node["inputs"][0][0]: number for number, node in enumerate(nodes) if is_guard(node)}
     serving = {at for number in layers for at, *_ in nodes[number]["inputs"]}
-    serving |= {at for number in serving if blocks.is_meeting(nodes[number]) for at, *_ in nodes[number]["inputs"]}
     serving |= {guard for number, guard in behind.items() if number in layers}
 
     def unfold(number: int, node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
         if number in serving and is_guard(node):
             return inputs
-        if number in serving and blocks.is_meeting(node):
-            mask = inputs[-1] if int(node["attrs"]["masks"]) else []
-            return [inputs[0], mask, *inputs[3:]]  # the mask in the place of the batch's statistics
         if number not in layers:
             return None
         layer = layers[number]
         name = nodes[behind.get(number, number) if named else number]["name"]
-        own = [entry for entry in inputs if entry]  # nothing is left of the batch's statistics but a mask
         attributes = {k: v for k, v in node.get("attrs", {}).items() if k.startswith("__") and k != SYNCHRONISED}
         parameters = [layer._reg_params[parameter].name for parameter in blocks.PARAMETERS]
-        data = _DATA[: len(own) - len(parameters)]
+        data = _DATA[: len(inputs) - len(parameters)]
         if not hasattr(layer, "_replicas"):
             data = data[: 1 + isinstance(layer, BatchNormAdd)]
-        given = dict(zip([data[0], *parameters[:2], *data[1:]], own))
-        given.update(zip(parameters[2:], own[-2:]))
+        given = dict(zip([data[0], *parameters[:2], *data[1:]], inputs))
+        given.update(zip(parameters[2:], inputs[-2:]))
         variables = {name: parameter.var() for name, parameter in layer._reg_params.items()}
         with layer.name_scope():
             written = json_of(layer.hybrid_forward(SYMBOLS, *map(kinds.variable, data), **variables))

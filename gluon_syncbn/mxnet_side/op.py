@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from typing import Any, Callable, Optional
 
 import mxnet as mx
 import numpy as np
-from mxnet import autograd
 from mxnet.base import _LIB, OpHandle, c_str, check_call
 from mxnet.ndarray.register import _make_ndarray_function
 from mxnet.symbol.register import _make_symbol_function
@@ -19,12 +17,6 @@ from ..training.replicas import Replicas
 
 #: MXNet's ``op_type``.
 NAME = "gluon_syncbn"
-
-
-class Role:
-    """Names the part of a call that a node computes. The numbers are those of `Role` in csrc/operator/call.h."""
-
-    WHOLE, MEET, TRACK = range(3)
 
 
 class Operators:
@@ -66,7 +58,6 @@ def sync_batch_norm(
     running_var: Any,
     replicas: Replicas,
     *,
-    per_context: int = 1,
     axis: int,
     node: int = -1,
     eps: float = 1e-5,
@@ -82,13 +73,12 @@ def sync_batch_norm(
 ) -> Any:
     """Normalises ``x`` with the statistics that the replicas' pooling selects; ``F`` is ``mx.nd`` or ``mx.sym``.
 
-    ``per_context`` is the number of replicas on each context. ``node`` numbers the layer's nodes in graphs. It is -1
-    for an eager call. ``unbiased`` selects the variance that updates the running one. ``addend`` and ``activation``
-    come after the normalisation. Where ``mask`` is 0, a position does not count in the statistics. ``fuses`` is for
-    `fusion`, with one replica per context. ``inplace`` keeps y for the backward and not x. It needs an invertible
-    activation, no addend and one replica per context. ``frozen`` selects the running statistics in training too, with
-    one replica per context, because nobody meets. In a static graph MXNet's engine does not know that a node writes
-    the running statistics. So two nodes of one layer may run in either order there.
+    ``node`` numbers the layer's nodes in graphs. It is -1 for an eager call. ``unbiased`` selects the variance that
+    updates the running one. ``addend`` and ``activation`` come after the normalisation. Where ``mask`` is 0, a position
+    does not count in the statistics. ``fuses`` is for `fusion`. ``inplace`` keeps y for the backward and not x. It
+    needs an invertible activation and no addend. ``frozen`` selects the running statistics in training too. In a static
+    graph MXNet's engine does not know that a node writes the running statistics. So two nodes of one layer may run in
+    either order there.
     """
     guarded = _guard(F, replicas, eager=node < 0)
     data = [x] if addend is None else [x, addend]
@@ -96,53 +86,39 @@ def sync_batch_norm(
         data.append(F.Cast(mask, dtype="float64") if guarded else mask)  # SwapAxis takes no bool
     if guarded:
         data = [guarded(array) for array in data]
-    inputs, states = [data[0], gamma, beta, *data[1:]], [running_mean, running_var]
-    settings = per_context, axis, eps, momentum, fix_gamma, unbiased, activation, inplace, frozen, replicas.on_cpus
-
-    def custom(*given: Any, role: int, adds: bool = addend is not None, masks: bool = mask is not None) -> Any:
-        # An eager call has a number in place of the attributes, which would become texts, and be parsed again.
-        number = replicas.calls.get((settings, role, adds, masks)) if node < 0 else None
-        if number is not None:
-            return F.Custom(*given, op_type=NAME, call=number)
-        attributes = {
-            "layer": replicas.token,
-            "per_context": per_context,
-            "node": node,
-            "axis": axis,
-            "eps": repr(float(eps)),
-            "momentum": repr(float(np.float32(momentum))),  # as MXNet's own BatchNorm keeps it
-            "fix_gamma": int(fix_gamma),
-            "unbiased": int(unbiased),
-            "on_cpus": int(replicas.on_cpus),
-            **activation.attributes(),
-            "fuses": int(fuses),
-            "inplace": int(inplace),
-            "use_global_stats": int(frozen),
-            "role": role,
-            "adds": int(adds),
-            "masks": int(masks),
-        }
-        if node >= 0:
-            return F.Custom(*given, op_type=NAME, name="track" if role == Role.TRACK else "fwd", **attributes)
+    inputs = [data[0], gamma, beta, *data[1:], running_mean, running_var]
+    flags = fix_gamma, unbiased, addend is not None, mask is not None, inplace, frozen, replicas.on_cpus
+    settings = axis, eps, momentum, activation, flags
+    # An eager call has a number in place of the attributes, which would become texts, and be parsed again.
+    number = replicas.calls.get(settings) if node < 0 else None
+    if number is not None:
+        y = F.Custom(*inputs, op_type=NAME, call=number)
+        return guarded(y) if guarded else y
+    attributes = {
+        "layer": replicas.token,
+        "node": node,
+        "axis": axis,
+        "eps": repr(float(eps)),
+        "momentum": repr(float(np.float32(momentum))),  # as MXNet's own BatchNorm keeps it
+        "fix_gamma": int(fix_gamma),
+        "unbiased": int(unbiased),
+        "on_cpus": int(replicas.on_cpus),
+        **activation.attributes(),
+        "fuses": int(fuses),
+        "inplace": int(inplace),
+        "use_global_stats": int(frozen),
+        "adds": int(addend is not None),
+        "masks": int(mask is not None),
+    }
+    if node < 0:
         texts = {key: str(value) for key, value in attributes.items()}
         number = str(_native.call_create(list(texts), list(texts.values())))
         replicas.attributes[number], replicas.by_call[number] = texts, replicas
-        replicas.calls[settings, role, adds, masks] = number
-        return custom(*given, role=role, adds=adds, masks=masks)
-
-    if per_context == 1:
-        y = custom(*inputs, *states, role=Role.WHOLE)
+        replicas.calls[settings] = number
+        attributes = {"call": number}
     else:
-        y, batch, *handed_on = custom(*inputs, role=Role.MEET)
-        track = functools.partial(custom, y, gamma, beta, *handed_on, batch, *states, role=Role.TRACK, masks=False)
-        if node >= 0:  # a graph predicts, too
-            y = track()
-        else:
-            # Separate from the data, because this node waits for the previous writer of the running statistics. With a
-            # thread for each replica, the writer may belong to a later call.
-            recording = autograd.set_recording(False)
-            track(adds=False)
-            autograd.set_recording(recording)
+        attributes["name"] = "fwd"
+    y = F.Custom(*inputs, op_type=NAME, **attributes)
     return guarded(y) if guarded else y
 
 

@@ -19,7 +19,6 @@ from ..training.replicas import IN_GRAPH, Replicas, executing
 from ..training.session import session
 from . import blocks, trainer
 from .nodes import layers_of
-from .op import Role
 
 _originals: Dict[Tuple[Any, str, Callable], Any] = {}  # None if the owner inherits the function
 
@@ -28,7 +27,6 @@ def install() -> None:
     """Changes MXNet for all programs. `replace` changes what only some need, at its first use."""
     replace(_entering, autograd._RecordingStateScope, "__enter__")
     replace(_leaving, autograd._RecordingStateScope, "__exit__")
-    replace(_apart, autograd, "backward")
     replace(_noting_layers, autograd, "grad")
     replace(trainer.constructing, gluon.Trainer, "__init__")
     replace(trainer.connecting, gluon.Trainer, "_init_kvstore")
@@ -113,24 +111,6 @@ def _saving(save: Callable, owner: Any, *args: Any, **kwargs: Any) -> Any:
 # ---- replicas -------------------------------------------------------------------------------------------------
 
 
-def _apart(backward: Callable, heads: Any, *args: Any, **kwargs: Any) -> None:
-    """Keeps replicas that share a context apart.
-
-    MXNet bundles up to 15 operators of a backward into one operation, which waits for the inputs of all of them. On a
-    shared context, the last operators of one replica share a bundle with the first ones of the next. This layer's
-    operator in the first replica then waits for the second replica. The second replica waits for the bundle, and the
-    bundle waits for the first replica. A copy is issued by itself and ends the bundle before it. So one copy at the
-    head of each replica keeps replicas apart.
-    """
-    if isinstance(heads, (list, tuple)) and len(heads) > 1 and _native.contexts_are_shared():
-        recording = autograd.set_recording(True)
-        try:
-            heads = [head.copyto(head.ctx) for head in heads]
-        finally:
-            autograd.set_recording(recording)
-    _naming_layers(backward, heads, *args, **kwargs)
-
-
 _of_thread = threading.local()
 
 
@@ -189,8 +169,7 @@ def _issuing(cached_op: Any, sym: mx.sym.Symbol, flags: Any = ()) -> mx.nd.Cache
 
 
 def _meets(layer: Replicas, attributes: Dict[str, str]) -> bool:
-    frozen = attributes["use_global_stats"] == "1" or attributes["role"] == str(Role.TRACK)
-    return layer.pooling.mode != "local" and not frozen
+    return layer.pooling.mode != "local" and attributes["use_global_stats"] != "1"
 
 
 def _once(build: Callable, block: gluon.HybridBlock, *args: Any) -> None:
@@ -219,6 +198,7 @@ def _noting_layers(grad: Callable, heads: Any, *args: Any, **kwargs: Any) -> Any
             _differentiated.update(layer for layer, _ in layers_of(autograd.get_symbol(head)))
         if _differentiated:
             replace(_naming_layers, mx.nd.NDArray, "backward")
+            replace(_naming_layers, autograd, "backward")
     return _naming_layers(grad, heads, *args, **kwargs)
 
 

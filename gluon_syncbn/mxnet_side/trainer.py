@@ -181,7 +181,8 @@ def _tell_who_meets(parameters: Iterable[gluon.Parameter]) -> None:
     exchanges = [replicas.exchange or session.exchange for replicas in meeting]
     if not meeting or any(isinstance(one, ProcessStore) and one.num_workers > 1 for one in exchanges):
         return  # the store tells what the processes have agreed on
-    log.info("the statistics of %d layers meet within this process: %d replicas", len(meeting), meeting[0].count())
+    replicas = len(meeting[0].contexts)
+    log.info("the statistics of %d layers meet within this process: %d replicas", len(meeting), replicas)
     for variable, other, store in _LAUNCHERS:
         size = environment.read(variable)
         if size.isdigit() and int(size) > 1 and (not other or environment.read(other)) and not session.warned:

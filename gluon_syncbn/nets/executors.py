@@ -22,7 +22,7 @@ from mxnet.module.executor_group import DataParallelExecutorGroup
 
 from .. import _native
 from ..layer import SyncBatchNorm
-from ..mxnet_side import blocks, patches
+from ..mxnet_side import patches
 from ..mxnet_side.export import SYNCHRONISED, is_ours, settings_of, with_layers
 from ..mxnet_side.nodes import Json, Synchronised, json_of, uses
 from ..system import arguments
@@ -66,24 +66,13 @@ def _grouping(
             )
         for name, layer in graph.layers:
             if group.for_training:
-                _check(layer._replicas)
-            layer._replicas.set_contexts(layer._replicas.given, group.execs[0].aux_dict[name].shape[0])
+                layer._replicas.check(layer._replicas.contexts)
+            layer._replicas.set_contexts(layer._replicas.contexts, group.execs[0].aux_dict[name].shape[0])
         # A program may have a class in the place of ``Module``, which makes the group itself.
         patches.replace(_beginning, DataParallelExecutorGroup, "forward")
         patches.replace(_within, DataParallelExecutorGroup, "backward")
         patches.replace(_updating, Module, "update")
         patches.replace(_after_forward, DataParallelExecutorGroup, "get_params")
-
-
-def _check(replicas: Replicas) -> None:
-    """ValueError if the executors on these contexts cannot train together."""
-    contexts = replicas.given
-    if len(replicas.contexts) < len(contexts):  # executors of one context would share running statistics
-        arguments.refuse("context", contexts, "different contexts: each executor has running statistics of its own")
-    if replicas.num_devices not in (None, len(contexts)):
-        arguments.refuse("num_devices", replicas.num_devices, f"{len(contexts)}, the number of executors, or None")
-    if replicas.problem and not replicas.reaches_other_processes():
-        raise ValueError(replicas.problem)
 
 
 def _binding(bind: Callable, symbol: mx.sym.Symbol, /, ctx: Context, *args: Any, **kwargs: Any) -> Executor:
@@ -120,7 +109,7 @@ def _beside_others(context: Context, trains: bool, node: Json) -> Optional[SyncB
     if len(contexts) == wanted:
         del _unfinished[key]
         layer._replicas.set_contexts(contexts, 0)
-        _check(layer._replicas)
+        layer._replicas.check(layer._replicas.contexts)
     return layer
 
 
@@ -157,7 +146,7 @@ def _synchronised(symbol: mx.sym.Symbol, choose: Callable[[Json], Optional[SyncB
         takes = node["op"] in operators or (node["op"] == "BatchNorm" and SYNCHRONISED in node.get("attrs", {}))
         if takes and (used[number, 1] or used[number, 2]):
             stay.append(node["name"])
-        elif takes or (is_ours(node) and not blocks.is_meeting(node)):
+        elif takes or is_ours(node):
             layer = choose(node)
             if layer is not None:
                 layer._nodes = 0  # a layer is one node here, also in the graphs of executors that are bound one by one

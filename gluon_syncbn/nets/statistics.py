@@ -158,7 +158,7 @@ class _Running(NamedTuple):
 
     @property
     def contexts(self) -> List[mx.Context]:
-        """Returns each context once, also if it holds several replicas."""
+        """Returns each context once, also if it was given twice."""
         return list(dict.fromkeys(self.mean.list_ctx()))
 
     def write(self, moments: np.ndarray) -> None:
@@ -228,11 +228,9 @@ def _population(
     net: Block, layers: Sequence[nn.BatchNorm], running: Sequence[_Running], batches: Iterator[Any]
 ) -> List[np.ndarray]:
     """Computes the moments over all values of all batches, for each of ``running``."""
-    ours = [layer._replicas for layer in layers if isinstance(layer, SyncBatchNorm)]
-    times = max((replicas.count() // len(replicas.contexts) for replicas in ours), default=1)
-    replicas = {context: times for one in running for context in one.contexts}
+    contexts = list(dict.fromkeys(context for one in running for context in one.contexts))
     each_by_itself = Replicas("update_bn_stats", Pooling("local"), None, None, None)
-    each_by_itself.set_contexts(list(replicas), 0)
+    each_by_itself.set_contexts(contexts, 0)
     totals = {one.mean: np.zeros(1 + 2 * one.mean.shape[0]) for one in running}
     seen: List[Tuple[nn.BatchNorm, int, Tuple[mx.nd.NDArray, mx.nd.NDArray], Optional[mx.nd.NDArray]]] = []
 
@@ -257,7 +255,7 @@ def _population(
         for layer in layers:
             afterwards.callback(layer.register_forward_pre_hook(see).detach)
         for batch in batches:
-            _check_batch(f"batches[{done}]", batch, replicas)
+            _check_batch(f"batches[{done}]", batch, contexts)
             with autograd.pause(train_mode=True):
                 for shard in batch:
                     net(shard)
@@ -276,12 +274,12 @@ def _population(
     return list(totals.values())
 
 
-def _check_batch(name: str, batch: Any, replicas: Dict[mx.Context, int]) -> None:
+def _check_batch(name: str, batch: Any, contexts: List[mx.Context]) -> None:
     listed = isinstance(batch, (list, tuple)) and len(batch) > 0
     arrays = listed and all(isinstance(shard, mx.nd.NDArray) for shard in batch)
-    if not arrays or Counter(shard.ctx for shard in batch) - Counter(replicas):
-        contexts = ", ".join(str(context) for context, times in replicas.items() for _ in range(times))
-        arguments.refuse(name, batch, f"a list of arrays, one on each context of the net ({contexts})")
+    if not arrays or Counter(shard.ctx for shard in batch) - Counter(contexts):
+        places = ", ".join(map(str, contexts))
+        arguments.refuse(name, batch, f"a list of arrays, one on each context of the net ({places})")
 
 
 def _equally_many(store: Optional[ProcessStore], batches: Any, num_iters: int) -> Iterator[Any]:

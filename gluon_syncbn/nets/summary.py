@@ -168,12 +168,10 @@ def _statistics(layer: SyncBatchNorm) -> str:
     contexts = _contexts(layer)
     if not contexts:
         return "not known before it is initialised"
-    if not replicas.reaches_other_processes():
-        count = replicas.num_devices or len(contexts)
-        if replicas.pooling.problem(count):
-            return f"an error in training: {replicas.pooling.problem(count)}"
-        if count * replicas.pooling.virtual_devices == 1:
-            return "plain, because it has one replica"
+    if replicas.problem_on(contexts):
+        return f"an error in training: {replicas.problem_on(contexts)}"
+    if not replicas.reaches_other_processes() and len(contexts) * replicas.pooling.virtual_devices == 1:
+        return "plain, because it has one replica"
     return SYNCHRONISED
 
 

@@ -16,11 +16,15 @@ from ..exchange.base import Exchange, LayerInfo
 from ..exchange.pooling import MODES, Pooling
 from ..exchange.store import ProcessStore
 from ..system import cuda
-from ..system.environment import at_least
 from .session import session
 
 #: How a layer was called in training: not yet, by itself, by itself although it was to fuse operators, in a graph.
 NEVER, EAGER, UNFUSED, IN_GRAPH = "", "eager", "unfused", "graph"
+
+_ONE_EACH = (
+    "A context has one replica, with one batch: give it the samples of several. virtual_devices has the statistics of "
+    "several devices on one, and several processes may share a GPU"
+)
 
 
 @contextmanager
@@ -61,7 +65,7 @@ def stores_of(parameters: Iterable[Any]) -> List[ProcessStore]:
 
 
 class Replicas:
-    """The replicas of one layer, as the native core sees them. Without ``num_devices``, each context has one."""
+    """The replicas of one layer, as the native core sees them: one on each context of its parameters."""
 
     #: By the tokens that nodes of graphs have: those of this process that still exist.
     by_token: ClassVar[weakref.WeakValueDictionary[str, Replicas]] = weakref.WeakValueDictionary()
@@ -84,13 +88,11 @@ class Replicas:
         self.settings = pooling, num_devices, exchange, timeout
         self.computes: Mapping[str, Any] = {}  # the settings of the layer that its results depend on
         self.channels = 0
-        self.given: List[Context] = []
-        self.contexts: List[Context] = []  # the same, without repetitions
+        self.contexts: List[Context] = []
         self.on_cpus = True  # some of them may be
-        self.of_context = 1  # `per_context` of these
         self.calls: Dict[Any, str] = {}  # the numbers of eager ones in the core, by their settings
         self.attributes: Dict[str, Dict[str, str]] = {}  # of these, by their numbers
-        self.problem = ""  # why these contexts cannot train
+        self.problem = ""  # why these contexts cannot train, at least without other processes
         self.running: weakref.WeakSet[Parameter] = weakref.WeakSet()  # the parameters of the running statistics
         self.ran = NEVER  # how the last training call came
         self.taken_in = ""  # names the operators that the layer absorbed in the graph that was recorded last
@@ -117,28 +119,48 @@ class Replicas:
                         parameter.data(sources[0]).copyto(parameter.data(context))
 
     def set_contexts(self, contexts: List[Context], channels: int) -> None:
-        """Sets the contexts that hold the layer's parameters; a repeated one holds several replicas."""
-        unique = list(dict.fromkeys(contexts))
-        for context in unique:
+        """Sets the contexts that hold the layer's parameters. If they cannot train, a training call raises the error:
+        a net may get its parameters before its contexts, as from a file, or predict on others.
+        """
+        for context in contexts:
             if context.device_type == "gpu":
                 cuda.check_architecture(context.device_id)
-        replicas = self.num_devices or len(contexts)
-        self.given, self.contexts, self.channels = list(contexts), unique, channels
-        self.on_cpus = any(context.device_type != "gpu" for context in unique)
-        self.problem = self.pooling.problem(replicas)
-        self.of_context = self.per_context(contexts)
-        if self.of_context > 1:
-            # With 8 gradients of an array or more, MXNet adds each one before it runs the operators of the next
-            # gradient (AggregateGradient in src/executor/graph_executor.cc). One replica's sum then precedes the next
-            # replica's operators, for which the first replica waits: a deadlock. MXNet reads the setting at its first
-            # backward; a replica has two gradients for gamma.
-            at_least("MXNET_EXEC_INPLACE_GRAD_SUM_CAP", 4 * replicas)
+        misplaced = self._placement_problem(contexts)
+        self.problem = misplaced or self.pooling.problem(len(contexts))
+        self.contexts, self.channels = list(contexts), channels
+        self.on_cpus = any(context.device_type != "gpu" for context in contexts)
         if self.separates():
             self._separate_resources()
         settings = self.pooling, self.computes, self.exchange
-        session.register(LayerInfo(self.id, self.name, unique, replicas, channels, *settings))
+        session.register(LayerInfo(self.id, self.name, self.contexts, len(contexts), channels, *settings))
         session.to_come.discard(self)
-        _native.layer_place(self.id, [str(context) for context in unique], replicas)
+        _native.layer_place(self.id, [str(context) for context in contexts], misplaced)
+
+    def problem_on(self, contexts: List[Context]) -> str:
+        """Returns why the layer cannot train on these contexts; empty if it can."""
+        of_process = "" if self.reaches_other_processes() else self.pooling.problem(len(contexts))
+        return self._placement_problem(contexts) or of_process
+
+    def check(self, contexts: List[Context]) -> None:
+        """ValueError if the layer cannot train on these contexts, if they are known."""
+        problem = self.problem_on(contexts) if contexts else ""
+        if problem:
+            raise ValueError(problem)
+
+    def _placement_problem(self, contexts: List[Context]) -> str:
+        places = ", ".join(map(str, contexts))
+        if len(set(contexts)) < len(contexts):
+            return (
+                f"ctx: the parameters of SyncBatchNorm '{self.name}' are on {places}, expected each context once. "
+                f"{_ONE_EACH}"
+            )
+        if self.num_devices is None or self.num_devices == len(contexts):
+            return ""
+        more = f" contrib's layer would wait for ever for the missing ones. {_ONE_EACH}"
+        return (
+            f"num_devices: {self.num_devices} was given, expected None or {len(contexts)}, because the parameters of "
+            f"SyncBatchNorm '{self.name}' are on {places}.{more if self.num_devices > len(contexts) else ''}"
+        )
 
     def runs(self, how: str) -> None:
         """Notes that the layer is called in training."""
@@ -148,11 +170,11 @@ class Replicas:
 
     def meets(self) -> bool:
         """Whether the layer has several replicas."""
-        return self.reaches_other_processes() or self.count() > 1
+        return self.reaches_other_processes() or len(self.contexts) > 1
 
     def separates(self) -> bool:
         """Whether replicas on CPU contexts need temporary space and random states of their own."""
-        return sum(context.device_type == "cpu" for context in self.contexts) * self.of_context > 1
+        return sum(context.device_type == "cpu" for context in self.contexts) > 1
 
     def _separate_resources(self) -> None:
         problem = _native.separate_resources()
@@ -163,18 +185,6 @@ class Replicas:
                 "MXNET_CPU_PARALLEL_RAND_COPY are large",
                 stacklevel=2,
             )
-        # Replicas on one context take its random states in turn. There must be more copies than one replica's operators
-        # hold. Each takes 5 MB.
-        if self.of_context > 1 and at_least("MXNET_CPU_PARALLEL_RAND_COPY", 4 * (self.of_context - 1)):
-            _native.renew_resources()
-
-    def count(self) -> int:
-        """Returns the number of replicas of this process, if the contexts are known."""
-        return self.num_devices or len(self.given)
-
-    def per_context(self, contexts: List[Context]) -> int:
-        """Returns the number of replicas on each of these contexts that wait for each other."""
-        return 1 if self.pooling.mode == "local" else max(1, (self.num_devices or len(contexts)) // len(set(contexts)))
 
     def reaches_other_processes(self) -> bool:
         """Whether replicas of other processes take part."""

@@ -73,17 +73,6 @@ def test_a_store_that_a_trainer_has_too(rng):
                 np.testing.assert_allclose(parameter.grad(context).asnumpy(), total, rtol=1e-10)
 
 
-@pytest.mark.parametrize("kvstore", ["device", "local"])
-def test_several_replicas_on_a_gpu(rng, kvstore):
-    contexts, batch = gpus(2), make_batch(rng, 4)
-    layer = a_layer(batch, contexts, kvstore=kvstore, num_devices=4)
-    xs = on_devices(batch.shards, [contexts[0], contexts[0], contexts[1], contexts[1]], "float64")
-    with autograd.record():
-        ys = [layer(x) for x in xs]
-    for y, want in zip(ys, specification(layer, batch).outputs):
-        np.testing.assert_allclose(y.asnumpy(), want, rtol=1e-10, atol=1e-10)
-
-
 def test_what_the_store_gets(rng):
     """A row of each GPU, in float64, on that GPU; nothing where the statistics are not combined by sums."""
     contexts, batch, store, seen = gpus(4), make_batch(rng, 4), Store(), []

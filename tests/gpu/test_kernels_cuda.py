@@ -239,8 +239,8 @@ class Kernels:
         kernel, mask = ("moments", None) if mask is None else ("masked_moments", self.gpu.upload(mask.astype("uint8")))
         return self._packed(kernel, "merge_moments", 1 + 2 * self.channels, "MomentsArguments", mask=mask)
 
-    def normalise(self, source, pools, gamma, beta, fix_gamma, start=None, running=(None, None), batch=None,
-                  hand_on=1, momentum=0.9, given_up=0, unbiased=0, watch=0, activation=None, addend=None):  # fmt: skip
+    def normalise(self, source, pools, gamma, beta, fix_gamma, start=None, running=(None, None),
+                  momentum=0.9, given_up=0, unbiased=0, watch=0, activation=None, addend=None):  # fmt: skip
         """`source`: gathered moments, or None for the running statistics. Returns the output and what is kept."""
         out, kept = self.output(start), self.gpu.empty(self.slots * (1 + 4 * self.channels), "float64")
         told = self.gpu.upload(np.array([(given_up, -1, 0.0)], STATUS).view("uint8"))
@@ -253,8 +253,8 @@ class Kernels:
             affine=self._affine(gamma, beta, fix_gamma, activation), gathered=gathered,
             used=self._lists(pools), fed=own, tracked=own, pools=1 if pools.kind == SHARED else self.slots,
             own=own_moments, epsilon=EPSILON, kept=kept, add=start is not None, frozen=source is None,
-            momentum=momentum, running_mean=running[0], running_var=running[1], batch=batch, hand_on=hand_on,
-            unbiased=unbiased, watch=watch, status=told,
+            momentum=momentum, running_mean=running[0], running_var=running[1], unbiased=unbiased, watch=watch,
+            status=told,
         )  # fmt: skip
         self.told = self.gpu.download(told).view(STATUS)[0]
         kept = self.gpu.download(kept).reshape(self.slots, -1)
@@ -278,7 +278,7 @@ class Kernels:
         self.launch(
             "recover", self._each(), "RecoverArguments", behind(activation), tiling=self.tiling,
             y=self.upload(y, 3), x=out, affine=self._affine(gamma, beta, fix_gamma, activation), status=told,
-            kept=self.gpu.upload(kept), invertible={"per_beta": per_beta, "least": least}, epsilon=EPSILON,
+            kept=self.gpu.upload(kept), invertible={"per_beta": per_beta, "least": least},
         )  # fmt: skip
         return self.gpu.download(out).reshape(self.x.shape), self.gpu.download(told).view(STATUS)["at"][0]
 
@@ -705,12 +705,6 @@ def test_running_statistics(gpu, shape, dtype):
         got, _, _ = run(pooling)
         np.testing.assert_allclose(got, 0.7 * old + 0.3 * np.array(want), rtol=1e-6, atol=1e-6)
         np.testing.assert_array_equal(run(pooling, given_up=1)[0], old.astype(dtype))  # a failed step leaves nothing
-        for hand_on in (1, 0):
-            batch = gpu.empty(1 + 2 * channels, "float64")
-            got, _, _ = run(pooling, batch=batch, hand_on=hand_on)
-            np.testing.assert_array_equal(got, old.astype(dtype))
-            left = np.concatenate([[1], *want]) if hand_on else np.zeros(1 + 2 * channels)
-            np.testing.assert_allclose(gpu.download(batch), left, rtol=1e-12)
 
     counts = moments[1:3, 0]
     got, _, _ = run(Pools(SHARED, 1, 1, 3), unbiased=1)
@@ -762,15 +756,6 @@ def test_moments_that_are_not_finite(gpu, bad):
 
 def test_small_kernels(gpu):
     random = np.random.RandomState(0)
-    for dtype in ("float32", "float64"):
-        old, batch = random.rand(2, 300).astype(dtype), np.concatenate([[1], random.rand(600)])
-        for tracked in (1, 0):
-            batch[0] = tracked
-            mean, var = gpu.upload(old[0]), gpu.upload(old[1])
-            fields = {"batch": gpu.upload(batch), "running_mean": mean, "running_var": var, "momentum": 0.7}
-            run(gpu, f"update_running_{dtype}", (2, 1, 1), "UpdateRunningArguments", channels=300, **fields)
-            want = 0.7 * old + 0.3 * batch[1:].reshape(2, 300) if tracked else old
-            np.testing.assert_allclose([gpu.download(mean), gpu.download(var)], want, rtol=1e-6)
     for dtype, value in (("float16", np.nan), ("float32", 2.5), ("float64", -1.0)):
         out = gpu.empty(300, dtype)
         run(gpu, f"copy_{dtype}", (2, 1, 1), "CopyArguments", to=out, value=value, n=300)

@@ -1,5 +1,7 @@
 """A layer with an activation, and with an addition before it."""
 
+from contextlib import nullcontext
+
 import mxnet as mx
 import numpy as np
 import pytest
@@ -183,16 +185,13 @@ def test_an_empty_shard_with_frozen_statistics(empty_case, contexts, adds, behin
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [
-    "alone", "added", "in place", "local", "several replicas", "frozen", "reverted", "predicts", "fused",
+    "alone", "added", "in place", "local", "frozen", "reverted", "predicts", "fused",
 ])  # fmt: skip
 def test_the_slope_is_that_of_float64(contexts, rng, kind, way):
     """Of float64 data, wherever the layer or MXNet multiplies."""
-    if way == "static_shape" and kind == "several replicas":
-        pytest.skip("not with several replicas on a context: docs/limits.md")
     if way == "eager" and kind == "fused":
         pytest.skip("without a graph nothing is fused")
-    settings = {"in place": {"inplace": True}, "local": {"mode": "local"}, "several replicas": {"num_devices": 2},
-                "frozen": {"use_global_stats": True}}.get(kind, {})  # fmt: skip
+    settings = {"in place": {"inplace": True}, "local": {"mode": "local"}, "frozen": {"use_global_stats": True}}
     gamma, beta = make_affine(rng, 5)
     z = rng.randn(4, 5, 3)
     x = (z - beta[:, None]) / gamma[:, None]  # by running statistics 0 and 1, z comes of it
@@ -205,9 +204,9 @@ def test_the_slope_is_that_of_float64(contexts, rng, kind, way):
         prepare(layer, batch, contexts[:1], "float64")
         net.hybridize(**WAYS[way])
     else:
-        adds = kind in ("added", "several replicas")
-        kwargs = dict(in_channels=5, epsilon=0, activation="leaky", slope=SLOPE, **settings)
-        net = layer = prepare((SyncBatchNormAdd if adds else SyncBatchNorm)(**kwargs), batch, contexts[:1], "float64")
+        make_layer = SyncBatchNormAdd if kind == "added" else SyncBatchNorm
+        kwargs = dict(in_channels=5, epsilon=0, activation="leaky", slope=SLOPE, **settings.get(kind, {}))
+        net = layer = prepare(make_layer(**kwargs), batch, contexts[:1], "float64")
         net = revert(net) if kind == "reverted" else net
         if WAYS[way] is not None:
             net.hybridize(**WAYS[way])
@@ -215,15 +214,11 @@ def test_the_slope_is_that_of_float64(contexts, rng, kind, way):
     inputs = [nd.array(x, dtype="float64")]
     if isinstance(layer, SyncBatchNormAdd):
         inputs.append(nd.zeros(x.shape, dtype="float64"))
-    if kind == "predicts":
-        ys = [net(*inputs)]
-    else:
-        with autograd.record():
-            ys = [net(*inputs) for _ in range(settings.get("num_devices", 1))]
+    with autograd.record() if kind != "predicts" else nullcontext():
+        y = net(*inputs)
     if not running:
         z = gamma[:, None] * (x - x.mean((0, 2), keepdims=True)) / x.std((0, 2), keepdims=True) + beta[:, None]
-    for y in ys:
-        np.testing.assert_allclose(y.asnumpy(), np.where(z > 0, z, SLOPE * z), rtol=0, atol=1e-13)
+    np.testing.assert_allclose(y.asnumpy(), np.where(z > 0, z, SLOPE * z), rtol=0, atol=1e-13)
 
 
 def unguarded(layer, x, addend):
@@ -232,7 +227,7 @@ def unguarded(layer, x, addend):
     attributes = {"axis": 1, "eps": "1e-3", "momentum": "0.9", "fix_gamma": 0, "unbiased": 0, "on_cpus": 1}
     return nd.Custom(
         x, layer.gamma.data(x.ctx), layer.beta.data(x.ctx), addend, *states, op_type="gluon_syncbn",
-        layer=layer._replicas.token, per_context=1, role=0, node=-1, adds=1, fuses=0,
+        layer=layer._replicas.token, node=-1, adds=1, fuses=0,
         **layer._activation.attributes(), **attributes,
     )  # fmt: skip
 
@@ -309,17 +304,18 @@ def test_prediction_and_frozen_statistics(case, contexts, adds, behind, way):
 
 
 @pytest.mark.parametrize("way", [None, {}, {"static_alloc": True}], ids=["eager", "hybrid", "static_alloc"])
-@pytest.mark.parametrize("kind", ["several replicas", "frozen", "reverted"])
+@pytest.mark.parametrize("kind", ["two devices", "frozen", "reverted"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_each_way_to_ask_for_gradients(case, contexts, activation, kind, way):
     """MXNet's own addition is wrong in graphs where a gradient is added to an array, or wanted by nobody."""
-    batch, addends = case(2 if kind == "several replicas" else 1)
-    settings = {"several replicas": {"num_devices": 2}, "frozen": {"use_global_stats": True}, "reverted": {}}[kind]
+    count = 2 if kind == "two devices" else 1
+    (batch, addends), contexts = case(count), contexts[:count]
+    settings = {"use_global_stats": True} if kind == "frozen" else {}
     for reqs in [("write", None), ("write", "add"), ("add", "write"), ("add", "add"), (None, "add")]:
-        layer = prepare(make(True, **ACTIVATIONS[activation], **settings), batch, contexts[:1], "float64", way)
+        layer = prepare(make(True, **ACTIVATIONS[activation], **settings), batch, contexts, "float64", way)
         _, gradients = expected(layer, batch, addends, use_global_stats=kind == "frozen")
         layer = revert(layer) if kind == "reverted" else layer
-        inputs = [on_devices(arrays, contexts[:1] * 2, "float64") for arrays in (batch.shards, addends)]
+        inputs = [on_devices(arrays, contexts, "float64") for arrays in (batch.shards, addends)]
         followed = [  # array, what is there before, what is there then
             (array, 0.75, gradient + (0.75 if req == "add" else 0))
             for arrays, req, want in zip(inputs, reqs, (gradients.dxs, gradients.daddends)) if req
@@ -333,33 +329,12 @@ def test_each_way_to_ask_for_gradients(case, contexts, activation, kind, way):
                 array.grad[:] = before
             with autograd.record():
                 ys = [layer(*replica) for replica in zip(*inputs)]
-            autograd.backward(ys, on_devices(batch.heads, contexts[:1] * 2, "float64"))
+            autograd.backward(ys, on_devices(batch.heads, contexts, "float64"))
         for array, _, want in followed:
             np.testing.assert_allclose(array.grad.asnumpy(), want, atol=1e-6, err_msg=str(reqs))
-        np.testing.assert_allclose(layer.gamma.grad().asnumpy(), sum(gradients.dgammas), atol=1e-6, err_msg=str(reqs))
-        np.testing.assert_allclose(layer.beta.grad().asnumpy(), sum(gradients.dbetas), atol=1e-6, err_msg=str(reqs))
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_several_replicas_predict_and_give_gradients_with_running_statistics(case, contexts, activation):
-    """Of the two operators of a call, the second one normalises then."""
-    batch, addends = case(2)
-    layer = prepare(make(True, num_devices=2, **ACTIVATIONS[activation]), batch, contexts[:1], "float64", {})
-    inputs = [on_devices(arrays, contexts[:1] * 2, "float64") for arrays in (batch.shards, addends)]
-    for array in (*inputs[0], *inputs[1]):
-        array.attach_grad("add")
-        array.grad[:] = 0.75
-    outputs, gradients = expected(layer, batch, addends)
-    for got, want in zip([layer(*replica) for replica in zip(*inputs)], outputs):
-        np.testing.assert_allclose(got.asnumpy(), want, atol=1e-10)
-    with autograd.record(train_mode=False):
-        ys = [layer(*replica) for replica in zip(*inputs)]
-    autograd.backward(ys, on_devices(batch.heads, contexts[:1] * 2, "float64"))
-    for arrays, want in zip(inputs, (gradients.dxs, gradients.daddends)):
-        for array, gradient in zip(arrays, want):
-            np.testing.assert_allclose(array.grad.asnumpy(), gradient + 0.75, atol=1e-10)
-    np.testing.assert_allclose(layer.gamma.grad().asnumpy(), sum(gradients.dgammas), atol=1e-10)
-    np.testing.assert_allclose(layer.beta.grad().asnumpy(), sum(gradients.dbetas), atol=1e-10)
+        for parameter, want in ((layer.gamma, gradients.dgammas), (layer.beta, gradients.dbetas)):
+            got = sum(gradient.asnumpy() for gradient in parameter.list_grad())
+            np.testing.assert_allclose(got, sum(want), atol=1e-6, err_msg=str(reqs))
 
 
 def test_channels_from_the_first_batch(contexts):

@@ -16,7 +16,7 @@ from environments import ended
 from gate import Gate
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from places import PACKAGE, SUPPORT
+from places import PACKAGE
 from replicas import (
     TOLERANCE,
     WAYS,
@@ -187,27 +187,6 @@ def test_a_read_while_the_thread_of_another_replica_is_late(contexts, rng):
     in_threads(replica, 2)
     for y, want in zip(ys, truth(batch).outputs):
         np.testing.assert_allclose(y.asnumpy(), want, atol=1e-4)
-
-
-def test_more_num_devices_than_replicas(contexts, rng):
-    layer = a_layer(contexts[:2], num_devices=4, timeout=2)
-    with autograd.record():
-        ys = [layer(x) for x in shards(rng, contexts[:2])]
-    with pytest.raises(mx.MXNetError) as error:
-        ys[0].asnumpy()
-    missing = "missing cpu(0), cpu(1) after 2 s"
-    assert_explains(error, layer, "2 of 4 replicas arrived (cpu(0), cpu(1))", missing, "num_devices")
-
-
-@pytest.mark.parametrize("num_devices", [1, 3])
-def test_num_devices_that_no_context_can_share(contexts, rng, num_devices):
-    layer = a_layer(contexts[:2], num_devices=num_devices, timeout=60)
-    with autograd.record():
-        ys = [layer(x) for x in shards(rng, contexts[:2])]
-    for y in ys:
-        with pytest.raises(mx.MXNetError) as error:
-            y.asnumpy()
-        assert_explains(error, layer, f"num_devices is {num_devices}", "2 contexts (cpu(0), cpu(1))", "multiple")
 
 
 def test_once_failed_the_rest_of_the_step_fails_at_once(contexts, rng):
@@ -600,14 +579,11 @@ def test_devices_in_devices(contexts, rng):
 # ---- the order in which replicas come ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("per_context", [1, 3])
-def test_bits_do_not_depend_on_the_order_of_threads(contexts, rng, per_context):
-    """Several replicas on one context included: the order of their calls says nothing about which is which."""
-    unique = contexts[:2]
-    places = [c for c in unique for _ in range(per_context)]
+def test_bits_do_not_depend_on_the_order_of_threads(contexts, rng):
+    places = contexts[:4]
     count = len(places)
     batch = make_batch(rng, count, offset=3.0)
-    layer = prepare(SyncBatchNorm(in_channels=5, num_devices=count, momentum=0), batch, unique, "float64", {})
+    layer = prepare(SyncBatchNorm(in_channels=5, momentum=0), batch, places, "float64", {})
     with autograd.predict_mode():
         layer(nd.array(batch.shards[0], dtype="float64"))  # traces, which threads may not do at once
     results = []
@@ -625,9 +601,7 @@ def test_bits_do_not_depend_on_the_order_of_threads(contexts, rng, per_context):
 
         in_threads(replica, count)
         autograd.backward(ys, heads)
-        # dgamma and dbeta of one context are sums over its replicas, which the layer does not form
-        empty = np.zeros(0)
-        results.append(collect(layer, ys, [x.grad for x in xs], places)._replace(dgamma=empty, dbeta=empty))
+        results.append(collect(layer, ys, [x.grad for x in xs], places))
     for result in results[1:]:
         assert_same_bits(result, results[0])
 
@@ -920,44 +894,6 @@ def test_an_error_that_stays(contexts, rng, monkeypatch):
     assert_next_step_is_right(layer, contexts[:2], rng)
 
 
-SKIPPED = """
-import numpy as np
-import gluon_syncbn
-import mxnet as mx
-from gate import Gate
-from mxnet import autograd, nd
-from gluon_syncbn.training import steps
-
-(context,) = gluon_syncbn.cpu_devices(1)
-layer = gluon_syncbn.SyncBatchNorm(in_channels=5, num_devices=2)
-layer.initialize(ctx=context)
-layer.cast("float64")
-gate = Gate()
-slow = gate.behind(layer.running_mean.data())  # which the second operator waits for
-bad = nd.linalg.potrf(nd.full((2, 5, 3, 3), -1.0, dtype="float64"))
-with autograd.record():
-    ys = [layer(bad) for _ in range(2)]
-bad[:] = 0  # comes when both have been skipped: after the failure has been read, the first operators would run, too
-try:
-    bad.wait_to_read()
-except mx.MXNetError as error:
-    assert "potrf" in str(error)
-gate.open()
-slow.wait_to_read()
-steps.drain()
-gluon_syncbn.reset()
-print(*layer.running_mean.data().asnumpy(), *layer.running_var.data().asnumpy())
-"""
-
-
-def test_running_statistics_where_an_operator_before_the_layer_fails():
-    """Of several replicas on a context. MXNet skips the operator that should leave the batch's statistics; once the
-    failure has been read, it runs the one that takes them."""
-    perturbed = {"MALLOC_PERTURB_": 85}  # memory that nobody has written is not 0
-    done = ended([sys.executable, "-W", "ignore", "-c", SKIPPED], SUPPORT, **perturbed)
-    assert done.stdout.split() == ["0.0"] * 5 + ["1.0"] * 5, done.stderr
-
-
 def test_a_call_that_an_operator_before_the_layer_kept_from_running(contexts, rng):
     """MXNet skips it. The other replica waits for it, and does not meet the call of the next step."""
     layer = a_layer(contexts[:2], timeout=60)
@@ -982,6 +918,6 @@ def test_a_call_that_an_operator_before_the_layer_kept_from_running(contexts, rn
 def test_a_layer_that_is_gone():
     number = gluon_syncbn._native.layer_create("gone", 0, 1, 0, [], 0, None)
     gluon_syncbn._native.layer_drop(number)
-    for name, *given in (("layer_place", number, ["cpu(0)"], 1), ("begin_graph", "cpu(0)", [number], [0], [])):
+    for name, *given in (("layer_place", number, ["cpu(0)"], ""), ("begin_graph", "cpu(0)", [number], [0], [])):
         with pytest.raises(mx.MXNetError, match=f"no layer has the number {number}"):
             getattr(gluon_syncbn._native, name)(*given)

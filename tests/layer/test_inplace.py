@@ -200,12 +200,6 @@ def test_a_statistic_that_hides_x(contexts, rng):
     assert_same(step(layer, batch, contexts, "float16"), specification(layer, batch), 5 * TOLERANCE["float16"])
 
 
-def test_several_replicas_on_a_context(contexts, rng):
-    batch, places = make_batch(rng, 4), [contexts[0], contexts[1]] * 2
-    layer = prepare(SyncBatchNorm(in_channels=5, num_devices=4, **LEAKY), batch, contexts[:2], "float64")
-    assert_same(step(layer, batch, places, "float64"), specification(layer, batch), 1e-10)
-
-
 @pytest.mark.parametrize("make, given, expected", [
     (SyncBatchNorm, {"inplace": 1}, "inplace: 1 was given, expected True or False"),
     (SyncBatchNorm, {"inplace": True, "activation": "relu"}, "inplace: True was given, expected False: .*'relu'"),

@@ -377,19 +377,18 @@ def test_in_a_module(contexts, rng, settings):
         np.testing.assert_allclose([one.asnumpy() for one in parts], wanted, rtol=1e-11)
 
 
-@pytest.mark.parametrize("per_context", [1, 2])
 @pytest.mark.filterwarnings("ignore:The 2-th input to HybridBlock is not used")  # by plain layers
-def test_in_a_recorded_graph(contexts, rng, per_context):
+def test_in_a_recorded_graph(contexts, rng):
     """A SymbolBlock of a net's graph, whose layers are converted and reverted there."""
     batch = make_batch(rng, 2)
-    masks, places = make_masks(rng, batch), contexts[:2] if per_context == 1 else contexts[:1] * 2
-    layer = SyncBatchNormAdd(in_channels=5, num_devices=2, prefix="bn_")
-    layer.initialize(ctx=places[: 2 // per_context])
+    masks, places = make_masks(rng, batch), contexts[:2]
+    layer = SyncBatchNormAdd(in_channels=5, prefix="bn_")
+    layer.initialize(ctx=places)
     x, addend, mask = (mx.sym.var(name, dtype="float64") for name in ("x", "addend", "mask"))
     block = mx.gluon.SymbolBlock(layer(x, addend, mask), [x, addend, mask], layer.collect_params())
     gluon_syncbn.convert(block)
     addends = [rng.randn(*one.shape) for one in batch.shards]
-    prepare(layer, batch, places[: 2 // per_context], "float64")
+    prepare(layer, batch, places, "float64")
     inputs = [on_devices(arrays, places, "float64") for arrays in (batch.shards, addends, masks)]
     heads = on_devices(batch.heads, places, "float64")
     got, _ = step_of(layer, inputs, heads)

@@ -56,15 +56,6 @@ def test_the_next_batch_counts(contexts, rng, replicas):
     assert_same(step(layer, batch, contexts, "float64"), specification(layer, batch), 1e-11)
 
 
-def test_several_replicas_on_a_context(contexts, rng):
-    gluon_syncbn.configure(nonfinite="skip")
-    places = [contexts[0], contexts[0], contexts[1], contexts[1]]
-    batch = spoilt(make_batch(rng, 4), replica=3)
-    layer = prepare(SyncBatchNorm(in_channels=5, num_devices=4), batch, contexts[:2], "float64")
-    got = step(layer, batch, places, "float64")
-    assert (np.array(got.running_mean) == 0).all() and (np.array(got.running_var) == 1).all()
-
-
 def test_by_default_it_propagates(contexts, rng):
     batch = spoilt(make_batch(rng, 2))
     got = step(prepare(SyncBatchNorm(in_channels=5), batch, contexts[:2], "float64"), batch, contexts, "float64")

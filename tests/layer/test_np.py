@@ -63,13 +63,11 @@ def near(got, want, tolerance=F32):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", ["sync", "shuffle", "relu6", "leaky", "in place", "add", "several on a context"])
+@pytest.mark.parametrize("kind", ["sync", "shuffle", "relu6", "leaky", "in place", "add"])
 def test_the_same_bits_as_with_arrays_of_nd(contexts, rng, kind, way):
     """Both kinds take turns in one process, and leave each other alone."""
-    if kind == "several on a context" and way == "static_shape":
-        pytest.skip("not with several replicas on a context: docs/limits.md")
     batch, addends = make_batch(rng, 2, dtype="float32"), make_batch(rng, 2, dtype="float32").shards
-    places = contexts[:1] * 2 if kind == "several on a context" else contexts[:2]
+    places = contexts[:2]
 
     def layer():
         if kind == "add":
@@ -79,7 +77,6 @@ def test_the_same_bits_as_with_arrays_of_nd(contexts, rng, kind, way):
             activation=kind if kind in ("relu6", "leaky") else None,
             inplace=kind == "in place",
             mode="shuffle" if kind == "shuffle" else "sync",
-            num_devices=2,
         )
 
     def arrays(put):
@@ -87,13 +84,13 @@ def test_the_same_bits_as_with_arrays_of_nd(contexts, rng, kind, way):
         return data + ([put(addends, places, "float32")] if kind == "add" else []), put(batch.heads, places, "float32")
 
     def classic():
-        made = prepare(layer(), batch, contexts[: len(set(places))], "float32", WAYS[way])
+        made = prepare(layer(), batch, places, "float32", WAYS[way])
         inputs, heads = arrays(on_devices)
         return made, [step_of(made, inputs, heads) for _ in range(2)]
 
     before, want = classic()
     with np_arrays():
-        made = prepare(layer(), batch, contexts[: len(set(places))], "float32", WAYS[way])
+        made = prepare(layer(), batch, places, "float32", WAYS[way])
         inputs, heads = arrays(put)
         got = [step_of(made, inputs, heads) for _ in range(2)]
         predicted = made(*[array[0] for array in inputs])

@@ -1,26 +1,20 @@
 """The ways in which nets and training loops use the layer."""
 
-import gc
-import sys
 import time
 
 import mxnet as mx
 import numpy as np
 import pytest
-from environments import ended
 from gate import Gate
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from places import SUPPORT
 from replicas import (
-    TOLERANCE,
     WAYS,
     Batch,
     Result,
     assert_same,
     assert_same_bits,
     forward_and_backward,
-    in_threads,
     make_batch,
     on_devices,
     prepare,
@@ -30,18 +24,6 @@ from replicas import (
 
 from gluon_syncbn import SyncBatchNorm, configure, convert, reference
 from gluon_syncbn.mxnet_side.nodes import json_of
-
-
-class Twice(nn.HybridBlock):
-    """One normalisation layer at two places of a net."""
-
-    def __init__(self, norm):
-        super().__init__()
-        self.norm = norm
-
-    def hybrid_forward(self, F, x):
-        y = self.norm(x)
-        return self.norm(y * y + x)
 
 
 def train(net, shards, heads, contexts, dtype="float64"):
@@ -121,149 +103,33 @@ def test_one_backward_per_loss(contexts, rng, reverse):
         np.testing.assert_allclose(x.grad.asnumpy(), dx, rtol=0, atol=1e-11)
 
 
-#: In which several replicas of one context can meet.
-SHARING = ("eager", "hybrid", "static_alloc")
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("way", SHARING)
-@pytest.mark.parametrize("contexts_of, num_devices", [((0, 0), 2), ((0, 0, 0), 3), ((1, 1, 0, 0), 4)], ids=str)
-def test_several_replicas_on_one_context(contexts, rng, contexts_of, num_devices, way, dtype):
-    batch, places = make_batch(rng, num_devices, dtype=dtype), [contexts[i] for i in contexts_of]
-    unique = list(dict.fromkeys(places))
-    layer = prepare(SyncBatchNorm(in_channels=5, num_devices=num_devices), batch, unique, dtype, WAYS[way])
-    for steps in range(1, 4):
-        got = step(layer, batch, places, dtype)
-        assert_same(got, truth(batch, steps=steps), TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("way", SHARING)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("given", [True, False], ids=["channels", "deferred"])
-def test_a_net_with_several_replicas_on_one_context(contexts, rng, way, given):
-    """Where the channels are taken from the first batch, the graph is recorded before there are parameters."""
-
-    def make(norm, places, inputs, channels):
-        net = nn.HybridSequential(prefix="net_")
-        with net.name_scope():
-            net.add(nn.Conv2D(6, 3, in_channels=inputs, use_bias=False), norm(in_channels=channels))
-            net.add(nn.Activation("tanh"), nn.Conv2D(4, 3, in_channels=channels, use_bias=False))
-            net.add(norm(in_channels=4 if channels else 0))
-        net.initialize(mx.init.Xavier(), ctx=places)
-        return net
-
-    places = [contexts[0]] * 2
-    net, plain = make(SyncBatchNorm, places, *((3, 6) if given else (0, 0))), make(nn.BatchNorm, places[:1], 3, 6)
+@pytest.mark.parametrize(
+    "places, num_devices, said, moved",
+    [
+        ((0, 0), None, r"^ctx: .*'bn' are on \w+\(0\), \w+\(0\), expected each .* virtual_devices has", (0, 1)),
+        ((0,), 2, "^num_devices: 2 .*expected None or 1, .*'bn'.* contrib's .* would wait .*processes", (0, 1)),
+        ((0, 1), 1, r"^num_devices: 1 .*expected None or 2, .*'bn' are on \w+\(0\), \w+\(1\)\.$", (1,)),
+    ],
+)
+def test_a_context_has_one_replica(contexts, rng, way, given, places, num_devices, said, moved):
+    """The thread that trains gets the error. The layer predicts, and trains after it was moved."""
+    batch, moved = make_batch(rng, len(moved)), [contexts[i] for i in moved]
+    layer = SyncBatchNorm(in_channels=5 * given, num_devices=num_devices, prefix="bn_")
+    layer.initialize(ctx=[contexts[i] for i in places])
     if WAYS[way] is not None:
-        net.hybridize(**WAYS[way])
-    shards = [rng.randn(n, 3, 8, 8) * (n + 1) for n in (1, 3)]
-    heads = [rng.randn(n, 4, 4, 4) for n in (1, 3)]
-    if not given:
-        net(nd.array(shards[0]))
-    for p, q in zip(net.collect_params().values(), plain.collect_params().values()):
-        p.set_data(q.data())
-    for _ in range(2):
-        got = train(net, shards, heads, places, "float32")
-        want = train(plain, [np.concatenate(shards)], [np.concatenate(heads)], places, "float32")
-    np.testing.assert_allclose(np.concatenate(got[0]), want[0][0], rtol=0, atol=1e-4)
-    for g, w in zip(got[2:], want[2:]):  # gradients of the parameters, running statistics
-        for name in w:
-            np.testing.assert_allclose(g[name], w[name], rtol=0, atol=1e-3 * np.abs(w[name]).max(), err_msg=name)
-
-
-@pytest.mark.parametrize("way", SHARING)
-@pytest.mark.parametrize("per_context", [2, 3])
-def test_running_statistics_of_several_replicas_on_one_context(contexts, rng, way, per_context):
-    """Many calls in flight at once: their updates come in the order of the calls, and prediction sees all before it."""
-    channels, momentum = 4, 0.6
-    for _turn in range(10):
-        layer = SyncBatchNorm(in_channels=channels, num_devices=2 * per_context, momentum=momentum)
-        layer.initialize(ctx=contexts[:2])
-        if WAYS[way] is not None:
-            layer.hybridize(**WAYS[way])
-        layer(nd.ones((1, channels, 2)))
-        mean, var, predicted, kept = np.zeros(channels), np.ones(channels), [], []
-        for call in range(8):
-            shards = [
-                rng.randn(2, channels, 3 + 40 * (i == call % 2)) * (call + 1) + 10 * call
-                for i in range(2 * per_context)
-            ]
-            with autograd.record():  # outputs are kept, and nobody waits for them
-                kept.append([layer(nd.array(x, ctx=contexts[i % 2])) for i, x in enumerate(shards)])
-            values = np.concatenate([np.moveaxis(x, 1, 0).reshape(channels, -1) for x in shards], axis=1)
-            mean = momentum * mean + (1 - momentum) * values.mean(axis=1)
-            var = momentum * var + (1 - momentum) * values.var(axis=1)
-            predicted.append((layer(nd.zeros((1, channels, 1), ctx=contexts[call % 2])), -mean / np.sqrt(var + 1e-5)))
-        for c in contexts[:2]:
-            np.testing.assert_allclose(layer.running_mean.data(c).asnumpy(), mean, rtol=1e-4)
-            np.testing.assert_allclose(layer.running_var.data(c).asnumpy(), var, rtol=1e-4)
-        for y, want in predicted:
-            np.testing.assert_allclose(y.asnumpy().ravel(), want, rtol=1e-3, atol=1e-4)
-
-
-def test_replicas_of_one_context_in_the_same_memory(contexts, rng):
-    """MXNet gives calls of a static_alloc graph that are not recorded the same memory, one after the other."""
-    batch = make_batch(rng, 2)
-    layer = SyncBatchNorm(in_channels=5, num_devices=2, timeout=9)
-    prepare(layer, batch, contexts[:1], "float32", WAYS["static_alloc"])
-    with pytest.raises(mx.MXNetError) as error, autograd.train_mode():
-        ys = [layer(x) for x in on_devices(batch.shards, [contexts[0]] * 2, "float32")]
-        ys[0].asnumpy()
-    assert f"SyncBatchNorm '{layer.name}'" in str(error.value)
-    assert "call hybridize() without static_alloc" in str(error.value)
-
-
-MANY_ON_ONE_CONTEXT = """
-import sys
-sys.path.insert(0, {tests!r})
-import gluon_syncbn
-import numpy as np
-from gluoncv.utils.parallel import DataParallelModel
-from mxnet import autograd, cpu, nd
-from replicas import WAYS, assert_same, make_batch, on_devices, prepare, step, truth
-
-gluon_syncbn.configure(timeout=60)
-places = [cpu(0)] * 8
-batch = make_batch(np.random.RandomState(0), 8)
-for way in ("eager", "hybrid", "static_alloc"):
-    layer = prepare(gluon_syncbn.SyncBatchNorm(in_channels=5), batch, places, "float64", WAYS[way])
-    assert_same(step(layer, batch, places, "float64"), truth(batch), 1e-11)
-layer = prepare(gluon_syncbn.SyncBatchNorm(in_channels=5, num_devices=2), batch, places[:1], "float64")
-model = DataParallelModel(layer, places[:2], sync=True)
-x = nd.array(np.concatenate(batch.shards), dtype="float64")
-with autograd.record():
-    ys = [y for y, in model(x)]
-autograd.backward(ys, on_devices(np.split(np.concatenate(batch.heads), [len(ys[0])]), places, "float64"))
-np.testing.assert_allclose(layer.gamma.grad().asnumpy(), truth(batch).dgamma, rtol=1e-11)
-"""
-
-
-@pytest.mark.parametrize("bundles", ["0", "1"])
-def test_many_replicas_on_one_context(bundles):
-    """Whether MXNet may bundle operators, or may not. From eight gradients on it adds them up in another way."""
-    script = MANY_ON_ONE_CONTEXT.format(tests=str(SUPPORT))
-    run = ended([sys.executable, "-W", "ignore", "-c", script], MXNET_EXEC_BULK_EXEC_TRAIN=bundles)
-    assert run.returncode == 0, run.stderr
-
-
-def test_twice_with_threads_on_one_context(contexts, rng):
-    """Each thread is one replica, however often it comes."""
-    batch = make_batch(rng, 2)
-    layer = prepare(SyncBatchNorm(in_channels=5, num_devices=2), batch, contexts[:1], "float64")
-    net = Twice(layer)
-    plain = Twice(prepare(nn.BatchNorm(in_channels=5), batch, contexts[:1], "float64"))
-    outputs = {}
-
-    def replica(i):
-        with autograd.record():
-            outputs[i] = net(xs[i]).asnumpy()
-
-    for _ in range(5):
-        outputs.clear()
-        xs = on_devices(batch.shards, contexts[:1] * 2, "float64")
-        in_threads(replica, 2)
-        with autograd.record():
-            want = plain(nd.array(np.concatenate(batch.shards), dtype="float64")).asnumpy()
-        np.testing.assert_allclose(np.concatenate([outputs[0], outputs[1]]), want, rtol=0, atol=1e-10)
+        layer.hybridize(**WAYS[way])
+    x = nd.array(batch.shards[0], ctx=contexts[0])
+    with pytest.raises(ValueError, match=said if given else said.lstrip("^")), autograd.record():
+        layer(x)
+    np.testing.assert_allclose(layer(x).asnumpy(), x.asnumpy(), rtol=1e-5, atol=1e-5)
+    if way != "eager":  # the graph that has predicted calls no Python code
+        with pytest.raises(mx.MXNetError, match=said.strip("^$")), autograd.record():
+            layer(x).asnumpy()
+    layer.collect_params().reset_ctx(moved)
+    prepare(layer, batch, moved, "float64", WAYS[way])
+    assert_same(step(layer, batch, moved, "float64"), truth(batch), 1e-11)
 
 
 def make_convolutional(norm, dtype="float64"):
@@ -301,7 +167,6 @@ def twins(contexts, rng, dtype, way):
 def test_a_convolutional_net_is_right_every_time(contexts, rng, way):
     """Convolutions hand over arrays in oneDNN's layout, whose plain copies MXNet frees too early: 25 runs for each way,
     100 in all, each with new data."""
-    gc.collect()  # layers of other tests with several replicas on a context, where static_shape is not for them
     net, plain = twins(contexts[:4], rng, "float32", way)
     for _ in range(25):
         sizes = [2, 1, 3, 2]

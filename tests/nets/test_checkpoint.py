@@ -130,17 +130,6 @@ def test_a_block_that_is_used_twice(contexts, grad_req):
     assert_close(train(twice(contexts[:2], checkpoint), contexts[:2], grad_req=grad_req), want)
 
 
-def test_several_replicas_on_a_context(contexts):
-    contexts = [contexts[0], contexts[0], contexts[1], contexts[1]]
-    found = []
-    for change in (lambda unit: unit, checkpoint):
-        net = make_net(list(dict.fromkeys(contexts)), num_devices=4)
-        for unit in net:
-            change(unit)
-        found.append(train(net, contexts))
-    assert_close(*reversed(found))
-
-
 def test_one_thread_for_each_replica(contexts):
     """As GluonCV calls a net."""
     contexts = contexts[:2]

@@ -868,12 +868,11 @@ def test_nothing_else_is_a_layer_to_come():
 
 
 def test_arguments_reach_every_layer():
-    """Two replicas on one context are possible only where num_devices says so."""
-    net, plain = pair()
-    net.collect_params().reset_ctx([mx.cpu(0)])
-    convert(net, num_devices=2, timeout=20)
-    net.hybridize()  # MXNet bundles the operators of one context in an eager backward, which cannot wait then
-    assert_one_device_equals(net, plain, shards(), contexts=[mx.cpu(0), mx.cpu(0)])
+    net, _ = pair()
+    convert(net, num_devices=3, timeout=20)
+    assert {(layer.num_devices, layer.timeout) for layer in layers(net, SyncBatchNorm)} == {(3, 20)}
+    with pytest.raises(ValueError, match="num_devices: 3 was given, expected None or 2"), mx.autograd.record():
+        net(mx.nd.array(shards()[0], dtype="float64"))
 
 
 def test_files_of_a_converted_network_load_into_a_plain_one(tmp_path):

@@ -206,17 +206,6 @@ def test_what_cannot_be_taken_in_stays(contexts, make, stays):
     assert recorded(fused)[stays] == 1
 
 
-def test_several_replicas_on_a_context_take_in_nothing(contexts):
-    net = convert(chain(nn.Activation("relu")), fuse=True, num_devices=2)
-    net.initialize(ctx=contexts[:1])
-    net.hybridize()
-    xs = [nd.random.normal(shape=(2, 3, 5, 5)) for _ in range(2)]
-    with autograd.record():
-        ys = [net(x) for x in xs]
-    nd.waitall()
-    assert recorded(net)["Activation"] == 1 and (ys[0].asnumpy() >= 0).all()
-
-
 def test_without_being_asked_nothing_is_taken_in(contexts):
     net = convert(chain(nn.Activation("relu")))
     train(net, contexts[:2])

@@ -14,7 +14,6 @@ from replicas import forward_and_backward, on_devices
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, convert, freeze, revert
-from gluon_syncbn.mxnet_side import blocks
 from gluon_syncbn.mxnet_side.export import is_ours, with_layers
 from gluon_syncbn.mxnet_side.nodes import json_of
 from gluon_syncbn.nets.graphs import Opened
@@ -128,12 +127,6 @@ def test_equals_one_device(norm, way, contexts, rng):
     assert_same(step(net, arrays, heads, contexts, dtype), want, tolerance)
     alone = whole(recorded(body(plain), contexts[:1], dtype), arrays[:1], heads[:1], dtype)
     assert np.abs(alone["y"] - want["y"][: SIZES[0]]).max() > 0.1, "the statistics matter here"
-
-
-def test_replicas_that_share_a_context(contexts, rng):
-    net = convert(recorded(body(), [contexts[0]] * 2))
-    arrays, heads = data_of(rng)
-    assert_same(step(net, arrays, heads, [contexts[0]] * 2), whole(recorded(body(), contexts[:1]), arrays, heads))
 
 
 def test_twice_in_one_graph(contexts, rng):
@@ -363,17 +356,17 @@ def test_attributes_of_a_symbol():
 
 
 def test_a_node_beside_a_replaced_one_keeps_what_serves_it():
-    """The first node of its call, and the copies that guard it through Custom."""
+    """The copies that guard it through Custom."""
     net = nn.HybridSequential()
     net.add(*[SyncBatchNorm(in_channels=3) for _ in range(2)])
-    net.initialize(ctx=[mx.cpu(0)] * 2)
+    net.initialize()
     graph = json_of(net(mx.sym.var("data")))
-    last = [n for n, node in enumerate(graph["nodes"]) if is_ours(node) and not blocks.is_meeting(node)][-1]
+    last = [n for n, node in enumerate(graph["nodes"]) if is_ours(node)][-1]
     before, after = (
         [node["op"] for node in one["nodes"] if node["op"] != "null"]
         for one in (graph, json_of(with_layers(graph, {last: nn.BatchNorm(in_channels=3)})))
     )
-    assert after == [*before[: len(before) // 2], "BatchNorm"] and after.count("Custom") == 2
+    assert after == [*before[: len(before) // 2], "BatchNorm"] and after.count("Custom") == 1
 
 
 @untyped_symbol

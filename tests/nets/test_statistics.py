@@ -193,16 +193,6 @@ def test_a_checkpoint_is_what_each_device_predicts_with(contexts, rng, tmp_path)
         np.testing.assert_allclose(y, loaded, rtol=0, atol=1e-6)
 
 
-def test_replicas_that_share_a_context(contexts, rng):
-    layer = SyncBatchNorm(mode="local", in_channels=5)
-    layer.initialize(ctx=[contexts[0], contexts[0], contexts[1]])
-    values = differ(layer, contexts[:2], rng)
-    average_running_stats(layer, [1, 3])
-    assert_statistics(layer, contexts[:2], together(values, [1, 3]), 1e-6)
-    for array in layer.running_mean.list_data():  # the mean of which is saved
-        np.testing.assert_array_equal(array.asnumpy(), layer.running_mean.data(contexts[0]).asnumpy())
-
-
 @pytest.mark.parametrize(
     "weights, message",
     [
@@ -335,11 +325,11 @@ def test_of_one_layer(contexts, rng, kind, dtype):
     assert_statistics(layer, contexts[:2], (mean, var), 1e-11 if dtype == "float64" else 1e-6)
 
 
-def test_replicas_that_share_a_context_and_a_net_that_overwrites(contexts, rng):
+def test_a_net_that_overwrites(contexts, rng):
     class Net(nn.HybridBlock):
         def __init__(self):
             super().__init__()
-            self.norm = SyncBatchNorm(in_channels=5, num_devices=4)
+            self.norm = SyncBatchNorm(in_channels=5)
 
         def hybrid_forward(self, F, x):
             x = x + 1
@@ -349,9 +339,8 @@ def test_replicas_that_share_a_context_and_a_net_that_overwrites(contexts, rng):
 
     net = Net()
     net.initialize(ctx=contexts[:2])
-    batches = [make_batch(rng, 4).shards for _ in range(2)]
-    places = [contexts[k] for k in (0, 0, 1, 1)]
-    update_bn_stats(net, [on_devices(batch, places, "float32") for batch in batches])
+    batches = [make_batch(rng, 2).shards for _ in range(2)]
+    update_bn_stats(net, [on_devices(batch, contexts, "float32") for batch in batches])
     mean, var, _ = moments([shard for batch in batches for shard in batch])
     assert_statistics(net.norm, contexts[:2], (mean + 1, var), 1e-5)
 

@@ -79,9 +79,8 @@ def test_a_step_that_fails(fault):
 def test_what_an_update_depends_on():
     """Each change gives another text, so that no process is alone with it."""
     net = nn.HybridSequential()
-    net.add(
-        nn.Dense(2, in_units=2), nn.Dense(2, in_units=2), SyncBatchNorm(in_channels=2, mode="shuffle", num_devices=2)
-    )
+    net.add(nn.Dense(2, in_units=2), nn.Dense(2, in_units=2))
+    net.add(SyncBatchNorm(in_channels=2, mode="shuffle", virtual_devices=2))
     net.initialize()
     trainer = gluon.Trainer(net.collect_params(), "sgd", kvstore=None)
     changes = [

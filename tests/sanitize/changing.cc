@@ -48,13 +48,8 @@ std::vector<Hands::Turn> harmless(const Layer& layer, bool steps_fail) {
             WaitForOthers wait;
             expect(wait.looks() || steps_fail, "a wait goes on");
         },
-        [](Random& random) {
-            Spec spec;
-            spec.replicas = spec.contexts * random.whole(1, 2);
-            const Layer another(random, spec, "another");
-        },
+        [](Random& random) { const Layer another(random, Spec(), "another"); },
         [](Random&) { expect(syncbn_layers() > 0, "the layer is there"); },
-        [](Random&) { syncbn_contexts_are_shared(); },
         [](Random& random) { syncbn_debug(random.one_in(2)); },
         [](Random&) { syncbn_slowest(); },
     };
@@ -72,7 +67,7 @@ std::vector<Hands::Turn> harmful(const Layer& layer) {
             if (random.one_in(10)) syncbn_reset();
         },
         [&](Random& random) {
-            if (random.one_in(10)) layer.place(random.whole(1, layer.spec.contexts), layer.spec.replicas);
+            if (random.one_in(10)) layer.place(random.whole(1, layer.spec.contexts));
         },
         [&](Random& random) {
             const char* one[] = {layer.placed[0].context.c_str()};
@@ -89,7 +84,7 @@ std::vector<Hands::Turn> harmful(const Layer& layer) {
 std::vector<std::unique_ptr<Step>> some_steps(Run& run, Layer& layer, bool threads) {
     std::vector<std::unique_ptr<Step>> steps;
     for (int i = run.random.whole(1, 6); i > 0; --i) {
-        const Manner manner(run.random, {&layer}, threads);
+        const Manner manner(run.random, threads);
         steps.push_back(std::make_unique<Step>(run, std::vector<Layer*>{&layer}, manner));
         steps.back()->issue();
     }
@@ -112,8 +107,7 @@ void back_to_normal() {
 void changing(Run& run) {
     while (run.goes_on()) {
         const bool threads = run.random.one_in(2);
-        const Spec spec = any_spec(run.random, run.random.whole(2, 4), run.random.whole(1, 2), !threads);
-        Layer layer(run.random, spec, "changing");
+        Layer layer(run.random, any_spec(run.random, run.random.whole(2, 4)), "changing");
         const Hands hands(run.random, harmless(layer, false));
         for (int round = 0; round < 10 && run.goes_on(); ++round) {
             for (const auto& step : some_steps(run, layer, threads)) step->check();
@@ -127,8 +121,7 @@ void changing(Run& run) {
 void disturbed(Run& run) {
     while (run.goes_on()) {
         const bool threads = run.random.one_in(2);
-        const Spec spec = any_spec(run.random, run.random.whole(2, 4), run.random.whole(1, 2), !threads);
-        Layer layer(run.random, spec, "disturbed");
+        Layer layer(run.random, any_spec(run.random, run.random.whole(2, 4)), "disturbed");
         {
             const Hands hands(run.random, harmful(layer));
             for (int round = 0; round < 5 && run.goes_on(); ++round) {

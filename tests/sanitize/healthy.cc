@@ -9,12 +9,9 @@ namespace {
 
 struct Kind {
     bool threads;
-    int contexts, per_context;
+    int contexts;
 
-    explicit Kind(Random& random)
-        : threads(random.one_in(2)), contexts(random.whole(1, 4)), per_context(random.whole(1, 3)) {
-        if (contexts * per_context == 1) contexts = 2;
-    }
+    explicit Kind(Random& random) : threads(random.one_in(2)), contexts(random.whole(2, 4)) {}
 };
 
 }  // namespace
@@ -25,14 +22,14 @@ void healthy(Run& run) {
         std::vector<std::unique_ptr<Layer>> layers;
         std::vector<Layer*> beside;
         for (int i = run.random.whole(1, 2); i > 0; --i) {
-            const Spec spec = any_spec(run.random, kind.contexts, kind.per_context, !kind.threads);
+            const Spec spec = any_spec(run.random, kind.contexts);
             layers.push_back(std::make_unique<Layer>(run.random, spec, "healthy" + std::to_string(i)));
             beside.push_back(layers.back().get());
         }
         for (int round = run.random.whole(1, 8); round > 0; --round) {
             std::vector<std::unique_ptr<Step>> steps;  // in flight at once
             for (int i = run.random.whole(1, 4); i > 0; --i) {
-                const Manner manner(run.random, beside, kind.threads);
+                const Manner manner(run.random, kind.threads);
                 steps.push_back(std::make_unique<Step>(run, beside, manner));
                 steps.back()->issue();
                 if (run.random.one_in(2)) steps.back()->each([](Replica& replica) { replica.let_go(); });
@@ -47,12 +44,9 @@ void healthy(Run& run) {
 void repeated(Run& run) {
     while (run.goes_on()) {
         const Kind kind(run.random);
-        // The replicas of a context sit down as they come to run, so that each use of a layer may be tracked by another.
-        const Spec spec = any_spec(run.random, kind.contexts, kind.per_context, false);
-        Layer layer(run.random, spec, "repeated");
-        Manner manner(run.random, {&layer}, kind.threads);
+        Layer layer(run.random, any_spec(run.random, kind.contexts), "repeated");
+        Manner manner(run.random, kind.threads);
         manner.graph = true;
-        if (kind.per_context > 1) manner.uses = 1;
         std::vector<std::unique_ptr<Step>> steps;
         for (int i = run.random.whole(2, 10); i > 0; --i) {
             manner.training = !run.random.one_in(5);  // with static_shape, the same states predict, too
@@ -70,9 +64,8 @@ void repeated(Run& run) {
 void dropping(Run& run) {
     while (run.goes_on()) {
         const Kind kind(run.random);
-        const Spec spec = any_spec(run.random, kind.contexts, kind.per_context, !kind.threads);
-        Layer layer(run.random, spec, "dropped");
-        Step step(run, {&layer}, Manner(run.random, {&layer}, kind.threads));
+        Layer layer(run.random, any_spec(run.random, kind.contexts), "dropped");
+        Step step(run, {&layer}, Manner(run.random, kind.threads));
         step.issue_forwards();
         std::thread collector([&layer, late = run.random.whole(0, 200)] {
             pause(late * 1e-6);
@@ -83,7 +76,7 @@ void dropping(Run& run) {
         collector.join();
         bool gone = false;
         try {
-            layer.property(kEager, Role::kWhole);
+            layer.property(kEager);
         } catch (const dmlc::Error& error) {
             gone = contains(error.what(), "one that is gone");
         }

@@ -5,15 +5,12 @@
 
 namespace driver {
 
-Spec any_spec(Random& random, int contexts, int per_context, bool positions_known) {
+Spec any_spec(Random& random, int contexts) {
     Spec spec;
     spec.contexts = contexts;
-    spec.replicas = contexts * per_context;
-    if (per_context == 1 || positions_known) {
-        spec.mode = static_cast<Mode>(random.whole(0, 2));
-        if (spec.mode == Mode::kSync && random.one_in(3))
-            spec.group = random.one_of<int>({1, spec.replicas % 2 == 0 ? 2 : 1, spec.replicas});
-    }
+    spec.mode = static_cast<Mode>(random.whole(0, 2));
+    if (spec.mode == Mode::kSync && random.one_in(3))
+        spec.group = random.one_of<int>({1, contexts % 2 == 0 ? 2 : 1, contexts});
     spec.virtual_devices = random.whole(1, 3);
     spec.type = static_cast<Type>(random.whole(0, 2));
     spec.channels = random.whole(1, 5);
@@ -22,15 +19,15 @@ Spec any_spec(Random& random, int contexts, int per_context, bool positions_know
     spec.slope = random.one_of<double>({1, 0, 0.25});
     spec.adds = random.one_in(3);
     // Of another slot's statistics, what y has lost by rounding may grow without bound.
-    const bool may_be = spec.whole() && !spec.adds && spec.slope > 0 && spec.mode != Mode::kShuffle;
+    const bool may_be = !spec.adds && spec.slope > 0 && spec.mode != Mode::kShuffle;
     spec.inplace = may_be && random.one_in(2);
     if (!random.one_in(4)) spec.exchange = any_exchange(random);
     return spec;
 }
 
-Spec any_meeting_spec(Random& random, int contexts, int per_context, bool positions_known) {
+Spec any_meeting_spec(Random& random, int contexts) {
     for (;;) {
-        const Spec spec = any_spec(random, contexts, per_context, positions_known);
+        const Spec spec = any_spec(random, contexts);
         if (spec.mode != Mode::kLocal) return spec;
     }
 }
@@ -50,20 +47,16 @@ Layer::Layer(Random& random, const Spec& spec, const std::string& name)
             placed[i].parameters.beta->set(c, random.whole(-4, 4) / 8.0);
         }
     }
-    place(spec.contexts, spec.replicas);
-    for (int node = 0; node < kNodes; ++node)
-        for (Role role : {Role::kWhole, Role::kMeet, Role::kTrack})
-            if (spec.whole() == (role == Role::kWhole)) graph_[{node, role}] = property(node, role);
+    place(spec.contexts);
+    for (int node = 0; node < kNodes; ++node) graph_[node] = property(node);
     take_running_statistics();
 }
 
-std::shared_ptr<Property> Layer::property(int node, Role role) const {
-    const auto kept = graph_.find({node, role});
+std::shared_ptr<Property> Layer::property(int node) const {
+    const auto kept = graph_.find(node);
     if (kept != graph_.end()) return kept->second;
     return std::make_shared<Property>(std::map<std::string, std::string>{
         {"layer", token_},
-        {"role", std::to_string(static_cast<int>(role))},
-        {"per_context", std::to_string(spec.whole() ? 1 : spec.per_context())},
         {"node", std::to_string(node)},
         {"axis", spec.channels_last ? "-1" : "1"},
         {"eps", std::to_string(kEpsilon)},
@@ -73,16 +66,16 @@ std::shared_ptr<Property> Layer::property(int node, Role role) const {
         {"activation", spec.activates() ? "rectifier" : "identity"},
         {"slope", std::to_string(spec.slope)},
         {"ceiling", "inf"},
-        {"adds", spec.adds && !(node == kEager && role == Role::kTrack) ? "1" : "0"},
+        {"adds", spec.adds ? "1" : "0"},
         {"inplace", spec.inplace ? "1" : "0"},
     });
 }
 
-void Layer::place(int contexts, int replicas) const {
-    replaced_ = contexts != spec.contexts || replicas != spec.replicas;
+void Layer::place(int contexts, const char* misplaced) const {
+    replaced_ = contexts != spec.contexts || *misplaced != 0;
     std::vector<const char*> names;
     for (int i = 0; i < contexts; ++i) names.push_back(placed[i].context.c_str());
-    syncbn_layer_place(id, {contexts, names.data()}, replicas);
+    syncbn_layer_place(id, {contexts, names.data()}, misplaced);
 }
 
 void Layer::set_timeout(double seconds) const {
@@ -96,7 +89,7 @@ void Layer::set_exchange(Asked* const* exchange) const {
 void Layer::drop() const { syncbn_layer_drop(id); }
 
 void Layer::restore() {
-    if (replaced_) place(spec.contexts, spec.replicas);
+    if (replaced_) place(spec.contexts);
     renew_exchanges();
     // Also where the layer had none of its own: it may have been given one that is broken by now.
     set_exchange(spec.exchange != nullptr ? spec.exchange : exchange_in_memory());

@@ -14,7 +14,6 @@
 namespace driver {
 
 using syncbn::Mode;
-using syncbn::Role;
 
 constexpr double kEpsilon = 1e-5, kMomentum = 0.9;
 constexpr double kPatience = 100;  // seconds: more than any right step takes under a sanitizer
@@ -22,7 +21,7 @@ constexpr double kPatience = 100;  // seconds: more than any right step takes un
 struct Spec {
     Mode mode = Mode::kSync;
     int virtual_devices = 1, group = 0;  // as in syncbn::Pooling
-    int contexts = 2, replicas = 2;      // a multiple of the contexts
+    int contexts = 2;
     Type type = Type::kFloat32;
     int channels = 3;
     bool channels_last = false, fix_gamma = false;
@@ -30,18 +29,13 @@ struct Spec {
     bool adds = false, inplace = false;
     syncbn::Asked* const* exchange = nullptr;  // where the one of its own stands
 
-    int per_context() const { return replicas / contexts; }
-    // One operator does everything; otherwise one meets and one tracks.
-    bool whole() const { return per_context() == 1 || mode == Mode::kLocal; }
     bool activates() const { return slope != 1; }
     Type parameter_type() const { return type == Type::kFloat64 ? Type::kFloat64 : Type::kFloat32; }
 };
 
-// Several replicas on a context sit down in the order of their calls. Where that is anybody's guess (`positions_known` is
-// false), what depends on it is left out.
-Spec any_spec(Random& random, int contexts, int per_context, bool positions_known);
+Spec any_spec(Random& random, int contexts);
 // One in which somebody waits for somebody.
-Spec any_meeting_spec(Random& random, int contexts, int per_context, bool positions_known);
+Spec any_meeting_spec(Random& random, int contexts);
 
 struct Parameters {
     ArrayP gamma, beta, running_mean, running_var;
@@ -62,9 +56,9 @@ class Layer {
     Layer& operator=(const Layer&) = delete;
 
     // An eager call (node -1) has a property of its own, a node of a graph shares one with all contexts and steps.
-    std::shared_ptr<Property> property(int node, Role role) const;
-    // As the parameters' contexts and num_devices say.
-    void place(int contexts, int replicas) const;
+    std::shared_ptr<Property> property(int node) const;
+    // As the parameters' contexts say.
+    void place(int contexts, const char* misplaced = "") const;
     void set_timeout(double seconds) const;
     void set_exchange(syncbn::Asked* const* exchange) const;
     // Python holds on to it no longer. What is in flight goes on.
@@ -83,7 +77,7 @@ class Layer {
 
     const std::string token_;
     mutable std::atomic<bool> replaced_{false};
-    std::map<std::pair<int, Role>, std::shared_ptr<Property>> graph_;
+    std::map<int, std::shared_ptr<Property>> graph_;
 };
 
 constexpr int kEager = -1, kNodes = 2;  // of each layer in a graph

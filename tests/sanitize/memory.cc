@@ -32,19 +32,19 @@ bool allocation_has_failed() { return left <= 0; }
 void starving(Run& run) {
     while (run.goes_on()) {
         const bool threads = run.random.one_in(2);
-        const Spec spec = any_spec(run.random, run.random.whole(2, 3), run.random.whole(1, 2), !threads);
+        const Spec spec = any_spec(run.random, run.random.whole(2, 3));
         Layer layer(run.random, spec, "starving");
         for (int round = 0; round < 4; ++round) {
-            Step step(run, {&layer}, Manner(run.random, {&layer}, threads));
+            Step step(run, {&layer}, Manner(run.random, threads));
             layer.set_timeout(0.3);  // a call that could not be made is missing
-            fail_allocation(run.random.whole(1, 60 * spec.replicas));
+            fail_allocation(run.random.whole(1, 60 * spec.contexts));
             step.issue();
             run.engine.wait_for_all();
             const bool failed = allocation_has_failed();
             fail_allocation(0);
             bool told = false;
             step.each([&](Replica& replica) {
-                told = told || !replica.forward.error.empty() || !replica.aside.error.empty();
+                told = told || !replica.forward.error.empty();
                 for (const Backward& backward : replica.backwards) told = told || !backward.outcome.error.empty();
             });
             expect(told == failed, "a step fails where an allocation fails, and nowhere else");

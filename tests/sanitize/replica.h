@@ -16,8 +16,7 @@ constexpr double kBefore = 0.5;  // what is in an array before the core writes t
 
 struct Backward {
     ArrayP dy, dx, dgamma, dbeta, daddend;
-    std::vector<int> reqs;        // of x, gamma, beta and addend
-    std::vector<ArrayP> nothing;  // gradients that another operator of this replica has
+    std::vector<int> reqs;  // of x, gamma, beta and addend
     Outcome outcome;
 };
 
@@ -48,17 +47,17 @@ class Replica {
     int64_t channels;
     ArrayP x, addend, y;
     Parameters parameters;
-    int req = 1;             // of y
-    Outcome forward, aside;  // what only tracks, beside the way of the data
+    int req = 1;  // of y
+    Outcome forward;
     std::deque<Backward> backwards;
     bool called = true, differentiated = true;  // whether the script gets as far
 
   private:
     void fill(Random& random, Type type, int backwards);
 
-    std::vector<std::shared_ptr<Property>> properties_;  // the recorded graph holds on to them
-    std::vector<std::shared_ptr<State>> states_;
-    std::vector<Execution> executions_;
+    std::shared_ptr<Property> property_;  // the recorded graph holds on to it
+    std::shared_ptr<State> state_;
+    Execution execution_;
 };
 
 }  // namespace driver

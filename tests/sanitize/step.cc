@@ -13,15 +13,11 @@ Run::Run(uint64_t seed, double seconds) : random(seed), end(now() + seconds) {}
 
 double Run::left() const { return end - now(); }
 
-Manner::Manner(Random& random, const std::vector<Layer*>& layers, bool threads) : threads(threads) {
+Manner::Manner(Random& random, bool threads) : threads(threads) {
     graph = random.one_in(2);
     // An eager call that predicts is plain BatchNorm's.
     training = !graph || !random.one_in(8);
-    // Where several replicas share a context, an eager layer may be used once, and in a graph nobody knows in which order
-    // both uses write the running statistics, unless the first replica alone does.
     uses = random.whole(1, kNodes);
-    for (const Layer* layer : layers)
-        if (layer->spec.per_context() > 1 && (!graph || threads || layer->spec.whole())) uses = 1;
     backwards = random.whole(0, 3);
     large = random.one_in(200);
 }
@@ -29,16 +25,15 @@ Manner::Manner(Random& random, const std::vector<Layer*>& layers, bool threads) 
 Step::Step(Run& run, const std::vector<Layer*>& layers, const Manner& manner)
     : run_(run), manner_(manner), layers_(layers), calls_(manner.uses) {
     Random& random = run.random;
-    const auto order = random.order(layers[0]->spec.replicas);
+    const auto order = random.order(layers[0]->spec.contexts);
     const int usual = random.one_of<int>({1, 2, 3, 16, 17});
     for (int use = 0; use < manner.uses; ++use)
         for (Layer* layer : layers) {
             calls_[use].emplace_back();
             for (size_t replica : order) {
                 const int height = manner.large && replica == 0 ? kLarge / layer->spec.channels : usual;
-                calls_[use].back().push_back(
-                    std::make_unique<Replica>(random, *layer, replica / layer->spec.per_context(),
-                                              manner.graph ? use : kEager, manner.training, height, manner.backwards));
+                calls_[use].back().push_back(std::make_unique<Replica>(
+                    random, *layer, replica, manner.graph ? use : kEager, manner.training, height, manner.backwards));
             }
         }
 }

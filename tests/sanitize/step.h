@@ -31,8 +31,7 @@ struct Manner {
     int backwards = 1;
     bool large = false;  // on one replica, so that a kernel takes several threads
 
-    // Any that such layers can do. What the limits in README.md leave out is left out here.
-    Manner(Random& random, const std::vector<Layer*>& layers, bool threads);
+    Manner(Random& random, bool threads);
     Manner() = default;
 };
 

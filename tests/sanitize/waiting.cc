@@ -26,7 +26,7 @@ struct Wait {
           step(run, {&layer}, manner(run.random)),
           missing(*step.call().back()) {}
 
-    static Spec spec(Random& random) { return any_meeting_spec(random, random.whole(2, 3), random.whole(1, 2), true); }
+    static Spec spec(Random& random) { return any_meeting_spec(random, random.whole(2, 3)); }
 
     static Manner manner(Random& random) {
         Manner manner;

@@ -24,7 +24,6 @@ import numpy as np
 from tqdm import tqdm
 
 import gluon_syncbn
-from gluon_syncbn.system.environment import at_least
 from gluon_syncbn.training import steps
 
 from . import failures
@@ -44,7 +43,6 @@ class Soak:
         self._counted: Counter = Counter()
         self._interrupts = Interrupts()
         self._watchdog = Watchdog(options.hang, self._hangs)
-        at_least("MXNET_EXEC_INPLACE_GRAD_SUM_CAP", 4 * CONTEXTS)  # as a net would that is the first of its process
         self._contexts = gluon_syncbn.cpu_devices(CONTEXTS)
         self._crew = Crew(CONTEXTS)
         self._resources = Resources()

@@ -18,9 +18,7 @@ class Case:
     seed: int
     rng: np.random.RandomState  # goes on to draw what happens to the net
     steps: int
-    contexts: List[mx.Context]  # that hold the parameters, each once
-    per_context: int  # replicas of each context
-    repeated: bool  # whether the contexts are named once for each lane, instead of num_devices
+    contexts: List[mx.Context]  # of the replicas, in their order
     net: str
     settings: Dict[str, Any]  # of nn.BatchNorm, and the activation
     fused: bool  # whether `convert` takes in what stands behind a plain layer
@@ -37,11 +35,6 @@ class Case:
     grad_req: str
     trainer: Optional[Dict[str, Any]]  # its arguments
     debug: bool  # whether the log tells of every meeting
-
-    @property
-    def places(self) -> List[mx.Context]:
-        """Of the replicas, in their order."""
-        return [context for context in self.contexts for _ in range(self.per_context)]
 
     @property
     def mode(self) -> str:
@@ -102,11 +95,6 @@ def draw(seed: int, contexts: Sequence[mx.Context]) -> Case:
     count = rng.randint(1, len(contexts) + 1)
     places = [contexts[i] for i in rng.permutation(len(contexts))[:count]]
     threads = count > 1 and perhaps(0.2)
-    # A layer is used once in a forward where replicas share a context.
-    sharing = net not in ("twice", "shared") and count <= len(contexts) // 2 and perhaps(0.25)
-    per_context = rng.randint(2, min(4, len(contexts) // count) + 1) if sharing else 1
-    replicas = count * per_context
-
     layout = {"axis": 1, "spatial": _one(rng, SPATIAL)}
     if net == "layer":
         layout["axis"] = _one(rng, (1, 1, -1, -1, 0))
@@ -114,22 +102,19 @@ def draw(seed: int, contexts: Sequence[mx.Context]) -> Case:
         layout["spatial"] = _one(rng, PLANES)
     else:
         layout["axis"] = -1
-    # Of replicas on one context, threads leave open which is which: whose statistics they share has to be one.
-    choices = [{}] if threads and per_context > 1 else _poolings(replicas, layout["axis"])
-    pooling = _one(rng, choices)
+    pooling = _one(rng, _poolings(count, layout["axis"]))
 
     ways = ["eager", "hybrid"] + ["static_alloc"] * (not threads)
-    if replicas == 1 and net != "shared":  # where a static graph may run two nodes of a layer in either order
+    if count == 1 and net != "shared":  # where a static graph may run two nodes of a layer in either order
         ways.append("static_shape")
     way = _one(rng, ways)
     dtype = _one(rng, ("float32", "float64") + ("float16",) * (net == "layer"))
     # Of an empty array, MXNet's convolution leaves the gradient of its weight as it was. In float32, oneDNN's operators
     # are errors.
     dense = layout["axis"] == -1 and dtype == "float64"
-    may_be_empty = count > 1 and per_context == 1 and (net == "layer" or dense)
+    may_be_empty = count > 1 and (net == "layer" or dense)
     empty = may_be_empty and perhaps(0.3)
-    repeated = per_context > 1 and net == "layer" and perhaps(0.3)
-    trains = not repeated and perhaps(0.5)
+    trains = perhaps(0.5)
     # Rounding decides on which side of 0 a value is, and with it about a gradient: in float64 too seldom to be seen.
     activation = _one(rng, (None, "relu", "relu6", "leaky")) if dtype == "float64" and perhaps(0.5) else None
     # Nor does float16 keep x to the last digit.
@@ -140,8 +125,6 @@ def draw(seed: int, contexts: Sequence[mx.Context]) -> Case:
         rng=rng,
         steps=rng.randint(4, 25),
         contexts=places,
-        per_context=per_context,
-        repeated=repeated,
         net=net,
         settings={
             "axis": layout["axis"],
@@ -153,7 +136,7 @@ def draw(seed: int, contexts: Sequence[mx.Context]) -> Case:
             "activation": activation,
             "inplace": inplace,
         },
-        fused=net == "residual" and per_context == 1 and perhaps(0.5),
+        fused=net == "residual" and perhaps(0.5),
         pooling=pooling,
         kvstore=_one(rng, (None, None, "device", "local")),
         dtype=dtype,

@@ -38,20 +38,19 @@ def _choices(trial: Trial) -> Dict[Callable[[Trial], None], float]:
     if trial.threads or case.empty:
         return kinds
     kinds[a_fork_between_replicas] = 0.3
-    if case.per_context == 1:
-        kinds[one_loss] = 1
-        kinds[reading_between_replicas] = 1
-        if case.net == "layer" and case.way == "eager" and case.dtype != "float64":
-            kinds[another_type] = 2
-    if len(case.contexts) > 1 and case.mode == "sync" and "group_size" not in case.pooling:
+    kinds[one_loss] = 1
+    kinds[reading_between_replicas] = 1
+    if case.net == "layer" and case.way == "eager" and case.dtype != "float64":
+        kinds[another_type] = 2
+    if case.mode == "sync" and "group_size" not in case.pooling:
         kinds[a_store_that_raises] = 2
     return kinds
 
 
 def an_exception(trial: Trial) -> None:
     """Between two replicas, or in the thread of one."""
-    case, (call,) = trial.case, trial.calls(trial.case.places)
-    failing = trial.rng.randint(1, len(case.places))
+    case, (call,) = trial.case, trial.calls(trial.case.contexts)
+    failing = trial.rng.randint(1, len(case.contexts))
     ys: List[Any] = []
 
     def replica(i: int) -> None:
@@ -66,7 +65,7 @@ def an_exception(trial: Trial) -> None:
 
     with suppress(OutOfData), autograd.record():
         if trial.threads:
-            trial.crew.run([functools.partial(replica, i) for i in range(len(case.places))])
+            trial.crew.run([functools.partial(replica, i) for i in range(len(case.contexts))])
         else:
             for i in range(failing + 1):
                 replica(i)
@@ -77,7 +76,7 @@ def an_exception(trial: Trial) -> None:
 
 
 def a_replica_that_is_never_called(trial: Trial) -> None:
-    (call,) = trial.calls(trial.case.places)
+    (call,) = trial.calls(trial.case.contexts)
     some = sorted(trial.rng.permutation(len(call.xs))[: trial.rng.randint(1, len(call.xs))])
     part = call._replace(xs=[call.xs[i] for i in some], dys=[call.dys[i] for i in some])
     if not filled(part.xs):
@@ -92,11 +91,11 @@ def a_replica_that_is_never_called(trial: Trial) -> None:
 
 
 def one_loss(trial: Trial) -> None:
-    (call,) = trial.calls(trial.case.places)
+    (call,) = trial.calls(trial.case.contexts)
     (ys,) = trial.issue([call])
     for y in ys:
         y.wait_to_read()
-    trial.specification.forward(call.shards, trial.case.places)
+    trial.specification.forward(call.shards, trial.case.contexts)
     gluon_syncbn.configure(timeout=SHORT)
     i = trial.rng.randint(len(ys))
     train_on(trial, [call._replace(dys=[call.dys[i]])], [[ys[i]]])
@@ -105,7 +104,7 @@ def one_loss(trial: Trial) -> None:
 
 
 def reading_between_replicas(trial: Trial) -> None:
-    (call,) = trial.calls(trial.case.places)
+    (call,) = trial.calls(trial.case.contexts)
     gluon_syncbn.configure(timeout=SHORT)
     with suppress(OutOfData), autograd.record():
         fails(trial.net(call.xs[0]), "replicas arrived")
@@ -114,7 +113,7 @@ def reading_between_replicas(trial: Trial) -> None:
 
 
 def another_type(trial: Trial) -> None:
-    (call,) = trial.calls(trial.case.places)
+    (call,) = trial.calls(trial.case.contexts)
     i = trial.rng.randint(len(call.xs))
     call.xs[i] = call.xs[i].astype("float16" if trial.case.dtype == "float32" else "float32")
     (ys,) = trial.issue([call], fails=True)
@@ -124,7 +123,7 @@ def another_type(trial: Trial) -> None:
 
 
 def a_store_that_raises(trial: Trial) -> None:
-    (call,) = trial.calls(trial.case.places)
+    (call,) = trial.calls(trial.case.contexts)
     if trial.case.kvstore is None:
         gluon_syncbn.configure(kvstore="device")
     layers = [block for block in blocks.iterate(trial.net) if isinstance(block, SyncBatchNorm)]
@@ -142,10 +141,6 @@ def a_store_that_raises(trial: Trial) -> None:
             train_on(trial, [call], [ys])
         for y in ys:
             fails(y, text)
-    except mx.MXNetError as error:
-        if trial.case.per_context == 1:
-            raise
-        explains(error, text)  # on the way to the next layer, where replicas sit down as they are called
     finally:
         for exchange in exchanges:
             del exchange.add
@@ -153,19 +148,14 @@ def a_store_that_raises(trial: Trial) -> None:
 
 
 def a_fork_between_replicas(trial: Trial) -> None:
-    (call,) = trial.calls(trial.case.places)
+    (call,) = trial.calls(trial.case.contexts)
     with autograd.record():
         trial.net(call.xs[0])
         child = os.fork()
         if child == 0:
             os._exit(7)
         wait_for(child, 7)
-        try:
-            y = trial.net(call.xs[1])
-        except mx.MXNetError as error:  # already, where the replica shares its context
-            explains(error, "the process was forked")
-        else:
-            fails(y, "the process was forked")
+        fails(trial.net(call.xs[1]), "the process was forked")
     trial.counted["forks"] += 1
     recover(trial)
 

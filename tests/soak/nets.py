@@ -37,17 +37,14 @@ class Residual(nn.HybridBlock):
 
 def convert(net: nn.HybridBlock, case: Case) -> None:
     """The plain layers of the net."""
-    devices = len(case.places) if case.per_context > 1 else None
-    gluon_syncbn.convert(net, fuse=case.fused, **case.pooling, kvstore=case.kvstore, num_devices=devices)
+    gluon_syncbn.convert(net, fuse=case.fused, **case.pooling, kvstore=case.kvstore)
 
 
 def build(case: Case) -> nn.HybridBlock:
     given = 0 if case.deferred else case.channels
 
     def norm(kind: Type[SyncBatchNorm] = SyncBatchNorm) -> nn.HybridBlock:
-        devices = len(case.places) if case.per_context > 1 and not case.repeated else None
-        settings = {**case.settings, **case.pooling, "kvstore": case.kvstore, "num_devices": devices}
-        return kind(in_channels=given, **settings)
+        return kind(in_channels=given, **case.settings, **case.pooling, kvstore=case.kvstore)
 
     def residual() -> nn.HybridBlock:
         activation = of_arguments(case.settings["activation"], 0.01)

@@ -81,7 +81,7 @@ class Trial:
         with mx.util.np_shape(False):  # with which MXNet's Conv2D looks for the shape of its weight
             self.net = build(case)
         self.net.cast(case.dtype)
-        self.net.initialize(ctx=case.places if case.repeated else case.contexts)
+        self.net.initialize(ctx=case.contexts)
         if WAYS[case.way] is not None:
             self.net.hybridize(**WAYS[case.way])
         self._trace()
@@ -101,7 +101,7 @@ class Trial:
 
     def _trace(self) -> None:
         """Makes the graph, and the parameters that wait for the first batch. Threads may not do so at once."""
-        shard = next(x for x in self.case.shards(len(self.case.places)) if x.size)
+        shard = next(x for x in self.case.shards(len(self.case.contexts)) if x.size)
         self.net(nd.array(shard, ctx=self.case.contexts[0], dtype=self.case.dtype)).wait_to_read()
 
     # ---- what happens in a step --------------------------------------------------------------------------------
@@ -138,13 +138,9 @@ class Trial:
                     meanwhile()
 
         if self.threads:
-            # Threads that share a context have to have made a call before the next one: whose running statistics come
-            # last is otherwise up to them.
-            together = [[k] for k in range(len(calls))] if self.case.per_context > 1 else [list(range(len(calls)))]
             with scope():
-                for some in together:
-                    turns = [[(k, i) for k in some] for i in range(replicas)]
-                    self.crew.run([functools.partial(work, turns[i], scope) for i in range(replicas)])
+                turns = [[(k, i) for k in range(len(calls))] for i in range(replicas)]
+                self.crew.run([functools.partial(work, turns[i], scope) for i in range(replicas)])
             return ys
         turns = self._turns(range(len(calls)), replicas)
         inner = scope if not fails and self.rng.rand() < 0.2 else nullcontext
@@ -156,8 +152,6 @@ class Trial:
 
     def _turns(self, calls: Sequence[int], replicas: int) -> List[Tuple[int, int]]:
         """(call, replica) in the order in which they are issued, the calls of each replica in the order given."""
-        if self.case.per_context > 1:  # of replicas that share a context, the first one called is the first
-            return [(k, i) for k in calls for i in range(replicas)]
         turns = [(k, i) for k in calls for i in self.rng.permutation(replicas)]
         if self.rng.rand() < 0.3:
             turns.sort(key=lambda turn: turn[1])  # all calls of a replica, then those of the next
@@ -165,7 +159,7 @@ class Trial:
 
     def backward(self, calls: Sequence[Call], ys: Sequence[Sequence[nd.NDArray]]) -> None:
         replicas = len(ys[0])
-        one_by_one = self.case.per_context == 1 and len(calls) == 1 and self.rng.rand() < 0.2
+        one_by_one = len(calls) == 1 and self.rng.rand() < 0.2
         # In one backward, MXNet bundles the end of a replica's call with the beginning of its next. Where one replica
         # has them in another order than its peer, each bundle would wait for the other.
         turns = self._turns(self.rng.permutation(len(calls)), replicas)
@@ -196,7 +190,7 @@ class Trial:
         }
         if len(case.contexts) > 1:
             kinds[self.train_on_some] = 6
-        if not case.empty and not case.repeated:
+        if not case.empty:
             kinds.update({self.save_and_load: 2, self.revert_and_convert: 2})
         if not self.threads:
             kinds.update({self.change_store_in_mid_step: 3, self.interrupt: 1})
@@ -211,7 +205,7 @@ class Trial:
         """On these replicas; ``unread`` runs when everything is issued and nothing has been read."""
         case, specification = self.case, self.specification
         trainer = self.trainer if places is None and self.rng.rand() < 0.8 else None
-        places = case.places if places is None else places
+        places = case.contexts if places is None else places
         calls = self.calls(places, self._in_flight())
         ys = self.issue(calls, meanwhile=meanwhile)
         self.backward(calls, ys)
@@ -245,11 +239,10 @@ class Trial:
         group = self.case.pooling.get("group_size", 1)
         slots = self.case.pooling.get("virtual_devices", 1)
         least = 2 if self.case.mode == "shuffle" and slots == 1 else 1  # replicas
-        per_context = self.case.per_context
-        sizes = [n for n in range(1, len(contexts)) if n * per_context % group == 0 and n * per_context >= least]
+        sizes = [n for n in range(1, len(contexts)) if n % group == 0 and n >= least]
         some = sorted(self.rng.permutation(len(contexts))[: self.rng.choice(sizes or [len(contexts)])])
         with gluon_syncbn.devices([contexts[i] for i in some]):
-            self.train([contexts[i] for i in some for _ in range(per_context)])
+            self.train([contexts[i] for i in some])
         shares = self.case.mode == "sync" and "group_size" not in self.case.pooling
         zeroes = self.case.grad_req == "write" and self.trainer is not None
         self.specification.leave_out([contexts[i] for i in some], shares, zeroes)
@@ -257,10 +250,8 @@ class Trial:
 
     def run_forward(self) -> None:
         """Training without a backward: the running statistics move on."""
-        # Outside of record(), a static_alloc graph gives the replicas of one context the same memory.
-        same_memory = self.case.per_context > 1 and self.case.way == "static_alloc"
-        recorded = same_memory or self.rng.rand() < 0.3
-        places = self.case.places
+        recorded = self.rng.rand() < 0.3
+        places = self.case.contexts
         calls = self.calls(places, self._in_flight())
         ys = self.issue(calls, autograd.record if recorded else autograd.train_mode)
         wants = [self.specification.forward(call.shards, places)[0] for call in calls]
@@ -332,7 +323,7 @@ class Trial:
             self.threads = False  # those of the crew are not here
             self.trainer = None  # its store may be one of the parent's threads
             self.train()
-            calls = self.calls(self.case.places)
+            calls = self.calls(self.case.contexts)
             self.backward(calls, self.issue(calls))
         except BaseException:
             traceback.print_exc()

@@ -727,12 +727,7 @@ __device__ void track(const NormaliseArguments& with) {
             mean /= parts;
             variance /= parts;
         }
-        const bool any = parts > 0 && finite;
-        if (with.batch != nullptr) {
-            if (channel == 0) with.batch[0] = any && with.hand_on != 0;
-            with.batch[1 + channel] = with.hand_on != 0 ? mean : 0;
-            with.batch[1 + channels + channel] = with.hand_on != 0 ? variance : 0;
-        } else if (with.running_mean != nullptr && any && !status->given_up) {
+        if (with.running_mean != nullptr && parts > 0 && finite && !status->given_up) {
             move<P>(with.running_mean, channel, with.momentum, mean);
             move<P>(with.running_var, channel, with.momentum, variance);
         }
@@ -885,14 +880,6 @@ __device__ void recover(const RecoverArguments& with) {
     report_hidden<P>(with);
 }
 
-template <typename P>
-__device__ void update_running(const UpdateRunningArguments& with) {
-    const Index channel = thread();
-    if (channel >= with.channels || with.batch[0] == 0) return;
-    move<P>(with.running_mean, channel, with.momentum, with.batch[1 + channel]);
-    move<P>(with.running_var, channel, with.momentum, with.batch[1 + with.channels + channel]);
-}
-
 template <typename From, typename To>
 __device__ void copy(const CopyArguments& with) {
     const Index i = thread();
@@ -928,16 +915,15 @@ SYNCBN_ACTIVATIONS(SYNCBN_ACTIVATION)
     SYNCBN_KERNEL_OF(grad_sums, ACTIVATION, TYPE, GradSumsArguments)   \
     SYNCBN_KERNEL_OF(grad_input, ACTIVATION, TYPE, GradInputArguments) \
     SYNCBN_KERNEL_OF(recover, ACTIVATION, TYPE, RecoverArguments)
-#define SYNCBN_KERNELS(TYPE)                                                          \
-    SYNCBN_ACTIVATED_KERNELS(identity, TYPE)                                          \
-    SYNCBN_KERNEL(moments_##TYPE, MomentsArguments, moments<Data_##TYPE>)             \
-    SYNCBN_KERNEL(merge_moments_##TYPE, MergeArguments, merge<Moments>)               \
-    SYNCBN_KERNEL(merge_sums_##TYPE, MergeArguments, merge<Sums>)                     \
-    SYNCBN_KERNEL(expand_mask_##TYPE, ExpandArguments, expand)                        \
-    SYNCBN_KERNEL(copy_##TYPE, CopyArguments, copy<Data_##TYPE, Data_##TYPE>)         \
-    SYNCBN_KERNEL(widen_##TYPE, CopyArguments, copy<Data_##TYPE, Wide<Data_##TYPE>>)  \
-    SYNCBN_KERNEL(narrow_##TYPE, CopyArguments, copy<Wide<Data_##TYPE>, Data_##TYPE>) \
-    SYNCBN_KERNEL(update_running_##TYPE, UpdateRunningArguments, update_running<Parameter_##TYPE>)
+#define SYNCBN_KERNELS(TYPE)                                                         \
+    SYNCBN_ACTIVATED_KERNELS(identity, TYPE)                                         \
+    SYNCBN_KERNEL(moments_##TYPE, MomentsArguments, moments<Data_##TYPE>)            \
+    SYNCBN_KERNEL(merge_moments_##TYPE, MergeArguments, merge<Moments>)              \
+    SYNCBN_KERNEL(merge_sums_##TYPE, MergeArguments, merge<Sums>)                    \
+    SYNCBN_KERNEL(expand_mask_##TYPE, ExpandArguments, expand)                       \
+    SYNCBN_KERNEL(copy_##TYPE, CopyArguments, copy<Data_##TYPE, Data_##TYPE>)        \
+    SYNCBN_KERNEL(widen_##TYPE, CopyArguments, copy<Data_##TYPE, Wide<Data_##TYPE>>) \
+    SYNCBN_KERNEL(narrow_##TYPE, CopyArguments, copy<Wide<Data_##TYPE>, Data_##TYPE>)
 #define SYNCBN_MASKED_KERNELS(TYPE)                                                    \
     SYNCBN_KERNEL(masked_moments_##TYPE, MomentsArguments, moments<Data_##TYPE, true>) \
     SYNCBN_ACTIVATIONS(SYNCBN_MASKED_KERNEL, TYPE)

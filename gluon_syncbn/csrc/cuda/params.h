@@ -87,12 +87,10 @@ struct NormaliseArguments {
     int pools;          // their number
     const double* own;  // the packed moments of this replica's slots
     int add, frozen;
-    int hand_on;   // into `batch`: this replica's statistics, not zeros
     int unbiased;  // selects the variance that updates the running one
     int watch;     // `Watch`
     double momentum;
     void *running_mean, *running_var;  // null: no running statistics
-    double* batch;  // [1, mean[C], variance[C]], or [0 ...] if there is none; null: update the running ones here
     Status* status;
 };
 
@@ -134,14 +132,6 @@ struct RecoverArguments {
     Invertible invertible;
     double epsilon;
     Status* status;
-};
-
-// running <- momentum * running + (1 - momentum) * batch, for batch [1 or 0, mean[C], variance[C]].
-struct UpdateRunningArguments {
-    Index channels;
-    const double* batch;
-    double momentum;
-    void *running_mean, *running_var;
 };
 
 // to = from, added if `add`. `widen` and `narrow` convert values of a type to that of its sums, and the reverse.

@@ -36,16 +36,13 @@ Vector combined(Combine combine, const Contribution& own) {
 
 std::shared_ptr<Exchange> memory_exchange() { return std::make_shared<Memory>(); }
 
-std::shared_ptr<Exchange> chosen(const Asked& asked, const std::vector<std::string>& contexts, size_t per_context) {
-    // Several replicas on a GPU would be several members of a collective, but a GPU can only be one.
-    const bool one_gpu_each =
-        per_context == 1 && std::all_of(contexts.begin(), contexts.end(),
-                                        [](const auto& context) { return context.compare(0, 4, "gpu(") == 0; });
-    if (!one_gpu_each && asked.nccl == Nccl::kRequired)
-        throw Failure("kvstore 'nccl' needs GPUs with one replica on each, but the layer is on " +
-                      join_names(contexts));
+std::shared_ptr<Exchange> chosen(const Asked& asked, const std::vector<std::string>& contexts) {
+    const bool on_gpus = std::all_of(contexts.begin(), contexts.end(),
+                                     [](const auto& context) { return context.compare(0, 4, "gpu(") == 0; });
+    if (!on_gpus && asked.nccl == Nccl::kRequired)
+        throw Failure("kvstore 'nccl' needs GPUs, but the layer is on " + join_names(contexts));
     // Between processes, the order of collectives would have to be agreed on over the host: see docs/architecture.md.
-    if (!one_gpu_each || asked.host->spans_processes()) return asked.host;
+    if (!on_gpus || asked.host->spans_processes()) return asked.host;
     const auto over_nccl = std::make_shared<OverNccl>();
     if (contexts.size() == 1) return over_nccl;  // exchanges nothing
     if (asked.nccl == Nccl::kNever) return asked.host;

@@ -99,7 +99,7 @@ struct Asked {
     Nccl nccl = Nccl::kIfThere;      // for replicas of one process with a GPU each
 };
 
-// Chooses the exchange of replicas on these contexts, `per_context` on each. Throws Failure if there is none.
-std::shared_ptr<Exchange> chosen(const Asked& asked, const std::vector<std::string>& contexts, size_t per_context);
+// Chooses the exchange of replicas on these contexts. Throws Failure if there is none.
+std::shared_ptr<Exchange> chosen(const Asked& asked, const std::vector<std::string>& contexts);
 
 }  // namespace syncbn

@@ -11,11 +11,12 @@
 #include "log.h"
 
 namespace syncbn {
-namespace {
 
-constexpr char kCallAll[] =
+const char* const kCallAll =
     "Call the net on all its devices, and then wait for results (asnumpy, print, a metric, waitall, a new DataLoader). "
     "For a batch on fewer devices use gluon_syncbn.devices(contexts).";
+
+namespace {
 
 // Seconds. While a GPU computes, the waiting thread spins (cudaDeviceScheduleAuto), so the process is not idle.
 constexpr double kSurely = 5, kPerhaps = 20;
@@ -45,50 +46,31 @@ std::string describe(const Meeting& meeting, const Phase& phase) {
     return out.str();
 }
 
-std::string how_to_call(const Meeting& meeting) {
-    if (meeting.config->per_context == 1) return kCallAll;
-    return std::string(kCallAll) + " The layer expects " + std::to_string(meeting.config->per_context) +
-           " replicas on each context, by num_devices or because the net was initialised with a context several times.";
-}
-
 Cause likely_cause(const Meeting& meeting, const Phase& phase) {
     const bool all_cpu = std::all_of(meeting.contexts().begin(), meeting.contexts().end(),
                                      [](const auto& context) { return context.compare(0, 3, "cpu") == 0; });
-    const bool shared = meeting.config->per_context > 1, forward = phase.number == 0;
+    const bool forward = phase.number == 0;
     const char* const bundles = std::getenv("MXNET_EXEC_BULK_EXEC_TRAIN");
-    if (forward && !meeting.full()) return {"Nobody has called the layer there. " + how_to_call(meeting), 0};
+    if (forward && !meeting.full()) return {std::string("Nobody has called the layer there. ") + kCallAll, 0};
     std::string text;
     const auto add = [&](bool applies, const char* cause) { text += applies ? cause : ""; };
     add(forward,
         "Every replica has issued its call: an operator before this layer does not finish there, or has failed, "
         "perhaps because memory ran out. Then read that replica's output, which raises the error.");
     add(!forward,
-        "Perhaps the loss of a replica took no part: call mxnet.autograd.backward by that name, with the losses of all "
-        "replicas, and read no gradient before that.");
+        "Perhaps the loss of a replica took no part: call autograd.backward with the losses of all replicas, and read "
+        "no "
+        "gradient before that.");
     add(!forward && (bundles == nullptr || std::atoi(bundles) != 0),
         " Or MXNet bundles an operator outside the replicas (a batch that is split while recording), or of another "
         "replica, with one of them: set MXNET_EXEC_BULK_EXEC_TRAIN=0 before the first operator runs.");
-    add(forward && shared && meeting.draw.node >= 0,
-        " Several replicas share a context. Outside of autograd.record, MXNet runs their static_alloc graphs one after "
-        "the other: call hybridize() without static_alloc.");
-    add(!forward && shared && meeting.announced,
-        " Or MXNet runs the replicas of a context one after the other: hybridize without static_shape.");
-    add(!forward && shared && meeting.replicas() > 7,
-        " Or the process ran a backward before it had more than seven replicas: set MXNET_EXEC_INPLACE_GRAD_SUM_CAP to "
-        "four for each.");
-    add(shared && all_cpu,
-        " Several replicas share a CPU context, and operators that draw, such as Dropout, take turns in its random "
-        "states: set MXNET_CPU_PARALLEL_RAND_COPY to their number in a step.");
-    return {text, (forward ? all_cpu : shared) ? kSurely : kPerhaps};
+    return {text, forward && all_cpu ? kSurely : kPerhaps};
 }
 
 std::string why_not_here(const LayerConfig& config, const std::string& context) {
+    if (!config.misplaced.empty()) return config.misplaced;
     std::ostringstream why;
-    if (config.per_context == 0 && !config.contexts.empty())
-        why << "num_devices is " << config.replicas << ", but the layer's parameters live on " << config.contexts.size()
-            << " contexts (" << join_names(config.contexts)
-            << "); expected a multiple of that, or no num_devices at all.";
-    else if (config.contexts.empty())
+    if (config.contexts.empty())
         why << "the contexts of the layer's parameters are not known; initialise the net before the first step. An "
                "executor of simple_bind or bind does not know those that train with it: write ndev=N into the symbol, "
                "where N executors train together, and bind each of them on its own context before the first step. Or "

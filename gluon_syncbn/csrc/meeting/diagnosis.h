@@ -18,7 +18,7 @@ struct Cause {
 // "1 of 2 replicas arrived (cpu(0)), missing cpu(1)"
 std::string describe(const Meeting& meeting, const Phase& phase);
 // What to do about a replica that has not.
-std::string how_to_call(const Meeting& meeting);
+extern const char* const kCallAll;
 Cause likely_cause(const Meeting& meeting, const Phase& phase);
 // Why a call on this context is not a replica of the layer.
 std::string why_not_here(const LayerConfig& config, const std::string& context);

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <cstring>
 #include <mutex>
 #include <new>
 #include <optional>
@@ -27,14 +26,6 @@ constexpr double kGrace = 2;      // seconds that an exchange gets to report its
 constexpr double kStuckIdle = 3;  // seconds without computing after which a queue counts as stuck
 constexpr double kRead = 3;       // seconds of a read, without computing, after which it waits for a missing replica
 constexpr double kReadAll = 0.2;  // seconds of a wait for all, which is sure to wait for it
-
-// Identifies the issuer of a call. Calls on the main thread take the positions in turn (0); any other thread is one
-// replica. A number and not an address: a new thread may get the address of one that has ended.
-int64_t issuer() {
-    static std::atomic<int64_t> threads{0};
-    static thread_local const int64_t number = ++threads;
-    return on_main_thread() ? 0 : number;
-}
 
 // Fails the step of a meeting. If that step has been forgotten, only the meeting fails, and not the current step.
 void fail_here(Meeting& meeting, const Failure& failure) {
@@ -74,27 +65,6 @@ void check_equal(Meeting& meeting, const Phase& phase, size_t position, const Pa
     }
 }
 
-// Returns one row for each context, in their order and not in that of arrival. So the order of arrival does not change
-// the bits of the result. The calls of one context's replicas have no order, so their vectors decide it.
-Contribution row_of_each_context(const Meeting& meeting, Phase& phase, Combine combine) {
-    const size_t length = phase.entries[0].values.size(), per_context = meeting.config->per_context;
-    Contribution rows{{}, length};
-    rows.rows.reserve(meeting.contexts().size());
-    for (auto entry = phase.entries.begin(); entry != phase.entries.end();) {
-        std::vector<const double*> of_context;
-        while (of_context.size() < per_context) of_context.push_back(entry++->values.data());
-        if (per_context == 1) {
-            rows.rows.push_back(of_context[0]);
-            continue;
-        }
-        std::sort(of_context.begin(), of_context.end(),
-                  [&](const double* a, const double* b) { return std::memcmp(a, b, length * sizeof(double)) < 0; });
-        phase.made.push_back(combined(combine, {of_context, length}));
-        rows.rows.push_back(phase.made.back().data());  // a vector keeps its place when it is moved
-    }
-    return rows;
-}
-
 // (3)
 Underway begin_exchange(const Meeting& meeting, Phase& phase) {
     Exchange& exchange = *meeting.exchange;
@@ -102,17 +72,17 @@ Underway begin_exchange(const Meeting& meeting, Phase& phase) {
     const CallId id{config.layer,        meeting.draw.node, meeting.draw.call, phase.number,
                     config.name.c_str(), config.timeout,    meeting.interrupts};
     if (exchange.on_devices() || config.sharing == Sharing::kEach) {
-        Vector& row = phase.made.emplace_back();  // of all vectors, in the order of the replicas
         std::vector<cuda::OnDevice> devices;
         for (const Part& part : phase.entries) {
-            row.insert(row.end(), part.values.begin(), part.values.end());
+            phase.row.insert(phase.row.end(), part.values.begin(), part.values.end());
             if (exchange.on_devices()) devices.push_back(*part.device);
         }
-        phase.stride = row.size() / phase.entries.size();
-        return exchange.begin(Combine::kSideBySide, id, {{row.data()}, row.size(), std::move(devices)});
+        phase.stride = phase.row.size() / phase.entries.size();
+        return exchange.begin(Combine::kSideBySide, id, {{phase.row.data()}, phase.row.size(), std::move(devices)});
     }
-    const Combine combine = phase.number == 0 ? Combine::kMerge : Combine::kAdd;
-    return exchange.begin(combine, id, row_of_each_context(meeting, phase, combine));
+    Contribution own{{}, phase.entries[0].values.size()};
+    for (const Part& part : phase.entries) own.rows.push_back(part.values.data());
+    return exchange.begin(phase.number == 0 ? Combine::kMerge : Combine::kAdd, id, own);
 }
 
 // The waits of this moment that may be in vain. One may cause others. If a device leaves out a layer, its partner waits
@@ -205,7 +175,7 @@ void WaitForReplicas::check_others() {
     const double lasts = waited() - seen_since_;
     const bool in_vain = others.for_all ? lasts >= kReadAll : lasts >= kRead && idle_for(kRead);
     if (in_vain && !others.wait.empty() && !meeting_.full())
-        give_up(state() + ". Nobody has called the layer there, and " + others.wait + ". " + how_to_call(meeting_));
+        give_up(state() + ". Nobody has called the layer there, and " + others.wait + ". " + kCallAll);
     if (cause.stuck_after > 0 && lasts >= cause.stuck_after && idle_for(kStuckIdle)) {
         std::ostringstream text;
         text << state() << ", and nothing has been computed for " << kStuckIdle << " s. " << cause.text;
@@ -235,8 +205,8 @@ void Rendezvous::check_step(const LayerConfig& config, const Key& key) {
     const std::string& context = key.second;
     const std::shared_ptr<Scope>& scope = current_scope();
     scope->throw_if_ended();
-    // Without others that it could meet, and where several calls on a context meet, nothing tells steps apart.
-    if (config.per_context > 1 || (config.taking_part.size() == 1 && !config.exchange.host->spans_processes())) return;
+    // Without others that it could meet, nothing tells steps apart.
+    if (config.taking_part.size() == 1 && !config.exchange.host->spans_processes()) return;
     // The last caller's thread may not have passed its call to MXNet's engine, which orders calls anew for each
     // context.
     std::shared_ptr<Scope>& last = last_[key];
@@ -245,13 +215,17 @@ void Rendezvous::check_step(const LayerConfig& config, const Key& key) {
         const Meeting* own = nullptr;  // the first in which this replica is free
         for (const auto& meeting : open_) {
             if (meeting->draw.node != key.first) continue;
-            Scope* const before = meeting->scope_on(context);
+            const auto scope_on = [](const Meeting& meeting, const std::string& context) -> Scope* {
+                const size_t position = meeting.position_of(context);
+                return position < meeting.replicas() ? meeting.scopes[position].get() : nullptr;
+            };
+            Scope* const before = scope_on(*meeting, context);
             if (before == nullptr && own == nullptr) own = meeting.get();
             for (size_t i = 0; i < meeting->replicas(); ++i) {
-                if (meeting->positions[i].scope != scope) continue;
+                if (meeting->scopes[i] != scope) continue;
                 // This step has called another replica where another step has called this one. Or here, another step
                 // has called a replica that this step has called later.
-                Scope* const other = own == nullptr ? before : own->scope_on(meeting->replica(i));
+                Scope* const other = own == nullptr ? before : scope_on(*own, meeting->replica(i));
                 if (other != nullptr && other != scope.get()) refuse(config, context, *scope, *other);
             }
         }
@@ -260,52 +234,42 @@ void Rendezvous::check_step(const LayerConfig& config, const Key& key) {
     last = scope;
 }
 
-Place Rendezvous::join_locked(const LayerConfigPtr& config, const Key& key, int64_t caller) {  // (1)
+Place Rendezvous::join_locked(const LayerConfigPtr& config, const Key& key) {  // (1)
     const auto& contexts = config->taking_part;
-    if (std::find(contexts.begin(), contexts.end(), key.second) == contexts.end() || config->per_context == 0)
+    if (std::find(contexts.begin(), contexts.end(), key.second) == contexts.end() || !config->misplaced.empty())
         step().fail(Failure(config->name, key.second, "", why_not_here(*config, key.second)));
     if (step().failure() != nullptr) return {};
     const auto over = [](const auto& meeting) { return meeting->settled() && meeting->phases[0].done; };
     open_.erase(std::remove_if(open_.begin(), open_.end(), over), open_.end());
 
-    size_t free = 0;
     const auto has_room = [&](const auto& meeting) {
-        if (meeting->draw.node != key.first) return false;
-        for (free = 0; free < meeting->replicas(); ++free) {
-            if (meeting->replica(free) != key.second) continue;
-            const Meeting::Position& position = meeting->positions[free];
-            if (position.scope == nullptr) return true;
-            if (caller != 0 && position.caller == caller) return false;
-        }
-        return false;
+        const size_t position = meeting->position_of(key.second);
+        return meeting->draw.node == key.first && position < meeting->replicas() && !meeting->scopes[position];
     };
     auto found = std::find_if(open_.begin(), open_.end(), has_room);
     if (found == open_.end()) {
-        auto exchange = chosen(config->exchange, config->taking_part, config->per_context);
+        auto exchange = chosen(config->exchange, config->taking_part);
         const Draw draw{config->seed, config->layer, key.first, calls_[key.first]++};
         found = open_.insert(found, std::make_shared<Meeting>(config, draw, std::move(exchange)));
-        has_room(*found);
     }
-    (*found)->positions[free] = {caller, current_scope()};
-    return {*found, free};
+    const size_t position = (*found)->position_of(key.second);
+    (*found)->scopes[position] = current_scope();
+    return {*found, position};
 }
 
 Place Rendezvous::join(const LayerConfigPtr& config, const std::string& context, int64_t node, bool announces) {
     const Lock lock(mutex_);
     const Key key{node, context};
     check_step(*config, key);
-    const Place place = join_locked(config, key, issuer());
-    if (announces && place.meeting) {
-        place.meeting->announced = true;
-        announced_[key].push_back(place);
-    }
+    const Place place = join_locked(config, key);
+    if (announces && place.meeting) announced_[key].push_back(place);
     return place;
 }
 
 Place Rendezvous::take(const LayerConfigPtr& config, const std::string& context, int64_t node) {
     const Lock lock(mutex_);
     std::deque<Place>& places = announced_[{node, context}];
-    if (places.empty()) places.push_back(join_locked(config, {node, context}, 0));
+    if (places.empty()) places.push_back(join_locked(config, {node, context}));
     Place place = std::move(places.front());
     places.pop_front();
     step().throw_if_failed();
@@ -357,7 +321,7 @@ bool Rendezvous::exchange(Meeting& meeting, Phase& phase, double seconds) const 
     phase.total = std::move(*total);
     phase.done = true;
     phase.entries.clear();
-    phase.made.clear();
+    phase.row.clear();
     phase.underway = nullptr;
     meeting.changed.notify_all();
     return true;
@@ -387,11 +351,8 @@ Total Rendezvous::total(const Place& place) const {
 void Rendezvous::forget() {
     Lock lock(mutex_);
     for (const auto& meeting : open_) {
-        for (const auto& position : meeting->positions) {
-            const std::shared_ptr<Scope>& scope = position.scope;
-            if (meeting->config->per_context > 1 || meeting->settled() || !scope || !scope->open ||
-                scope == current_scope())
-                continue;
+        for (const auto& scope : meeting->scopes) {
+            if (meeting->settled() || !scope || !scope->open || scope == current_scope()) continue;
             scope->end(Failure("the step of thread '" + scope->thread +
                                "' is over: another thread has called gluon_syncbn.reset() before all replicas were "
                                "called."));

@@ -62,7 +62,7 @@ struct LayerConfig : Settings {
     Sharing sharing = Sharing::kNothing;
     std::vector<std::string> contexts;     // that hold the parameters
     std::vector<std::string> taking_part;  // of these, in the same order
-    size_t replicas = 0, per_context = 1;  // on each context; 0 if the number is not a multiple of the contexts
+    std::string misplaced;                 // why these contexts cannot train; empty if they can
 };
 using LayerConfigPtr = std::shared_ptr<const LayerConfig>;
 
@@ -83,57 +83,49 @@ struct Phase {
     };
     std::vector<Entry> entries;  // [positions]
     size_t arrived = 0;
-    std::vector<Vector> made;  // combined vectors of several replicas, for the exchange
-    Underway underway;         // the running exchange; the last replica to arrive finishes it
-    size_t last = 0;           // the position of the last replica
-    size_t stride = 0;         // of the positions' values in the total; 0 where it is the same for all
+    Vector row;         // of all replicas' vectors, if the exchange takes them side by side
+    Underway underway;  // the running exchange; the last replica to arrive finishes it
+    size_t last = 0;    // the position of the last replica
+    size_t stride = 0;  // of the positions' values in the total; 0 where it is the same for all
     bool done = false;
     bool warned = false;  // a waiting replica has warned
     Total total;
 };
 
 struct Meeting {
-    struct Position {
-        int64_t caller = 0;            // a thread, which may not take two positions; 0: the main thread, which may
-        std::shared_ptr<Scope> scope;  // of the call that has taken this position; null: it is free
-    };
     const LayerConfigPtr config;  // at its beginning
     const Draw draw;              // draw.node: only calls of the same node of a graph meet
     const std::shared_ptr<Exchange> exchange;
-    std::vector<Position> positions;  // [contexts][per_context]; of a context, the first free one is taken
+    // [contexts] of the call there; null: it has not come. A position is the index of a context.
+    std::vector<std::shared_ptr<Scope>> scopes;
     Meeting(LayerConfigPtr config, const Draw& draw, std::shared_ptr<Exchange> exchange)
         : config(std::move(config)), draw(draw), exchange(std::move(exchange)) {
-        positions.resize(contexts().size() * this->config->per_context);
+        scopes.resize(contexts().size());
     }
 
     const int64_t step = syncbn::step().number;
     const int64_t interrupts = syncbn::interrupts();  // at the first call
     std::shared_ptr<const Failure> failure;           // the meeting's own, if its step has been forgotten
-    bool announced = false;                           // MXNet had made an operator before its call (static_shape)
     std::map<int, Phase> phases;
     std::condition_variable changed;
 
     const std::vector<std::string>& contexts() const { return config->taking_part; }
-    size_t replicas() const { return positions.size(); }
+    size_t replicas() const { return scopes.size(); }
     // Whether every replica has been called.
     bool full() const {
-        return std::all_of(positions.begin(), positions.end(), [](const Position& p) { return p.scope != nullptr; });
+        return std::all_of(scopes.begin(), scopes.end(), [](const auto& scope) { return scope != nullptr; });
     }
     // Whether no later call can be of another step than these.
     bool settled() const {
-        const auto of_first = [&](const Position& p) { return p.scope == positions[0].scope; };
-        return full() &&
-               (std::all_of(positions.begin(), positions.end(), of_first) ||
-                std::none_of(positions.begin(), positions.end(), [](const Position& p) { return !!p.scope->open; }));
+        return full() && (std::all_of(scopes.begin(), scopes.end(), [&](auto& scope) { return scope == scopes[0]; }) ||
+                          std::none_of(scopes.begin(), scopes.end(), [](auto& scope) { return !!scope->open; }));
     }
-    // The scope of the first call on a context; null if it has none.
-    Scope* scope_on(const std::string& context) const {
-        for (size_t i = 0; i < replicas(); ++i)
-            if (replica(i) == context) return positions[i].scope.get();
-        return nullptr;
+    // The position of a context; `replicas()` if it takes no part.
+    size_t position_of(const std::string& context) const {
+        return std::find(contexts().begin(), contexts().end(), context) - contexts().begin();
     }
     // "cpu(1)"
-    const std::string& replica(size_t position) const { return contexts()[position / config->per_context]; }
+    const std::string& replica(size_t position) const { return contexts()[position]; }
 };
 
 // A replica's place in a meeting. Its forward and its backward meet the same partners.
@@ -141,18 +133,15 @@ struct Place {
     std::shared_ptr<Meeting> meeting;
     size_t position = 0;
     int phase = 0;  // that it has reached
-
-    // Whether this replica passes on its context's statistics; one does. Who meets nobody has no meeting.
-    bool is_first_of_context() const { return !meeting || position % meeting->config->per_context == 0; }
 };
 
 // Holds the meetings of one layer whose forwards are not done.
 class Rendezvous {
   public:
-    // Called by the thread that issues a call: takes a position in the earliest meeting of this graph node with a free
-    // one for `context` and without this thread. In a failed step takes none; on a context that is none of the layer's,
-    // the step fails. Throws Failure if the layer is in the middle of a step of another thread. `announces`: MXNet has made
-    // the operator before, and executes it now.
+    // Called by the thread that issues a call: takes the position of `context` in the earliest meeting of this graph node
+    // where it is free. In a failed step takes none; on a context that is none of the layer's, the step fails. Throws
+    // Failure if the layer is in the middle of a step of another thread. `announces`: MXNet has made the operator before,
+    // and executes it now.
     Place join(const LayerConfigPtr& config, const std::string& context, int64_t node, bool announces = false);
     // Returns the first place that was announced for this node. Without an announcement, joins: an executor of a net's
     // own graph is one of MXNet's.
@@ -179,7 +168,7 @@ class Rendezvous {
     // Refuses a call on a layer that is in the middle of a step of another thread. The caller holds the lock, here and
     // in the next function.
     void check_step(const LayerConfig& config, const Key& key);
-    Place join_locked(const LayerConfigPtr& config, const Key& key, int64_t caller);
+    Place join_locked(const LayerConfigPtr& config, const Key& key);
     // Called by the last replica: begins the exchange, and returns whether there is a total, for which it waits at most so
     // many seconds.
     bool exchange(Meeting& meeting, Phase& phase, double seconds) const;

@@ -35,10 +35,10 @@ class Layer {
 
     // Those of its own.
     struct Own {
-        std::vector<std::string> contexts;  // that hold the parameters, each once
-        size_t replicas = 0;
-        double timeout = 0;  // seconds; 0: the default
-        Asked exchange;      // without a host: the default
+        std::vector<std::string> contexts;  // that hold the parameters
+        std::string misplaced;              // why these cannot train; empty if they can
+        double timeout = 0;                 // seconds; 0: the default
+        Asked exchange;                     // without a host: the default
     };
 
   private:
@@ -67,7 +67,6 @@ class Registry {
         Lock lock(mutex_);
         const auto it = layers_.find(id);
         if (it == layers_.end()) return;
-        sharing_ -= it->second->config_->per_context > 1;
         layers_.erase(it);
     }
     std::vector<std::shared_ptr<Layer>> all() const {
@@ -76,8 +75,6 @@ class Registry {
         for (const auto& entry : layers_) out.push_back(entry.second);
         return out;
     }
-    // Whether some layer has several replicas on a context.
-    bool contexts_are_shared() const { return sharing_ > 0; }
 
     // A layer's name in a graph is this and its number. It is unique among processes, so that a saved graph is recognised.
     std::string process;
@@ -87,14 +84,14 @@ class Registry {
         return mine ? find(std::stoll(token.substr(process.size()))) : nullptr;
     }
 
-    // Sets the contexts that hold the parameters, and the number of their replicas. Forgets unfinished meetings if
-    // these have changed: `reset_ctx` to the same contexts does not wait, and a step may be running.
-    void place(Layer& layer, std::vector<std::string> contexts, size_t replicas) {
+    // Sets the contexts that hold the parameters. Forgets unfinished meetings if these have changed: `reset_ctx` to the
+    // same contexts does not wait, and a step may be running.
+    void place(Layer& layer, std::vector<std::string> contexts, std::string misplaced) {
         bool same = false;
         change(layer, [&](Layer::Own& own) {
-            same = own.contexts == contexts && own.replicas == replicas;
+            same = own.contexts == contexts;
             own.contexts = std::move(contexts);
-            own.replicas = replicas;
+            own.misplaced = std::move(misplaced);
         });
         if (!same) layer.rendezvous.forget();
     }
@@ -137,21 +134,17 @@ class Registry {
         config->name = layer.name;
         config->sharing = sharing_of(layer.pooling);
         config->contexts = own.contexts;
-        config->replicas = own.replicas;
-        const size_t contexts = own.contexts.size();
-        config->per_context = contexts == 0 || own.replicas % contexts != 0 ? 0 : own.replicas / contexts;
+        config->misplaced = own.misplaced;
         const auto& devices = config->devices;
         for (const std::string& context : own.contexts)
             if (devices.empty() || std::find(devices.begin(), devices.end(), context) != devices.end())
                 config->taking_part.push_back(context);
-        sharing_ += (config->per_context > 1) - (layer.config_ != nullptr && layer.config_->per_context > 1);
         layer.config_ = std::move(config);
     }
 
     mutable std::mutex mutex_;  // guards everything below, and the settings of the layers
     std::map<int64_t, std::shared_ptr<Layer>> layers_;
     int64_t next_id_ = 1;
-    std::atomic<int> sharing_{0};  // layers with several replicas on a context
     Settings defaults_;
 };
 

@@ -51,8 +51,6 @@ class Scope {
 // Whether this thread makes or executes a graph whose operators MXNet keeps, each with the temporary space that it took.
 // The calls of the graph have been announced, also those that MXNet issues where it makes an operator for a new shape.
 inline thread_local bool within_graph = false;
-// Whether it has executed one with such calls in this step.
-inline thread_local bool keeps_operators = false;
 
 inline thread_local std::shared_ptr<Scope> entered_scope;  // of this thread
 
@@ -62,10 +60,7 @@ inline const std::shared_ptr<Scope>& current_scope() {
     return entered_scope != nullptr ? entered_scope : outside;
 }
 
-inline void enter_scope(std::string thread) {
-    entered_scope = std::make_shared<Scope>(std::move(thread), true);
-    keeps_operators = false;
-}
+inline void enter_scope(std::string thread) { entered_scope = std::make_shared<Scope>(std::move(thread), true); }
 
 inline void leave_scope() {
     if (entered_scope != nullptr) entered_scope->open = false;

@@ -75,7 +75,7 @@ class Execution {
                 {at, &array, backward ? node.is_data_of_backward(at) : node.is_data(at), written, request});
         };
         const std::vector<int>& needed = state_->custom->needed;
-        const int arguments = node.inputs(), results = backward ? arguments : node.outputs();
+        const int arguments = node.inputs(), results = backward ? arguments : 1;
         const size_t read = backward ? needed.size() : inputs.size();  // a backward needs no auxiliary states
         for (int i = 0; i < static_cast<int>(read); ++i)
             add(backward ? needed[i] : i < arguments ? i : i + results, inputs[i], false, kNull);

@@ -22,10 +22,6 @@ void complete_with_error(const Completion& complete, const std::exception_ptr& r
 // Gives each CPU context resources of its own from now on. Returns the reason if it cannot; otherwise empty.
 std::string separate_resources();
 
-// Lets the replicas of all threads take new resources. MXNet reads from the environment how many copies
-// these have.
-void renew_resources();
-
 // Says that this thread begins to issue the operators of a replica on this CPU context, on whatever context they run;
 // -1: of none. Returns the context before.
 int issue_on(int context) noexcept;

@@ -6,9 +6,7 @@
 //
 // MXNet keeps these resources in one object for each thread (`ResourceManager` in src/resource.cc). Here a
 // thread has one such object more for each replica that it issues. The thread's own object remains for all operators
-// that no replica issues, so that these take space and draw numbers as without this package. Where several replicas
-// share a context, nobody knows which of them an operator of the backward belongs to, so each operator takes a copy of
-// temporary space that is free.
+// that no replica issues, so that these take space and draw numbers as without this package.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -23,7 +21,6 @@
 #include <vector>
 
 #include "failure.h"
-#include "meeting/registry.h"
 #include "meeting/scope.h"
 #include "mxnet_api.h"
 #include "native/native.h"
@@ -54,8 +51,7 @@ struct Copy {
     std::atomic<bool> taken{false};  // by an operator that has not run yet
 };
 using Copies = std::vector<Copy*>;
-// With so many, operators take them in turn, as in MXNet. Replicas that share a context would wait for each other then.
-constexpr size_t kMostCopies = 256, kMostOfReplicas = 4096;
+constexpr size_t kMostCopies = 256;  // with so many, operators take them in turn, as in MXNet
 
 // What belonged to threads that have ended. MXNet keeps its objects until the process ends.
 struct Idle {
@@ -66,19 +62,15 @@ struct Idle {
 };
 Idle* idle = new Idle;  // never destroyed: threads may end after it
 
-std::atomic<int64_t> renewals{0};
-
 struct OfThread {
     int context = -1;                          // of the replica that it issues
     std::map<int, ResourceManager*> managers;  // by context
-    int64_t renewed = 0;                       // how often resources had been renewed when these were made
     Copies copies;
     size_t last = 0;  // the copy that was taken last
     ~OfThread() {
         const std::lock_guard<std::mutex> lock(idle->mutex);
         idle->copies.insert(idle->copies.end(), copies.begin(), copies.end());
         if (!copies.empty()) idle->last.push_back(copies[last]);
-        if (renewed != renewals) return;
         for (const auto& [context, manager] : managers) idle->managers[context].push_back(manager);
     }
 };
@@ -89,8 +81,6 @@ uint32_t seed_of(uint32_t seed, int context) { return seed + 0x9E3779B9u * stati
 
 ResourceManager* manager_of(ResourceManager* own, int context) {
     auto& managers = of_thread.managers;
-    if (of_thread.renewed != renewals) managers.clear();
-    of_thread.renewed = renewals;
     if (const auto found = managers.find(context); found != managers.end()) return found->second;
     ResourceManager* manager = nullptr;
     {
@@ -136,14 +126,14 @@ Copy* new_copy() {
 
 // Takes a copy that no operator waits for. An operator of no replica may itself wait for one, such as a loss. The next
 // operator may be needed by another replica, such as noise for its data.
-Resource free_copy(size_t most) {
+Resource free_copy() {
     Copies& copies = of_thread.copies;
     size_t& last = of_thread.last;
     if (!copies.empty()) free_later(copies[last]);
     // Not the last one, because an operator may take two. The first ones are in use most, so that few need memory.
     size_t copy = 0;
     while (copy < copies.size() && (copy == last || copies[copy]->taken)) ++copy;
-    if (copy == copies.size() && copy < most) copies.push_back(new_copy());
+    if (copy == copies.size() && copy < kMostCopies) copies.push_back(new_copy());
     last = copy < copies.size() ? copy : (last + 1) % copies.size();
     copies[last]->taken = true;
     return copies[last]->resource;
@@ -167,10 +157,8 @@ Resource request(ResourceManager* self, Place place, const int& kind) {
     try {
         const int replica = replica_of(place, kind);
         // Operators that MXNet keeps would not give it back. Their graphs take no context that replicas share.
-        if (kind == kTempSpace && place.type != Place::kGpu && new_variable != nullptr && !within_graph) {
-            if (replica < 0) return free_copy(kMostCopies);
-            if (registry().contexts_are_shared() && !keeps_operators) return free_copy(kMostOfReplicas);
-        }
+        if (kind == kTempSpace && place.type != Place::kGpu && new_variable != nullptr && !within_graph && replica < 0)
+            return free_copy();
         return mxnets.request(replica < 0 ? self : manager_of(self, replica), place, kind);
     } catch (const std::exception& error) {
         throw error_with(reason_of(error));
@@ -224,12 +212,6 @@ std::string separate_resources() {
     if (replace(table)) return "";
     get = nullptr;
     return "the memory of MXNet's ResourceManager cannot be changed";
-}
-
-void renew_resources() {
-    const std::lock_guard<std::mutex> lock(idle->mutex);
-    ++renewals;
-    idle->managers.clear();
 }
 
 int issue_on(int context) noexcept {

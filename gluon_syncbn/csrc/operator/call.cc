@@ -65,8 +65,7 @@ void Call::attempt(const Work& work) {
     }
 }
 
-// After a failure, all get NaN, because they might hold plausible values. But the batch's statistics count as missing:
-// MXNet may still run the operator that takes them, and the running statistics outlive a failed step.
+// After a failure, all get NaN, because they might hold plausible values.
 void Call::fill_written(bool failed) {
     const bool left_out = tensor_.shape.outer != outer_;
     const double value = failed ? kNaN : 0;
@@ -79,9 +78,7 @@ void Call::fill_written(bool failed) {
                     fill(written(i), tensor_.type, outer_ * channels() * tensor_.shape.inner, value);
             } else if (node_.is_mask(at)) {
                 fill_with_zeros(written(i), node_.mask.size * node_.mask.bytes);
-            } else if (node_.is_batch(at)) {
-                if (failed || backward_) fill(written(i), Type::kFloat64, moments_length(channels()), 0);
-            } else if (failed || passes_on()) {
+            } else if (failed) {
                 fill(written(i), tensor_.parameter_type(), channels(), value);
             }
         } catch (const std::exception&) {
@@ -108,7 +105,7 @@ bool Call::begin(bool backward, Arrays arrays, const int* reqs, bool training) {
         tensor_.shape.outer = left_out ? 0 : outer_;
         tensor_.samples = left_out ? 0 : samples_;
     }
-    ready_ = passes_on() || frozen_;
+    ready_ = frozen_;
     attempt([&] {
         // MXNet skips dependents of a failure only until the failure has been read.
         if (backward && !complete_) {
@@ -123,7 +120,6 @@ bool Call::begin(bool backward, Arrays arrays, const int* reqs, bool training) {
         for (int i = 0; i < writes(); ++i)
             if (reqs_[i] != kNull) data(written(i));
         if (backward) {
-            if (passes_on()) return;
             // Into dx, unless that has values, perhaps those of dy.
             x_ = !node_.inplace ? input(kX) : reqs_[kX] == kWrite ? written(kX) : scratch();
             const bool writes_dz = node_.adds && (reqs_[kAddend] == kWrite || reqs_[kAddend] == kInplace);
@@ -141,9 +137,7 @@ bool Call::begin(bool backward, Arrays arrays, const int* reqs, bool training) {
 void Call::end() {
     const bool trains = !backward_ && !frozen_;
     attempt([&] {
-        if (passes_on()) {
-            pass_on();
-        } else if (backward_) {
+        if (backward_) {
             if (node_.adds && reqs_[kAddend] == kAdd)  // first, because dx may have the memory of dy
                 copy(dz_, tensor_.type, tensor_.shape.size(), written(kAddend), true);
             differentiate();
@@ -153,22 +147,11 @@ void Call::end() {
         }
         // As MXNet's BatchNorm does: an optimizer may have changed a gamma that does not count. Operators that write the
         // running statistics of a context come one after the other.
-        if (trains && node_.fix_gamma && node_.role != Role::kMeet)
-            fill(input(kGamma), tensor_.parameter_type(), channels(), 1);
-        if (trains && node_.role == Role::kTrack) {
-            // Nor does it skip this one then. If it has skipped the first operator, there are old values in that memory.
-            if (step().take(data(input(node_.batch()))))
-                track();
-            else if (step().failure() == nullptr)
-                throw Failure(
-                    "no running statistics, because an operator before this layer has failed. Read its output.");
-        }
+        if (trains && node_.fix_gamma) fill(input(kGamma), tensor_.parameter_type(), channels(), 1);
         fill_written(false);
         SYNCBN_POINT("before_execution_ends");
         finish();
         complete_ = true;
-        if (trains && node_.role == Role::kMeet && reqs_[Node::kBatchOutput] != kNull)
-            step().leave(data(written(Node::kBatchOutput)));
     });
 }
 
@@ -180,25 +163,13 @@ std::exception_ptr Call::end_step(const std::exception& error) const noexcept {
                                     : Failure(node_.layer->name, context_, "", reason_of(error));
         if (place_.meeting)
             node_.layer->rendezvous.fail(*place_.meeting, failure);
-        else if (!backward_ || complete_ || node_.role == Role::kTrack)
+        else if (!backward_ || complete_)
             step().fail(failure);  // otherwise the forward failed before it met the others: none waits for the backward
         return std::make_exception_ptr(failure);
     } catch (const std::bad_alloc& none) {
         step().fail(none);
         return std::current_exception();
     }
-}
-
-// Copies y from x, and dx from dy. The other operator of the call has the gradients with respect to gamma and beta, and
-// here they are 0. It has the addend's, too. The second operator does not write the addend's gradient, because the first
-// one does not read it.
-void Call::pass_on() {
-    const auto pass = [&](int from, int i) {
-        if (reqs_[i] != kNull) copy(arrays_[from], tensor_.type, tensor_.shape.size(), written(i), reqs_[i] == kAdd);
-    };
-    pass(0, 0);
-    if (!node_.hands_addend_on()) return;
-    backward_ ? pass(Node::kAddendOutput, kAddend) : pass(kAddend, Node::kAddendOutput);
 }
 
 void Call::refuse_to_recover(int64_t number, bool by_another) const {
@@ -219,9 +190,6 @@ void Call::join_meeting() {
     SYNCBN_POINT("before_join");
     if (!place_.meeting) place_ = node_.layer->rendezvous.take(config_, context_, node_.number);
     config_ = place_.meeting->config;
-    if (node_.per_context != config_->per_context)
-        throw Failure(
-            "the number of replicas per context has changed since the net was traced; call net.hybridize() again.");
     if (place_.meeting->replicas() > 1 && is_naive_engine())
         throw Failure(
             "MXNET_ENGINE_TYPE=NaiveEngine runs one replica after the other, so they can never meet. Unset it.");
@@ -279,10 +247,8 @@ void Call::contribute(Vector values, std::shared_ptr<const cuda::OnDevice> devic
         return;
     }
     SYNCBN_POINT("before_contribution");
-    const double wait =
-        config_->per_context > 1 ? 0 : kEngineThreadWaits;  // the context's next replica needs this very thread
-    ready_ = node_.layer->rendezvous.contribute(place_,
-                                                {tensor_.type, channels(), std::move(values), std::move(device)}, wait);
+    ready_ = node_.layer->rendezvous.contribute(
+        place_, {tensor_.type, channels(), std::move(values), std::move(device)}, kEngineThreadWaits);
     SYNCBN_POINT("after_contribution");
 }
 

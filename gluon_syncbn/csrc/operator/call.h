@@ -17,9 +17,6 @@
 
 namespace syncbn {
 
-// The part of a call that an operator is: see op.cc.
-enum class Role : int { kWhole = 0, kMeet = 1, kTrack = 2 };
-
 enum Request { kNull = 0, kWrite = 1, kInplace = 2, kAdd = 3 };
 // In this order; `Node` knows where the batch is.
 enum Input { kX = 0, kGamma = 1, kBeta = 2, kAddend = 3 };
@@ -27,8 +24,6 @@ enum Input { kX = 0, kGamma = 1, kBeta = 2, kAddend = 3 };
 // The operator's attributes; read once per call.
 struct Node {
     std::shared_ptr<Layer> layer;
-    Role role = Role::kWhole;
-    size_t per_context = 1;
     Activation activation;
     bool adds = false;   // has a fourth input, which is added before the activation
     bool masks = false;  // has a mask behind these, of which this is the layout
@@ -42,32 +37,19 @@ struct Node {
     bool frozen = false;    // normalises with the running statistics in training too
     bool on_cpus = true;    // it may be called on CPUs too; see op.py
 
-    // Indices into MXNet's lists. The forward has [inputs][outputs][auxiliary states]. The backward has
-    // [gradients of the outputs][inputs][outputs][gradients of the inputs].
-    int inputs() const { return batch() + (role == Role::kTrack); }
+    // Indices into MXNet's lists. The forward has [inputs][output][auxiliary states]. The backward has
+    // [gradient of the output][inputs][output][gradients of the inputs].
+    int inputs() const { return kBeta + 1 + adds + masks; }
     int mask_input() const { return kBeta + 1 + adds; }
-    int batch() const { return kBeta + 1 + adds + masks; }  // an input of the second operator of a call, without a mask
-    int outputs() const { return 1 + (role == Role::kMeet) + hands_addend_on(); }
     int output() const { return inputs(); }
-    static constexpr int kBatchOutput = 1, kAddendOutput = 2;  // of the first operator, behind y
-    int running_mean() const { return inputs() + outputs(); }
-    int output_in_backward() const { return outputs() + inputs(); }
-    int gradients() const { return output_in_backward() + outputs(); }
-    // In prediction, the second operator of a call normalises and adds. The addend passes through the first one, so
-    // that only one operator writes its gradient.
-    bool hands_addend_on() const { return role == Role::kMeet && adds && number >= 0; }
+    int running_mean() const { return inputs() + 1; }
+    int output_in_backward() const { return 1 + inputs(); }
+    int gradients() const { return output_in_backward() + 1; }
     // Whether an array of the forward's or backward's list has the shape of the data. If not, it is a vector.
-    bool is_data(int at) const {
-        return at == kX || at == output() || (adds && at == kAddend) ||
-               (hands_addend_on() && at == output() + kAddendOutput);
-    }
+    bool is_data(int at) const { return at == kX || at == output() || (adds && at == kAddend); }
     bool is_mask(int at) const { return masks && at == mask_input(); }
-    // Whether it has the statistics of the batch, between the two operators of a call.
-    bool is_batch(int at) const {
-        return (role == Role::kTrack && at == batch()) || (role == Role::kMeet && at == output() + kBatchOutput);
-    }
     bool is_data_of_backward(int at) const {
-        return is_data(at < outputs() ? output() + at : at - (at < gradients() ? outputs() : gradients()));
+        return is_data(at == 0 ? output() : at - (at < gradients() ? 1 : gradients()));
     }
 };
 
@@ -111,7 +93,7 @@ class Call {
     virtual void begin_normalise() = 0;
     virtual void begin_differentiate() = 0;
     // Computes y, with the running statistics if `frozen_`. From the statistics of the batch it also updates the running
-    // ones, or fills the second operator's input.
+    // ones.
     virtual void normalise() = 0;
     // Computes dx, dgamma, dbeta and dz, the gradient before the activation, which is also the addend's. For slot i,
     // the statistics of pool u normalise it, and it feeds pool f. S1 = sum dz and S2 = sum dz*xhat go over the slots
@@ -119,8 +101,6 @@ class Call {
     //   dx = gamma * invstd_u * dz  -  gamma * invstd_f / n_f * (S1 + (x - mean_f) * invstd_f * S2)
     // The parameters' gradients are this replica's part; the trainer adds the parts, as for any parameter.
     virtual void differentiate() = 0;
-    // Updates the running statistics with the first operator's output.
-    virtual void track() = 0;
     // Copies n values from one array into another, or adds them if `add`; writes one value into all of an array.
     virtual void copy(Array from, Type type, int64_t n, Array to, bool add) = 0;
     virtual void fill(Array to, Type type, int64_t n, double value) = 0;
@@ -133,7 +113,7 @@ class Call {
     virtual void clear_up() = 0;
 
     // The arrays of this execution: an input of the call; what is written, an output or the gradient of an input.
-    Array input(int i) const { return arrays_[i + (backward_ ? node_.outputs() : 0)]; }
+    Array input(int i) const { return arrays_[i + (backward_ ? 1 : 0)]; }
     Array written(int i) const { return arrays_[i + (backward_ ? node_.gradients() : node_.output())]; }
     Array output_in_backward() const { return arrays_[node_.output_in_backward()]; }
 
@@ -173,10 +153,7 @@ class Call {
     Recall recall_;        // whether the call is kept for a recomputation, or is one
 
   private:
-    // Whether the other operator of the call does the work.
-    bool passes_on() const { return node_.role == (frozen_ ? Role::kMeet : Role::kTrack); }
-    void pass_on();
-    int writes() const { return backward_ ? node_.inputs() : node_.outputs(); }  // number of arrays
+    int writes() const { return backward_ ? node_.inputs() : 1; }  // number of arrays
     // Fills all that this execution writes or, if it has not failed, what is always 0.
     void fill_written(bool failed);
     // Does a part of the execution. If it fails, ends the step and throws the reason. Must work without memory then.

@@ -65,7 +65,6 @@ class DeviceCall : public Call {
     }
 
     void normalise() override {
-        const bool hands_on = node_.role == Role::kMeet && reqs_[Node::kBatchOutput] != kNull;
         if (recall_.again && !frozen_) {
             work().gathered = std::const_pointer_cast<Gathered>(std::static_pointer_cast<const Gathered>(repeat()));
         } else if (!frozen_) {
@@ -94,26 +93,15 @@ class DeviceCall : public Call {
             with.pools = static_cast<int>(pools_.tracked.size());
             with.own = work_->gathered->own.data();
         }
-        // One replica of a context is enough; a repeated call has nothing new.
-        with.hand_on = hands_on && !recall_.again && place_.is_first_of_context();
         with.unbiased = node_.unbiased;
         with.watch = !watches() ? cuda::kPropagate : work_->reports ? cuda::kLeaveOutAndReport : cuda::kLeaveOut;
         with.momentum = node_.momentum;
-        if (frozen_ || (node_.role != Role::kMeet && !recall_.again)) {
+        if (frozen_ || !recall_.again) {  // a repeated call has nothing new
             with.running_mean = data(arrays_[node_.running_mean()]);
             with.running_var = data(arrays_[node_.running_mean() + 1]);
         }
-        with.batch = hands_on ? data<double>(written(Node::kBatchOutput)) : nullptr;
         with.status = work().lease.status();
         run(kernel_of("normalise", tensor_.type, node_.activation, node_.adds), plan.each(), with);
-    }
-
-    // The second operator of a call. The first one has written [1, mean[C], variance[C]], or [0, ...].
-    void track() override {
-        const int running = node_.running_mean();
-        run(kernel_of("update_running", tensor_.type), {ceil_div(channels(), kBlock)},
-            cuda::UpdateRunningArguments{channels(), data<const double>(input(node_.batch())), node_.momentum,
-                                         data(arrays_[running]), data(arrays_[running + 1])});
     }
 
     // ---- backward --------------------------------------------------------------------------------------------

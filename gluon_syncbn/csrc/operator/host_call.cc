@@ -96,15 +96,8 @@ class HostCall : public Call {
             remember(nullptr);
         }
         write_output();
-        if (node_.role == Role::kWhole) {
-            update_running(batch);
-        } else if (node_.role == Role::kMeet && reqs_[Node::kBatchOutput] != kNull) {
-            if (!recall_.again && !place_.is_first_of_context()) batch[0] = 0;  // one replica of a context is enough
-            write(batch, Type::kFloat64, written(Node::kBatchOutput), false);
-        }
+        update_running(batch);
     }
-
-    void track() override { update_running(read(input(node_.batch()), Type::kFloat64, moments_length(channels()))); }
 
     // ---- backward --------------------------------------------------------------------------------------------
 
@@ -209,7 +202,7 @@ class HostCall : public Call {
   private:
     cpu::Work work(const Slot& slot, const std::vector<float>& mask = {}) const {
         static const int all = std::min(omp_get_num_procs(), omp_get_max_threads());
-        const size_t replicas = frozen_ ? 1 : place_.meeting ? place_.meeting->replicas() : config_->replicas;
+        const size_t replicas = frozen_ ? 1 : place_.meeting ? place_.meeting->replicas() : config_->contexts.size();
         const int threads = std::max(1, all / std::max(1, static_cast<int>(replicas)));  // the others use the rest
         return {tensor_.type, slot.shape, threads, mask.empty() ? nullptr : mask.data() + slot.first / channels()};
     }

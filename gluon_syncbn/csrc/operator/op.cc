@@ -1,13 +1,9 @@
 // Implements the custom operator: MXNet's callbacks on one side, calls of a layer on the other.
 //
-// With one replica per context, the inputs are x, gamma and beta, and the running statistics are auxiliary states. The
-// operator writes these. So MXNet's engine runs the calls of one layer on one context in the order of issue. The n-th
-// execution of an operator that MXNet keeps belongs to its n-th announcement.
-//
-// Several replicas per context (`per_context` > 1) would wait for each other inside that queue. So there a call is two
-// operators. The first meets the others, and passes on the batch's statistics. The second writes the running statistics
-// and waits for no replica. Of the replicas of a context, one passes on its statistics. In prediction, the first operator
-// forwards its inputs, and the second one normalises, adds and rectifies.
+// The inputs are x, gamma and beta, and the running statistics are auxiliary states. The operator writes these. So
+// MXNet's engine runs the calls of one layer on one context in the order of issue. The n-th execution of an operator
+// that MXNet keeps belongs to its n-th announcement. Two replicas of one context would wait for each other inside that
+// queue, so a context has one.
 #include "operator/op.h"
 
 #include <algorithm>
@@ -137,19 +133,12 @@ int list(char*** out, std::initializer_list<const char*> names) {
 }
 
 int list_arguments(char*** out, const Property& property) {
-    return list(out, {"data", "gamma", "beta", property.adds ? "addend" : nullptr, property.masks ? "mask" : nullptr,
-                      property.role == Role::kTrack ? "batch" : nullptr});
+    return list(out, {"data", "gamma", "beta", property.adds ? "addend" : nullptr, property.masks ? "mask" : nullptr});
 }
 
-int list_outputs(char*** out, const Property& property) {
-    return list(out, {"output", property.role == Role::kMeet ? "batch" : nullptr,
-                      property.hands_addend_on() ? "addend" : nullptr});
-}
+int list_outputs(char*** out, const Property&) { return list(out, {"output"}); }
 
-int list_states(char*** out, const Property& property) {
-    if (property.role == Role::kMeet) return list(out, {});
-    return list(out, {"running_mean", "running_var"});
-}
+int list_states(char*** out, const Property&) { return list(out, {"running_mean", "running_var"}); }
 
 [[noreturn]] void refuse(const Property& property, const std::string& reason) {
     throw Failure(property.layer->name, "", "", reason);
@@ -218,12 +207,10 @@ int infer_shape(int size, int* dims, int** shapes, const Property& property) {
             shapes[at] = mask.data();
         }
     }
-    static thread_local int batch;
-    batch = 1 + 2 * *channels;
     for (int i = 1; i < size; ++i) {
         if (property.is_mask(i)) continue;
         dims[i] = property.is_data(i) ? dims[0] : 1;
-        shapes[i] = property.is_data(i) ? shapes[0] : property.is_batch(i) ? &batch : channels;
+        shapes[i] = property.is_data(i) ? shapes[0] : channels;
     }
     return 1;
 }
@@ -246,7 +233,7 @@ int infer_type(int size, int* types, const Property& property) {
     const int parameter = static_cast<int>(parameter_type_of(static_cast<Type>(data)));
     for (int i = 0; i < size; ++i) {
         if (!property.is_mask(i))
-            types[i] = property.is_data(i) ? data : property.is_batch(i) ? static_cast<int>(Type::kFloat64) : parameter;
+            types[i] = property.is_data(i) ? data : parameter;
         else if (types[i] < 0)
             types[i] = data;
     }
@@ -257,10 +244,9 @@ int infer_type(int size, int* types, const Property& property) {
 // that are named here for the backward.
 int backward_dependency(const int* dy, const int* inputs, const int* outputs, int* size, int** needed,
                         const Property& property) {
-    static thread_local std::array<int, 6> list;
+    static thread_local std::array<int, 5> list;
     int n = 0;
     list[n++] = dy[0];
-    if (property.hands_addend_on()) list[n++] = dy[Node::kAddendOutput];
     list[n++] = property.inplace ? outputs[0] : inputs[kX];
     list[n++] = inputs[kGamma];
     if (property.activation.any() || property.inplace) list[n++] = property.adds ? outputs[0] : inputs[kBeta];
@@ -305,7 +291,7 @@ int create_operator(const char* context, int, unsigned** shapes, const int* dims
     auto op = (on_gpu ? device_call : host_call)(std::move(node), context, {data.type, shape, samples, {}});
     bool training = false;
     mx.MXAutogradIsTraining(&training);
-    if (training && !property.frozen && property.role != Role::kTrack) op->issue();
+    if (training && !property.frozen) op->issue();
     static Callback callbacks[] = {as_callback<destroy<Call>>(), as_callback<run<false>>(), as_callback<run<true>>()};
     out->num_callbacks = 3;
     out->callbacks = callbacks;
@@ -342,8 +328,6 @@ Node node_of(int count, const char** keys, const char** values) {
     node.layer = registry().of_token(given["layer"]);
     if (!node.layer) throw Failure(kGone);
     node.number = std::stoll(given["node"]);
-    node.role = static_cast<Role>(std::stoi(given["role"]));
-    node.per_context = std::stoul(given["per_context"]);
     node.axis = std::stoi(given["axis"]);
     node.epsilon = std::stod(given["eps"]);
     node.momentum = std::stod(given["momentum"]);

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <set>
 
 #include "failure.h"
 
@@ -37,18 +36,6 @@ class Step {
         std::lock_guard<std::mutex> lock(mutex_);
         failure_ = nullptr;
         failed_ = false;
-        left_.clear();
-    }
-
-    // One operator of a call has left the statistics of a batch at this address, for the other.
-    void leave(const void* batch) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        left_.insert(batch);
-    }
-    // Whether it has; it counts once.
-    bool take(const void* batch) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        return left_.erase(batch) > 0;
     }
 
     // The number of forgotten steps. After raising it, forget the meetings and call `clear`.
@@ -65,9 +52,8 @@ class Step {
     std::atomic<bool> out_of_batches{false};
 
   private:
-    mutable std::mutex mutex_;  // guards the next two; held for a moment, and without other locks
+    mutable std::mutex mutex_;  // guards the next one; held for a moment, and without other locks
     std::shared_ptr<const Failure> failure_;
-    std::set<const void*> left_;
     const std::shared_ptr<const Failure> no_memory_ = std::make_shared<const Failure>(kNoMemory);
     std::atomic<bool> failed_{false};  // avoids the lock if there is no failure
 };

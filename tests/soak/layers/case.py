@@ -20,9 +20,7 @@ class Case:
     channels: int
     axis: int
     spatial: Tuple[int, ...]
-    contexts: List[int]
-    per_context: int  # replicas of each context
-    repeated: bool  # whether contexts are named once for each lane, instead of num_devices
+    contexts: List[int]  # of the replicas, in their order
     pooling: Dict[str, Any]
     settings: Dict[str, Any]  # of nn.BatchNorm
     unbiased: bool
@@ -42,11 +40,6 @@ class Case:
     emulated: bool = False  # on GPUs, where no operator of MXNet's own runs
 
     @property
-    def places(self) -> List[int]:
-        """The context of each replica, in their order."""
-        return [context for context in self.contexts for _ in range(self.per_context)]
-
-    @property
     def predicts(self) -> bool:
         return not (self.emulated and self.way == "eager")
 
@@ -62,7 +55,7 @@ class Case:
     @property
     def separate(self) -> bool:
         """Whether MXNet's own operators may stand behind the layer, with arrays in between."""
-        return self.per_context > 1 or self.fused or self.settings["use_global_stats"]
+        return self.fused or self.settings["use_global_stats"]
 
     def __str__(self) -> str:
         said = {name: value for name, value in vars(self).items() if not name.startswith(("rng", "seed")) and value}
@@ -139,8 +132,7 @@ def draw(seed: int) -> Case:
     spatial = tuple(int(one((1, 2, 3, 4, 7))) for _ in range(dimensions - 2))
     axis = one((1, 1, 1, -1, -1, int(rng.randint(-dimensions, dimensions))))
     contexts = [int(i) for i in rng.permutation(CONTEXTS)[: rng.randint(1, CONTEXTS + 1)]]
-    per_context = int(one((2, 3))) if len(contexts) <= 2 and perhaps(0.3) else 1
-    replicas = len(contexts) * per_context
+    replicas = len(contexts)
     frozen = perhaps(0.05)
 
     most = 1 if axis % dimensions == 0 else 4
@@ -158,7 +150,7 @@ def draw(seed: int) -> Case:
     addend = one((None, None, "own", "x"))
     activation = one((None, "relu", "relu6", "leaky"))
     inplace = addend is None and activation in (None, "leaky") and perhaps(0.4)
-    way = one(("eager", "hybrid", "static_alloc") + ("static_shape",) * (per_context == 1))
+    way = one(("eager", "hybrid", "static_alloc", "static_shape"))
     reqs = {name: one(("write", "write", "add", "null")) for name in ("x", "addend", "gamma", "beta")}
     if addend != "own":
         reqs["addend"] = "null"
@@ -167,7 +159,7 @@ def draw(seed: int) -> Case:
     reqs["beta"] = reqs["beta"] if center else "null"
     if set(reqs.values()) == {"null"}:
         reqs["x"] = "write"
-    fused = per_context == 1 and perhaps(0.25)
+    fused = perhaps(0.25)
     of_mxnet = frozen or (fused and (way == "eager" or activation is None))  # what stands behind it
     if of_mxnet and way != "eager":
         # MXNet's own addition stands in the graph, and plain BatchNorm has wrong gradients there where that of the
@@ -187,8 +179,6 @@ def draw(seed: int) -> Case:
         axis=axis,
         spatial=spatial,
         contexts=contexts,
-        per_context=per_context,
-        repeated=per_context > 1 and perhaps(0.3),
         pooling=pooling,
         settings={
             "axis": axis,
@@ -207,7 +197,7 @@ def draw(seed: int) -> Case:
         way=way,
         reqs=reqs,
         # Several operators of oneDNN, which MXNet takes in float32, are errors for an empty array.
-        empty=replicas > 1 and per_context == 1 and not (of_mxnet and dtype == "float32") and perhaps(0.3),
+        empty=replicas > 1 and not (of_mxnet and dtype == "float32") and perhaps(0.3),
         offset=OFFSETS[dtype] if perhaps(0.15) else 0.0,
         steps=["train", *(one(("train", "train", "forward", "predict")) for _ in range(rng.randint(0, 4)))],
         masked=masked,
@@ -224,10 +214,6 @@ def draw_for_emulator(seed: int) -> Case:
         reqs = {**reqs, "addend": "write"}
     return replace(
         case,
-        contexts=[0, 1] if case.per_context > 1 else case.contexts,
-        per_context=1,
-        repeated=False,
-        pooling={key: value for key, value in case.pooling.items() if "group" not in key or case.per_context == 1},
         settings={**case.settings, "use_global_stats": False},
         addend=case.addend and "own",
         fused=case.fused and case.way != "eager" and case.activation is not None,

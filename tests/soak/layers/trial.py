@@ -67,13 +67,13 @@ class Trial:
     def __init__(self, case: Case, contexts: Sequence[mx.Context]) -> None:
         self.case, self.rng = case, case.rng
         self.contexts = {i: contexts[i] for i in case.contexts}
-        self.places = [contexts[i] for i in case.places]
+        self.places = [contexts[i] for i in case.contexts]
         self.strain = 0.0  # the largest error, in what is allowed
         gluon_syncbn.configure(kvstore=None, timeout=TIMEOUT, seed=case.seed)
         self.net = self._build()
         self.layer = next(block for block in blocks.iterate(self.net) if isinstance(block, SyncBatchNorm))
         self.net.cast(case.dtype)
-        self.net.initialize(ctx=self.places if case.repeated else list(self.contexts.values()))
+        self.net.initialize(ctx=self.places)
         if WAYS[case.way] is not None:
             self.net.hybridize(**WAYS[case.way])
         gamma, beta = self.rng.uniform(0.5, 2, case.channels), 0.7 * self.rng.randn(case.channels)
@@ -94,7 +94,6 @@ class Trial:
     def _build(self) -> nn.HybridBlock:
         case = self.case
         own = {**case.pooling, "running_variance": "unbiased" if case.unbiased else "biased"}
-        own["num_devices"] = len(case.places) if case.per_context > 1 and not case.repeated else None
         if case.fused:
             return gluon_syncbn.convert(Plain(case), fuse=True, inplace=case.inplace, **own)
         kind = SyncBatchNorm if case.addend is None else SyncBatchNormAdd
@@ -121,9 +120,9 @@ class Trial:
             mask[truth.undecided(z, TIMES)] = 0
         heads = [head * kept for head, kept in zip(case.like(batch.shards), self._joined(whole, batch))]
         gradients, heads = self._backward(forward, heads)
-        order = self._order()
+        order = self.rng.permutation(len(ys))
         dys = [nd.array(head, ctx=place, dtype=case.dtype) for head, place in zip(heads, self.places)]
-        if case.per_context == 1 and self.rng.rand() < 0.3:
+        if self.rng.rand() < 0.3:
             for i in order:
                 ys[i].backward(dys[i])
         else:
@@ -138,9 +137,7 @@ class Trial:
     def forward(self) -> None:
         """Training without a backward: the running statistics move on."""
         batch = self._batch()
-        # Outside of record(), a static_alloc graph gives the replicas of one context the same memory.
-        same_memory = self.case.per_context > 1 and self.case.way == "static_alloc"
-        with autograd.record() if same_memory else autograd.train_mode():
+        with autograd.train_mode():
             ys = self._issue(batch)
         forward = self.truth.forward(batch.shards, batch.addends, batch.masks, self._permutation(batch))
         self.truth.move(forward)
@@ -154,7 +151,7 @@ class Trial:
         i = full[0] if replica == 0 else full[self.rng.randint(len(full))]
         y = self.net(*batch.inputs(i))
         addend = None if batch.addends is None else batch.addends[i]
-        want = self.truth.predicted(batch.shards[i], addend, self.case.places[i]).stored(self.case.dtype)
+        want = self.truth.predicted(batch.shards[i], addend, self.case.contexts[i]).stored(self.case.dtype)
         self._check("prediction", self.truth.flat(y.asnumpy()), want)
 
     # ---- parts of a step ---------------------------------------------------------------------------------------
@@ -177,13 +174,9 @@ class Trial:
                 fill(array.grad, START)
         return inputs
 
-    def _order(self) -> Sequence[int]:
-        count = len(self.places)
-        return range(count) if self.case.per_context > 1 else self.rng.permutation(count)
-
     def _issue(self, batch: Batch) -> List[nd.NDArray]:
         ys: Dict[int, nd.NDArray] = {}
-        for i in self._order():
+        for i in self.rng.permutation(len(self.places)):
             ys[i] = self.net(*batch.inputs(i))
         return [ys[i] for i in range(len(ys))]
 
@@ -252,7 +245,7 @@ class Trial:
                 continue
             for i, context in self.contexts.items():
                 before = self.truth.gradients.get((name, i), Value(START))
-                own = [part.stored(self.truth.parameters) for part, at in zip(parts, self.case.places) if at == i]
+                own = [part.stored(self.truth.parameters) for part, at in zip(parts, self.case.contexts) if at == i]
                 total = own[0]
                 for part in own[1:]:
                     total = (total + part).stored(self.truth.parameters)

@@ -82,7 +82,7 @@ class Truth:
         frozen = case.settings["use_global_stats"]
         if frozen:
             statistics: List[Optional[Statistic]] = [
-                Statistic(0, *self.running[case.places[part.replica]]) for part in parts
+                Statistic(0, *self.running[case.contexts[part.replica]]) for part in parts
             ]
             moving: List[Optional[Tuple[Value, Value]]] = [None] * len(shards)
         else:
@@ -132,8 +132,8 @@ class Truth:
     def _statistics(self, parts: Sequence[Part], permutation: Sequence[int]) -> Tuple[List[Any], List[Any]]:
         """Of each part, the statistic that normalises it, and the one that its replica's running statistics take."""
         if self.case.mode == "sync":
-            size = self.case.pooling.get("group_size", len(self.case.places))
-            group_of = {replica: replica // size for replica in range(len(self.case.places))}
+            size = self.case.pooling.get("group_size", len(self.case.contexts))
+            group_of = {replica: replica // size for replica in range(len(self.case.contexts))}
             for number, members in enumerate(self.case.pooling.get("groups", [])):
                 group_of.update(dict.fromkeys(members, number))
             groups: Dict[int, List[Value]] = {}
@@ -221,7 +221,7 @@ class Truth:
         """The running statistics. Of replicas that share a context, the first hands its own on; in `local`, all do."""
         case, moved = self.case, set()
         share = np.longdouble(np.float32(case.settings["momentum"]))
-        for context, batch in zip(case.places, forward.moving):
+        for context, batch in zip(case.contexts, forward.moving):
             handed_on = context not in moved or case.mode == "local"
             moved.add(context)
             if batch is None or not handed_on:
