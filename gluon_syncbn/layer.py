@@ -161,12 +161,10 @@ class SyncBatchNorm(nn.BatchNorm):
         The slope of ``'leaky'``: above 0 and below 1, in float32 too.
     inplace : bool
         Whether the backward computes x again from y, so that the layer keeps no memory beyond y, which the next layer
-        keeps too. The layer must have no activation or ``'leaky'``, and no addition. The backward makes one more pass
-        over memory. The error of ``xhat`` is at most
-        2 u ``(|xhat| + |beta| / |gamma|)`` standard deviations. Here u is 2**-24 for float32, 2**-11 for float16 and
-        2**-8 for bfloat16. In ``'shuffle'``, the error of x is at most 2 u ``(|x - m| + s |beta| / |gamma|)``. There m
-        and s are mean and standard deviation of the slot that normalises x. If gamma holds a 0 at the first training
-        call, or when a graph is recorded, the layer keeps x.
+        keeps too. The layer must have no activation or ``'leaky'``, no addition, and another mode than ``'shuffle'``.
+        The backward makes one more pass over memory. The error of ``xhat`` is at most 2 u ``(|xhat| + |beta| /
+        |gamma|)`` standard deviations. Here u is 2**-24 for float32, 2**-11 for float16 and 2**-8 for bfloat16. If
+        gamma holds a 0 at the first training call, or when a graph is recorded, the layer keeps x.
     mode : str
         ``'sync'``, ``'local'`` or ``'shuffle'``.
     virtual_devices : int
@@ -206,13 +204,12 @@ class SyncBatchNorm(nn.BatchNorm):
     ValueError
         At construction, if an argument is out of range, or ``groups`` names a rank twice or leaves one out. In a
         training call, if ``group_size`` does not divide the number of devices, or ``groups`` names other replicas. Also
-        there, if there are fewer than two slots to shuffle, or a mask is given with ``inplace`` in ``'shuffle'``. Also
-        if parameters are put on a GPU for which MXNet has no code.
+        there, if the parameters are twice on a context, ``num_devices`` is not the number of contexts, or there are
+        fewer than two slots to shuffle. Also if parameters are put on a GPU for which MXNet has no code.
     MXNetError
         A training call raises it for a mask of another shape. Reading a result raises it if a replica is late, has
         another number of channels or has failed. The text names the layer, who arrived and who is missing. A backward
-        with ``inplace`` raises it if the error of ``xhat``, or of x in ``'shuffle'``, may exceed 1/32 of a standard
-        deviation.
+        with ``inplace`` raises it if the error of ``xhat`` may exceed 1/32 of a standard deviation.
 
     Warns
     -----
@@ -268,6 +265,8 @@ class SyncBatchNorm(nn.BatchNorm):
             what = "an addition" if adds else f"activation={activation!r}"
             arguments.refuse("inplace", inplace, f"False: x cannot be found from what {what} leaves of it")
         pooling = Pooling.checked(mode, virtual_devices, group_size, groups, axis, num_devices)
+        if inplace and pooling.mode == "shuffle":
+            arguments.refuse("inplace", inplace, "False with mode='shuffle': another slot's statistic hides x in y")
         running_variance = arguments.one_of("running_variance", running_variance, ("biased", "unbiased"))
         timeout = None if timeout is None else arguments.seconds("timeout", timeout)
         exchange = session.exchange_of(kvstore)
@@ -342,8 +341,6 @@ class SyncBatchNorm(nn.BatchNorm):
 
     def hybrid_forward(self, F: Any, x: Any, mask: Any = None, *, addend: Any = None, **parameters: Any) -> Any:
         """Returns the output as the kind of ``x``, from operators of ``mx.nd`` or ``mx.sym``."""
-        if mask is not None and self._inplace and self.mode == "shuffle":
-            arguments.refuse("mask", mask, "none with inplace=True and mode='shuffle': x cannot be found under a mask")
         kwargs, replicas, training = dict(self._kwargs), self._replicas, autograd.is_training()
         # MXNet's BatchNorm fails in 5 dimensions behind a convolution ("Check failed: !is_view").
         frozen = kwargs.pop("use_global_stats") or (F is mx.nd and not training)

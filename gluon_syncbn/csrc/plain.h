@@ -29,15 +29,7 @@ struct Invertible {
     SYNCBN_ANYWHERE bool operator()(double gamma, double beta) const {
         return magnitude(gamma) > per_beta * magnitude(beta) + least;
     }
-    // Whether x is not found to a 32nd of its slot's own deviation, because another statistic normalises the slot. That
-    // statistic has the deviation `used`, and its mean is `apart` from the slot's. False for NaN.
-    SYNCBN_ANYWHERE bool hidden_by_another(double gamma, double beta, double own, double used, double apart) const {
-        return magnitude(gamma) * own <=
-               (per_beta * magnitude(beta) + least) * used + per_beta * magnitude(gamma) * magnitude(apart);
-    }
     SYNCBN_ANYWHERE static double magnitude(double value) { return value < 0 ? -value : value; }
 };
-// If the values of a slot lie closer together than this part of its variance and epsilon, x is the mean.
-constexpr double kConstant = 1.0 / (1ll << 48);
 
 }  // namespace syncbn

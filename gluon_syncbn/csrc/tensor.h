@@ -18,7 +18,6 @@ struct Statistic {
     Vector mean, variance, invstd;  // [channels]
     // No value counts, and xhat is 0.
     bool none() const { return count == 0; }
-    bool constant(size_t channel) const { return variance[channel] * invstd[channel] * invstd[channel] <= kConstant; }
 };
 
 // A virtual device: a contiguous part of this replica's batch.

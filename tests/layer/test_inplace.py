@@ -10,7 +10,7 @@ from mxnet.gluon import Trainer, nn
 from poolings import specification
 from replicas import TOLERANCE, WAYS, assert_same, collect, forward_and_backward, make_batch, on_devices, prepare, step
 
-from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, convert, revert, summary
+from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd, convert, revert, summary
 from gluon_syncbn.activation import BatchNormAdd
 from gluon_syncbn.mxnet_side.nodes import json_of
 
@@ -140,71 +140,14 @@ def test_a_slope_that_hides_x(contexts, rng, dtype, slope, gamma):
         step(layer, batch, contexts, dtype)
 
 
-# ---- normalised with another slot's statistic ----------------------------------------------------------------
-
-
-def shuffled(contexts, dtype, batch, slots, **settings):
-    layer = SyncBatchNorm(in_channels=5, mode="shuffle", virtual_devices=slots, **{"inplace": True, **settings})
-    return prepare(layer, batch, contexts[: len(batch.shards)], dtype)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("samples, positions", [(1, 1), (1, 2), (2, 1), (1, 4), (2, 8), (4, 16)], ids=str)
-def test_gradients_are_right_or_refused(contexts, rng, dtype, samples, positions):
-    """Slots of few values, of any mean and deviation."""
-    refused = []
-    for _ in range(40):
-        slots = rng.randint(2, 5)
-        shape = (slots, samples, 5, 1)
-        x = rng.randn(slots, samples, 5, positions) * np.exp(2 * rng.randn(*shape)) + 3 * rng.randn(slots, 1, 5, 1)
-        x = x.reshape(slots * samples, 5, positions).astype(dtype)
-        batch = make_batch(rng, 1)._replace(shards=[x], heads=[rng.randn(*x.shape).astype(dtype)])
-        layer = shuffled(contexts, dtype, batch, slots, **(LEAKY if rng.rand() < 0.5 else {}))
-        want = specification(layer, batch)
-        if np.abs(want.outputs[0]).max() > np.finfo(dtype).max:
-            continue  # which the outputs show
-        try:
-            got = step(layer, batch, contexts, dtype)
-        except mx.MXNetError as error:
-            refused.append(str(error))
-            continue
-        for a, b in zip(np.split(got.dxs[0].astype("float64"), slots), np.split(want.dxs[0], slots)):
-            error, scale = np.abs(a - b).max((0, 2)), np.abs(b).max((0, 2))
-            assert (error <= scale / 8 + 2 * TOLERANCE[dtype] * np.abs(want.dxs[0]).max()).all(), (error / scale).max()
-    assert all("mode='shuffle'" in text for text in refused)
-    assert not refused or (samples, positions) != (1, 1)
-
-
-@pytest.mark.on_gpus
-@pytest.mark.parametrize("dtype", TOLERANCE)
-def test_slots_of_equal_values(contexts, rng, dtype):
-    """x is their mean, whatever y has lost."""
-    batch = make_batch(rng, 2, dtype=dtype)
-    for x in batch.shards:
-        x[:] = x[:, :, :1, :1]
-        x[:] = x[:1]
-    layer = shuffled(contexts, dtype, batch, 1)
-    assert_same(step(layer, batch, contexts, dtype), specification(layer, batch), 5 * TOLERANCE[dtype])
-
-
-@pytest.mark.on_gpus
-def test_a_statistic_that_hides_x(contexts, rng):
-    """The values of a slot lie far from the mean that it is normalised with, and close to each other."""
-    batch = make_batch(rng, 2, dtype="float16")
-    batch.shards[0][:, 3] = 100 + np.float16(0.25) * (batch.shards[0][:, 3] > 0)
-    layer = shuffled(contexts, "float16", batch, 1, prefix="deep_")
-    said = r"'deep' on \w+\(0\): no gradient: in channel 3, the values of a slot differ too little, .*mode='shuffle'"
-    with pytest.raises(mx.MXNetError, match=said):
-        step(layer, batch, contexts, "float16")
-    layer = shuffled(contexts, "float16", batch, 1, inplace=False)
-    assert_same(step(layer, batch, contexts, "float16"), specification(layer, batch), 5 * TOLERANCE["float16"])
-
-
 @pytest.mark.parametrize("make, given, expected", [
     (SyncBatchNorm, {"inplace": 1}, "inplace: 1 was given, expected True or False"),
     (SyncBatchNorm, {"inplace": True, "activation": "relu"}, "inplace: True was given, expected False: .*'relu'"),
     (SyncBatchNorm, {"inplace": True, "activation": "relu6"}, "inplace: True was given, expected False: .*'relu6'"),
     (SyncBatchNormAdd, LEAKY, "inplace: True was given, expected False: .* addition"),
+    (SyncBatchNorm, {"inplace": True, "mode": "shuffle"}, "inplace: True .* expected False with mode='shuffle'"),
+    (ShuffleBatchNorm, LEAKY, "inplace: True was given, expected False with mode='shuffle'"),
+    (convert, {"net": nn.BatchNorm(), "inplace": True, "mode": "shuffle"}, "inplace: True .* with mode='shuffle'"),
 ])  # fmt: skip
 def test_what_cannot_be_found_again_is_refused(make, given, expected):
     with pytest.raises(ValueError, match=expected):

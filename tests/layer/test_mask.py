@@ -220,13 +220,6 @@ def test_another_shape_is_an_error(contexts, shape):
             layer(x, mask)
 
 
-def test_a_mask_does_not_go_with_everything(contexts, rng):
-    batch = make_batch(rng, 2)
-    layer = prepare(SyncBatchNorm(mode="shuffle", inplace=True), batch, contexts[:2], "float64")
-    with pytest.raises(ValueError, match=r"mask: .* was given, expected none with inplace=True and mode='shuffle'"):
-        masked_step(layer, batch, make_masks(rng, batch), contexts, "float64")
-
-
 # ---- nets --------------------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,6 @@ Spec any_spec(Random& random, int contexts) {
     spec.fix_gamma = random.one_in(4);
     spec.slope = random.one_of<double>({1, 0, 0.25});
     spec.adds = random.one_in(3);
-    // Of another slot's statistics, what y has lost by rounding may grow without bound.
     const bool may_be = !spec.adds && spec.slope > 0 && spec.mode != Mode::kShuffle;
     spec.inplace = may_be && random.one_in(2);
     if (!random.one_in(4)) spec.exchange = any_exchange(random);

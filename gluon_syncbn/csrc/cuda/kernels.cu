@@ -462,10 +462,6 @@ struct Kept {
         mean = kept[1 + 2 * channels + channel];
         invstd = kept[1 + 3 * channels + channel];
     }
-    // The slot holds values, and another statistic normalises it than the one that it feeds.
-    __device__ bool by_another() const { return share != 0 && (mean != used_mean || invstd != used_invstd); }
-    __device__ double variance(double epsilon) const { return 1 / (invstd * invstd) - epsilon; }
-    __device__ bool constant(double epsilon) const { return variance(epsilon) * invstd * invstd <= kConstant; }
 };
 
 // ---- elementwise ---------------------------------------------------------------------------------------------
@@ -662,9 +658,8 @@ struct Recover {
         const Kept kept(with.kept, slot, channel, with.tiling.channels);
         const double shift = beta<P>(with.affine, channel);
         normal = Normal<Wide<T>>(kept.used_mean, kept.used_invstd * gamma<P>(with.affine, channel), shift);
-        // x is the mean, for every y
-        if (kept.used_invstd == 0 || (kept.by_another() && kept.constant(with.epsilon)))
-            normal = Normal<Wide<T>>(kept.mean, rsqrt(0.0), shift);
+        if (kept.used_invstd == 0)
+            normal = Normal<Wide<T>>(kept.mean, rsqrt(0.0), shift);  // x is the mean, for every y
     }
     __device__ Wide<T> value(const Wide<T> (&in)[kInputs], Index) const {
         Wide<T> z = in[0];
@@ -753,37 +748,21 @@ __device__ void keep(const NormaliseArguments& with) {
     }
 }
 
-// Finds the first channel with a hidden x, and the cause, in the first block.
+// Finds the first channel whose gamma hides x, in the first block.
 template <typename P>
 __device__ void report_hidden(const RecoverArguments& with) {
     if (blockIdx.x + blockIdx.y + blockIdx.z > 0) return;
     const Index channels = with.tiling.channels;
-    const auto by_gamma = [&](Index channel) {
-        return !with.invertible(gamma<P>(with.affine, channel), beta<P>(with.affine, channel));
-    };
-    const auto by_another = [&](Index channel) {
-        for (Index slot = 0; slot < with.tiling.slots; ++slot) {
-            const Kept kept(with.kept, slot, channel, channels);
-            if (kept.by_another() && !kept.constant(with.epsilon) &&
-                with.invertible.hidden_by_another(gamma<P>(with.affine, channel), beta<P>(with.affine, channel),
-                                                  sqrt(kept.variance(with.epsilon)), 1 / kept.used_invstd,
-                                                  kept.mean - kept.used_mean))
-                return true;
-        }
-        return false;
-    };
     __shared__ Index first[kBlock];
     first[threadIdx.x] = channels;
     for (Index channel = threadIdx.x; channel < channels && first[threadIdx.x] == channels; channel += kBlock)
-        if (by_gamma(channel) || by_another(channel)) first[threadIdx.x] = channel;
+        if (!with.invertible(gamma<P>(with.affine, channel), beta<P>(with.affine, channel)))
+            first[threadIdx.x] = channel;
     __syncthreads();
     if (threadIdx.x > 0) return;
     Index found = channels;
     for (int i = 0; i < kBlock; ++i) found = first[i] < found ? first[i] : found;
-    if (found == channels) return;
-    volatile Status* const status = with.status;
-    status->value = by_gamma(found) ? 0 : 1;
-    status->at = found;
+    if (found < channels) static_cast<volatile Status*>(with.status)->at = found;
 }
 
 // Adds up this replica's own slots, each [2][channels].

@@ -39,7 +39,7 @@ struct Affine {
 struct Status {
     int given_up;  // the step has failed: work on the stream shall leave no results
     Index at;      // index of the replica's first packed moment that is not finite; for `recover`, a channel; -1: none
-    double value;  // its value; for `recover`, whether another slot's statistic hides x
+    double value;  // its value
 };
 
 // The treatment of moments that are not finite.
@@ -122,7 +122,7 @@ struct GradInputArguments {
 };
 
 // Computes x from the y of `normalise` without an addend, with `kept`. If x cannot be found, status->at is the first
-// such channel. Then status->value says whether another slot's statistic is the cause. Grid as for normalise.
+// such channel. Grid as for normalise.
 struct RecoverArguments {
     Tiling tiling;
     const void* y;
@@ -130,7 +130,6 @@ struct RecoverArguments {
     Affine affine;
     const double* kept;
     Invertible invertible;
-    double epsilon;
     Status* status;
 };
 

@@ -172,16 +172,11 @@ std::exception_ptr Call::end_step(const std::exception& error) const noexcept {
     }
 }
 
-void Call::refuse_to_recover(int64_t number, bool by_another) const {
-    const std::string channel = std::to_string(number);
-    const std::string outputs = std::string(" to find x from ") + name_of(tensor_.type) + " outputs (inplace=True";
-    if (by_another)
-        throw Failure("no gradient: in channel " + channel +
-                      ", the values of a slot differ too little, compared with the statistic of another slot," +
-                      outputs + ", mode='shuffle'). Train this layer with inplace=False, or with larger slots.");
-    throw Failure("no gradient: gamma of channel " + channel + " is too small, compared with beta," + outputs +
-                  "). Train this layer with inplace=False. Or keep its gamma away from 0: initialise it with another " +
-                  "value, and exclude it from weight decay (wd_mult = 0).");
+void Call::refuse_to_recover(int64_t channel) const {
+    throw Failure("no gradient: gamma of channel " + std::to_string(channel) +
+                  " is too small, compared with beta, to find x from " + name_of(tensor_.type) +
+                  " outputs (inplace=True). Train this layer with inplace=False. Or keep its gamma away from 0: "
+                  "initialise it with another value, and exclude it from weight decay (wd_mult = 0).");
 }
 
 // ---- statistics ----------------------------------------------------------------------------------------------

@@ -135,8 +135,8 @@ class Call {
     int64_t channels() const { return tensor_.shape.channels; }
     // Whether dx comes from dy and the activation, by x. With an addend it comes from dz, the addend's gradient.
     bool by_input() const { return node_.activation.any() && !node_.adds; }
-    // The x of this channel cannot be found from y, because of its gamma or, if `by_another`, of another slot's statistic.
-    [[noreturn]] void refuse_to_recover(int64_t channel, bool by_another) const;
+    // The x of this channel cannot be found from y, because of its gamma.
+    [[noreturn]] void refuse_to_recover(int64_t channel) const;
 
     const Node node_;
     const std::string context_;

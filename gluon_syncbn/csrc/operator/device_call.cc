@@ -169,7 +169,7 @@ class DeviceCall : public Call {
         wait();
         const cuda::Status& status = *work_->lease.status();
         if (work_->reports) check_finite(status.at, status.value);
-        if (backward_ && status.at >= 0) refuse_to_recover(status.at, status.value != 0);
+        if (backward_ && status.at >= 0) refuse_to_recover(status.at);
         if (!backward_ && !frozen_ && !recall_.again) remember(work_->gathered);
         work_.reset();
     }
@@ -272,8 +272,7 @@ class DeviceCall : public Call {
         const Plan plan = this->plan();
         run(kernel_of("recover", tensor_.type, node_.activation), plan.each(),
             cuda::RecoverArguments{plan, data(output_in_backward()), data(x_), affine(), kept_.data(),
-                                   invertible_by(tensor_.type, node_.activation.slope), node_.epsilon,
-                                   work().lease.status()});
+                                   invertible_by(tensor_.type, node_.activation.slope), work().lease.status()});
     }
 
     // ---- waits -----------------------------------------------------------------------------------------------

@@ -312,20 +312,13 @@ class HostCall : public Call {
         const Invertible invertible = invertible_by(tensor_.type, node_.activation.slope);
         for (const Slot& slot : tensor_.slots) {
             if (!slot.used) continue;
-            const bool by_another = slot.fed && slot.used != slot.fed;
-            Vector mean = slot.used->mean, scale = this->scale(slot);
-            for (size_t c = 0; c < mean.size(); ++c) {
-                if (!invertible(gamma[c], shift[c])) refuse_to_recover(static_cast<int64_t>(c), false);
-                const bool constant = by_another && slot.fed->constant(c);
-                if (by_another && !constant &&
-                    invertible.hidden_by_another(gamma[c], shift[c], std::sqrt(slot.fed->variance[c]),
-                                                 1 / slot.used->invstd[c], slot.fed->mean[c] - slot.used->mean[c]))
-                    refuse_to_recover(static_cast<int64_t>(c), true);
-                if (constant) mean[c] = slot.fed->mean[c];  // for every y
-                if (constant || slot.used->none()) scale[c] = std::numeric_limits<double>::infinity();
+            Vector scale = this->scale(slot);
+            for (size_t c = 0; c < scale.size(); ++c) {
+                if (!invertible(gamma[c], shift[c])) refuse_to_recover(static_cast<int64_t>(c));
+                if (slot.used->none()) scale[c] = std::numeric_limits<double>::infinity();  // x is the mean
             }
             cpu::recover(work(slot), at(data(output_in_backward()), slot),
-                         {mean.data(), scale.data(), shift.data(), node_.activation}, at(data(x_), slot));
+                         {slot.used->mean.data(), scale.data(), shift.data(), node_.activation}, at(data(x_), slot));
         }
     }
 

@@ -149,7 +149,7 @@ def draw(seed: int) -> Case:
 
     addend = one((None, None, "own", "x"))
     activation = one((None, "relu", "relu6", "leaky"))
-    inplace = addend is None and activation in (None, "leaky") and perhaps(0.4)
+    inplace = addend is None and activation in (None, "leaky") and pooling["mode"] != "shuffle" and perhaps(0.4)
     way = one(("eager", "hybrid", "static_alloc", "static_shape"))
     reqs = {name: one(("write", "write", "add", "null")) for name in ("x", "addend", "gamma", "beta")}
     if addend != "own":
@@ -167,7 +167,7 @@ def draw(seed: int) -> Case:
         reqs.update({None: {}, "own": {"addend": "write"}, "x": {"x": "write"}}[addend])
     rng_of_masks = np.random.RandomState([seed, 1])
     masked = None
-    if not fused and not (inplace and pooling["mode"] == "shuffle") and rng_of_masks.rand() < 0.35:
+    if not fused and rng_of_masks.rand() < 0.35:
         # A graph has a mask or none.
         masked = "some" if way == "eager" and rng_of_masks.rand() < 0.4 else "all"
     return Case(

@@ -21,13 +21,13 @@ from environments import shell
 from places import SUPPORT, TESTS
 from tqdm import tqdm
 
-KINDS = ("refused", "wrong", "crashed", "hung")
+KINDS = ("wrong", "crashed", "hung")
 TOGETHER = 60  # cases of a process, which cost it some memory each
 
 
 class Outcome(NamedTuple):
     seed: int
-    kind: str  # "right", "refused", "wrong", "crashed" or "hung"
+    kind: str  # "right", "wrong", "crashed" or "hung"
     text: str = ""
     strain: float = 0.0  # the largest error, in what is allowed
 
@@ -82,7 +82,7 @@ class Runner:
                     began, text, ended = said["seed"], said["began"], False
                 elif "seed" in said:
                     ended = True
-                    kind = next((kind for kind in ("wrong", "refused") if kind in said), "right")
+                    kind = "wrong" if "wrong" in said else "right"
                     problem = "" if kind == "right" else f"{text}\n  {said[kind]}"
                     yield Outcome(said["seed"], kind, problem, said.get("strain", 0.0))
             code = process.wait()
@@ -162,7 +162,7 @@ class Layers:
             self._strain = max(self._strain, (outcome.strain, outcome.seed))
             self._bar.update()
             self._bar.set_postfix_str(", ".join(f"{self._counted[kind]} {kind}" for kind in KINDS))
-            if outcome.kind not in ("right", "refused"):
+            if outcome.kind != "right":
                 again = f'again: make soak ARGS="--kind layers --seed {outcome.seed} --cases 1"'
                 with tqdm.external_write_mode(sys.stdout):
                     print(f"{outcome.kind.upper()} {outcome.text}\n  {again}", flush=True)
