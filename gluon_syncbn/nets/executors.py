@@ -23,7 +23,7 @@ from mxnet.module.executor_group import DataParallelExecutorGroup
 from .. import _native
 from ..layer import SyncBatchNorm
 from ..mxnet_side import patches
-from ..mxnet_side.export import SYNCHRONISED, is_ours, settings_of, with_layers
+from ..mxnet_side.export import SYNCHRONISED, gammas_without_effect, is_ours, plain, settings_of, with_layers
 from ..mxnet_side.nodes import Json, Synchronised, json_of, uses
 from ..system import arguments
 from ..training import steps
@@ -225,17 +225,26 @@ def _gate(group: DataParallelExecutorGroup) -> None:
         _native.gate([g for arrays in group.grad_arrays for g in arrays if g is not None])
 
 
-def _after_forward(method: Callable, group: DataParallelExecutorGroup, *args: Any, **kwargs: Any) -> None:
+def _after_forward(
+    method: Callable, group: DataParallelExecutorGroup, arg_params: Dict[str, mx.nd.NDArray], *args: Any, **kwargs: Any
+) -> None:
     """An executor tells MXNet's engine only what its operators read and put out, and not that they write auxiliary
     states (`GraphExecutor::InitCachedOps` in src/executor/graph_executor.cc). So the engine may copy the running
     statistics before a forward that was issued earlier has written them.
+
+    A gamma that does not count is 1 for a Module that trains, as with plain BatchNorm on one context. On several, each
+    update copies the gamma of the KVStore back, which nobody sets.
     """
     steps.settle_failed()
     if _is_synchronised(group):
         for executor in group.execs:
             for output in executor.outputs:
                 output.wait_to_read()
-    method(group, *args, **kwargs)
+    method(group, arg_params, *args, **kwargs)
+    if _is_synchronised(group) and group.for_training:
+        for name in gammas_without_effect(json_of(plain(group.symbol))):
+            if name in arg_params:
+                arg_params[name][:] = 1
 
 
 def _is_synchronised(group: Optional[DataParallelExecutorGroup]) -> bool:

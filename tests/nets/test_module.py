@@ -323,6 +323,20 @@ def test_other_batch_sizes(sizes, contexts):
     assert_same(trained(SyncBatchNorm, contexts[:2]), trained(PLAIN, contexts[:1]))
 
 
+@pytest.mark.parametrize("kvstore", ["local", None])
+def test_a_gamma_that_does_not_count_is_stored_as_1(contexts, tmp_path, kvstore):
+    """Also where a file has brought another one, which a KVStore keeps."""
+    module = bound(classifier(SyncBatchNorm), contexts[:2])
+    arguments, states = parameters_of(classifier(SyncBatchNorm))
+    arguments["bn1_gamma"][:] = 8
+    module.set_params(arguments, states)
+    module.init_optimizer(kvstore, "sgd", dict(learning_rate=0.05))
+    got = train(module, [1, 2])["bn1_gamma"]
+    module.save_checkpoint(str(tmp_path / "net"), 2)
+    for stored in (got, nd.load(str(tmp_path / "net-0002.params"))["arg:bn1_gamma"].asnumpy()):
+        np.testing.assert_array_equal(stored, 1)
+
+
 # MXNet leaves the file of the optimizer's states to the garbage collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_checkpoint(contexts, tmp_path):
