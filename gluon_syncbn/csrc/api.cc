@@ -1,5 +1,6 @@
 // The functions that Python calls as those of `_native`, which reads their types here. They may throw: `Caught` hands
 // their results and exceptions to Python.
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -154,6 +155,7 @@ SYNCBN_API(int64_t, layers) { return static_cast<int64_t>(registry().all().size(
 
 SYNCBN_API(void, layer_drop, int64_t id) {
     syncbn::forget_calls(id);
+    syncbn::forwards().forget(id);
     registry().drop(id);
 }
 
@@ -168,15 +170,25 @@ SYNCBN_API(void, layer_place, int64_t id, const Span<const char*>& contexts, con
 
 // Says that this thread makes or executes a graph whose operators MXNet keeps, with training calls of these layers' nodes
 // on this context. Graphs with the same `running` statistics run in the order in which they say so. Fails if a layer is in
-// the middle of a step of another thread.
+// the middle of a step of another thread. `repeats`: it is an executor, which may repeat forwards, and each layer has one
+// array of running statistics, which all of its operators read.
 SYNCBN_API(void, begin_graph, const char* context, const Span<const size_t>& layers, const Span<const size_t>& nodes,
-           const Span<NDArrayHandle>& running) {
-    for (void* array : running)
-        check(syncbn::mx.MXEnginePushSyncND([](void*, void*) {}, nullptr, nullptr, &syncbn::kCpu, nullptr, 0, &array, 1,
+           const Span<NDArrayHandle>& running, bool repeats) {
+    for (int64_t i = 0; i < running.count; ++i) {
+        const auto begin = [](void*, void* coming) { (*static_cast<std::function<void()>*>(coming))(); };
+        const auto remove = [](void* coming) { delete static_cast<std::function<void()>*>(coming); };
+        auto* coming = new std::function<void()>([] {});
+        if (repeats)
+            *coming = [layer = layers.values[i], context = std::string(context)] {
+                syncbn::forwards().announce(static_cast<int64_t>(layer), context);
+            };
+        check(syncbn::mx.MXEnginePushSyncND(begin, coming, remove, &syncbn::kCpu, nullptr, 0, &running.values[i], 1,
                                             &syncbn::kNoSkip, 0, "gluon_syncbn"));
+    }
     for (int64_t i = 0; i < layers.count; ++i) {
         const auto layer = found(static_cast<int64_t>(layers.values[i]));
-        layer->rendezvous.join(layer->config(), context, static_cast<int64_t>(nodes.values[i]), true);
+        if (sharing_of(layer->pooling) != syncbn::Sharing::kNothing)
+            layer->rendezvous.join(layer->config(), context, static_cast<int64_t>(nodes.values[i]), true);
     }
     syncbn::within_graph = true;
 }
@@ -350,6 +362,7 @@ SYNCBN_API(std::string, failure) {
 SYNCBN_API(void, reset) {
     ++syncbn::step().number;
     for (const auto& layer : registry().all()) layer->rendezvous.forget();
+    syncbn::forwards().forget();
     syncbn::step().clear();  // nothing meets before
 }
 
@@ -387,6 +400,7 @@ SYNCBN_API(void, forked) {
     syncbn::forget_records();
     syncbn::native::forget_workers();
     syncbn::native::forget_resources();
+    syncbn::forwards().forked();
     registry().forked();
     syncbn::step().clear();
 }

@@ -169,13 +169,13 @@ def _synchronised(symbol: mx.sym.Symbol, choose: Callable[[Json], Optional[SyncB
 
 def _calling(forward: Callable, executor: Executor, /, is_train: bool = False, **kwargs: Any) -> Any:
     """MXNet makes the operators of an executor when it is bound, so nobody else sees which replicas will come."""
-    meeting = []
-    for _, layer in executor._symbol.layers if is_train and isinstance(executor._symbol, Synchronised) else []:
+    calls, running = [], []
+    for mean, layer in executor._symbol.layers if is_train and isinstance(executor._symbol, Synchronised) else []:
         layer._replicas.runs(IN_GRAPH)
-        meets = layer._replicas.pooling.mode != "local" and not layer._kwargs["use_global_stats"]
-        if meets and executor._ctx in layer._replicas.contexts:
-            meeting.append(layer._replicas.id)
-    with executing(executor._ctx, meeting, [0] * len(meeting)):  # each layer is one node
+        if not layer._kwargs["use_global_stats"] and executor._ctx in layer._replicas.contexts:
+            calls.append(layer._replicas.id)
+            running.append(executor.aux_dict[mean])
+    with executing(executor._ctx, calls, [0] * len(calls), running, repeats=True):  # each layer is one node
         return forward(executor, is_train, **kwargs)
 
 

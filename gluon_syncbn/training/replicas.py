@@ -38,11 +38,15 @@ def issuing(context: Context) -> Iterator[None]:
 
 
 @contextmanager
-def executing(context: Context, layers: Any = (), nodes: Any = (), running: Sequence[Parameter] = ()) -> Iterator[None]:
+def executing(
+    context: Context, layers: Any = (), nodes: Any = (), running: Sequence[Any] = (), repeats: bool = False
+) -> Iterator[None]:
     """Within the block, this thread makes or executes a graph whose operators MXNet keeps, with training calls of these
-    layers' nodes. Calls with the same running statistics run in the order of the blocks.
+    layers' nodes. Calls with the same running statistics, parameters or arrays, run in the order of the blocks.
+    ``repeats``: it is an executor, which may compute forwards again for its backward.
     """
-    _native.begin_graph(str(context), layers, nodes, [parameter.data(context) for parameter in running])
+    arrays = [one.data(context) if isinstance(one, Parameter) else one for one in running]
+    _native.begin_graph(str(context), layers, nodes, arrays, repeats)
     try:
         yield
     finally:

@@ -918,6 +918,6 @@ def test_a_call_that_an_operator_before_the_layer_kept_from_running(contexts, rn
 def test_a_layer_that_is_gone():
     number = gluon_syncbn._native.layer_create("gone", 0, 1, 0, [], 0, None)
     gluon_syncbn._native.layer_drop(number)
-    for name, *given in (("layer_place", number, ["cpu(0)"], ""), ("begin_graph", "cpu(0)", [number], [0], [])):
+    for name, *given in (("layer_place", number, ["cpu(0)"], ""), ("begin_graph", "cpu(0)", [number], [0], [], False)):
         with pytest.raises(mx.MXNetError, match=f"no layer has the number {number}"):
             getattr(gluon_syncbn._native, name)(*given)

@@ -323,6 +323,27 @@ def test_other_batch_sizes(sizes, contexts):
     assert_same(trained(SyncBatchNorm, contexts[:2]), trained(PLAIN, contexts[:1]))
 
 
+@pytest.mark.parametrize("mode", ["sync", "local"])
+@pytest.mark.parametrize("mirrors", ["all nodes", "this node"])
+def test_memory_mirroring(contexts, monkeypatch, mirrors, mode):
+    """The forward that an executor computes again for its backward leaves the running statistics alone."""
+    if mirrors == "all nodes":
+        monkeypatch.setenv("MXNET_BACKWARD_DO_MIRROR", "1")
+    attributes = {"attr": {"force_mirroring": "True"}} if mirrors == "this node" else {}
+    for places in (contexts[:1], contexts[:2]) if mode == "sync" else (contexts[:1],):
+        module = ready(classifier(SyncBatchNorm, mode=mode, **attributes), places)
+        for seeds in ([1, 2], [3]):
+            got = train(module, seeds)
+            module.forward(batch_of(0), is_train=True)  # which no backward follows
+            got.update({f"{i}": value.asnumpy() for i, value in enumerate(module.get_outputs())})
+        plain = ready(classifier(PLAIN), contexts[:1])
+        for seeds in ([1, 2], [3]):
+            want = train(plain, seeds)
+            plain.forward_backward(batch_of(0))  # plain BatchNorm moves its running statistics in a backward
+            want.update({f"{i}": value.asnumpy() for i, value in enumerate(plain.get_outputs())})
+        assert_same(got, want)
+
+
 @pytest.mark.parametrize("kvstore", ["local", None])
 def test_a_gamma_that_does_not_count_is_stored_as_1(contexts, tmp_path, kvstore):
     """Also where a file has brought another one, which a KVStore keeps."""

@@ -98,6 +98,8 @@ bool Call::begin(bool backward, Arrays arrays, const int* reqs, bool training) {
         if (!issued_) {
             config_ = node_.layer->config();
             place_ = {};
+            const bool in_executor = training && !node_.frozen && forwards().begin(node_.layer->id, context_, &recall_);
+            if (in_executor && recall_.again) place_.phase = recall_.memo->repeat();
         }
         issued_ = complete_ = false;
         frozen_ = !training || node_.frozen;
@@ -192,7 +194,7 @@ void Call::join_meeting() {
 
 std::shared_ptr<const void> Call::repeat() {
     Wait wait(config_->timeout, config_->name,
-              "the forward that this call repeats (gluon_syncbn.checkpoint) has not been computed",
+              "the forward that this call repeats (gluon_syncbn.checkpoint, or memory mirroring) has not been computed",
               "An operator before it does not finish, or the replicas of the forward were not all called.");
     const auto outcome = recall_.memo->outcome(wait);
     place_ = {outcome->place.meeting, outcome->place.position, place_.phase};

@@ -2,13 +2,17 @@
 // normalised the slots, and the position at which the backward meets.
 //
 // The issuer of a forward opens a tape on its own thread, and the forward's calls find their memos there in program
-// order. Recomputed forwards may be nested, so a thread has a stack of tapes.
+// order. Recomputed forwards may be nested, so a thread has a stack of tapes. MXNet's executors issue nothing: they say
+// how many forwards come, and a further one repeats the last.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
+#include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -86,6 +90,50 @@ inline Recall recall() {
     for (Tape* tape : tapes)
         if (!tape->again) tape->memos.push_back(found.memo);
     return found;
+}
+
+// The forwards of layers in executors. With memory mirroring (MXNET_BACKWARD_DO_MIRROR, or `force_mirroring` on a node),
+// an executor has an operator more for a node, with a state of its own, which computes the forward again for a backward
+// (src/executor/graph_executor.cc). Nothing tells the two apart, nor which of them runs first: the first one is new.
+class Forwards {
+  public:
+    // All operators of earlier forwards of the layer have run on this context, and those of the next one come now.
+    void announce(int64_t layer, const std::string& context) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        ++known_[{layer, context}].announced;
+    }
+    // Sets the recall of the forward that begins now. Returns false, and leaves it, if no executor has announced any.
+    bool begin(int64_t layer, const std::string& context, Recall* recall) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        const auto found = known_.find({layer, context});
+        if (found == known_.end()) return false;
+        auto& [announced, last] = found->second;
+        recall->again = announced == 0;
+        if (!recall->again) --announced, last = std::make_shared<Memo>();
+        recall->memo = last;
+        return true;
+    }
+    void forget() {
+        std::lock_guard<std::mutex> lock(mutex_);
+        known_.clear();
+    }
+    void forget(int64_t layer) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        known_.erase(known_.lower_bound({layer, ""}), known_.lower_bound({layer + 1, ""}));
+    }
+    void forked() { new (&mutex_) std::mutex; }  // a thread that the child does not have may have held it
+
+  private:
+    struct OfLayer {
+        int announced = 0;
+        std::shared_ptr<Memo> last;
+    };
+    std::mutex mutex_;  // guards the next one
+    std::map<std::pair<int64_t, std::string>, OfLayer> known_;
+};
+inline Forwards& forwards() {
+    static auto* instance = new Forwards;  // outlives the threads that run at exit
+    return *instance;
 }
 
 }  // namespace syncbn
