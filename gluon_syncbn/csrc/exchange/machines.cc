@@ -82,12 +82,12 @@ bool Machines::has_ended(Sum& sum) {
     return true;
 }
 
-void Machines::check() {
+void Machines::check(const std::string& exchange) {
     job_.arrivals(0);  // lets messages arrive
     job_.check_open();
     for (const size_t rank : job_.everybody)
         if (rank != job_.rank() && (job_.state_of(rank) == Mailbox::State::kFailed || job_.died(rank) != 0))
-            throw Failure(job_.loss(rank, "the gradients of the machines"));
+            throw Failure(job_.loss(rank, exchange));
 }
 
 }  // namespace syncbn

@@ -36,8 +36,8 @@ class Machines {
     void begin(Type type, void* values, size_t count);
     // Whether the oldest sum that has not ended before has ended now.
     bool done();
-    // Throws if a process is known to have failed.
-    void check();
+    // Throws if a process is known to have failed; `exchange` is the name of what this one is in.
+    void check(const std::string& exchange);
     void fail(const char* reason) { job_.leave(Mailbox::State::kFailed, reason); }
 
   private:

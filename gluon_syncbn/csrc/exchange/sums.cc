@@ -20,7 +20,10 @@ namespace {
 
 constexpr double kSleep = std::chrono::duration<double>(kSlice).count();
 constexpr double kPoll = 5e-5;  // seconds between two looks at a sum of machines
-constexpr size_t kLine = 64;    // bytes of a cache line
+// Whoever waits for others waits so many seconds longer than a rank that the others have overtaken, so that the rank that
+// knows both rounds reports it.
+constexpr double kLonger = 2;
+constexpr size_t kLine = 64;  // bytes of a cache line
 
 // Widens the values of an array to the type of parameters, added up over the contexts.
 void widen(Type type, const std::vector<void*>& contexts, size_t begin, size_t count, char* out) {
@@ -74,11 +77,23 @@ std::string text_of(const Round& round) {
            lines.substr(0, Segment::kPiece);
 }
 
-// "the gradient of 'conv0_weight' and 12 more, round 3", for the arrays from `begin` to `end`.
+// "the gradient of 'conv0_weight' and 12 more", for the first of so many arrays.
+std::string name_of(const std::string& first, size_t count) {
+    return count == 0 ? "a step without gradients"
+                      : first + (count > 1 ? " and " + std::to_string(count - 1) + " more" : "");
+}
+
+// The same of a round's arrays from `begin` to `end`: "..., round 3".
 std::string name_of(const Round& round, size_t begin, size_t end) {
-    std::string text = begin < end ? round.summands[begin].name : "a step without gradients";
-    if (end > begin + 1) text += " and " + std::to_string(end - begin - 1) + " more";
-    return text + ", round " + std::to_string(round.number + 1);
+    return name_of(begin < end ? round.summands[begin].name : "", end - begin) + ", round " +
+           std::to_string(round.number + 1);
+}
+
+// The same of a round that rank 0 has told.
+std::string name_of_told(const std::string& told) {
+    const size_t begin = told.find('\n') + 1, end = told.find('\n', begin);
+    const auto count = static_cast<size_t>(std::count(told.begin() + static_cast<int64_t>(begin), told.end(), '\n'));
+    return name_of(told.substr(begin, told.rfind(" (", end) - begin), count);
 }
 
 // Compares what this rank has for a round with what rank 0 has told. Throws Failure with the first difference.
@@ -151,10 +166,10 @@ struct Sums::Piece {
     size_t part(size_t rank, size_t ranks) const { return bytes / kLine * rank / ranks * kLine; }
 };
 
-// What this rank waits for: its own arrays, a count of the ranks, the leader of the machine or a count of it, other
-// machines, or NCCL.
+// What this rank waits for: its own arrays, or its own step although it has come to another one, which the others have
+// overtaken; a count of the ranks, the leader of the machine or a count of it, other machines, or NCCL.
 struct Sums::Need {
-    enum Of { kOwn, kRanks, kLeader, kMachines, kGpus } of = kOwn;
+    enum Of { kOwn, kOvertaken, kRanks, kLeader, kMachines, kGpus } of = kOwn;
     std::atomic<uint64_t> Segment::Pipeline::* count = nullptr;
     uint64_t least = 0;
 
@@ -164,7 +179,7 @@ struct Sums::Need {
 class Sums::WaitForRanks final : public WaitForOthers {
   public:
     WaitForRanks(const Sums& sums, std::string what, Need need, double timeout)
-        : WaitForOthers(sums.segment_, need.of != Need::kOwn ? timeout : kForEver, true),
+        : WaitForOthers(sums.segment_, limit_of(need, timeout), true),
           sums_(sums),
           what_(std::move(what)),
           need_(need) {}
@@ -186,7 +201,17 @@ class Sums::WaitForRanks final : public WaitForOthers {
     }
     void check_others() override {
         WaitForOthers::check_others();
-        if (sums_.machines_ != nullptr) sums_.machines_->check();
+        if (sums_.machines_ != nullptr) sums_.machines_->check(name());
+    }
+    std::string state() override {
+        if (need_.of != Need::kOvertaken) return WaitForOthers::state();
+        return mail_.name_of(mail_.rank()) + " waits in " + name() + ", because the others have gone on to " +
+               name_of_told(sums_.told_) + ", which this rank has not computed";
+    }
+    std::string advice() override {
+        return need_.of == Need::kOvertaken ? "Every process must step the same trainers in the same order: a step was "
+                                              "left out, or another one came before it."
+                                            : WaitForOthers::advice();
     }
     std::string missing() const override {
         if (need_.of == Need::kMachines) return others(mail_.members.ranks);
@@ -196,6 +221,11 @@ class Sums::WaitForRanks final : public WaitForOthers {
     }
 
   private:
+    // For its own arrays alone, a process waits as long as its backward takes: a layer may keep that, which waits for
+    // others with a limit of its own and a better message.
+    static double limit_of(const Need& need, double timeout) {
+        return need.of == Need::kOwn ? kForEver : need.of == Need::kOvertaken ? timeout : timeout + kLonger;
+    }
     // The ranks that are not here, the first few of them.
     std::string others(const Ranks& here) const {
         constexpr size_t kFew = 8;
@@ -433,50 +463,62 @@ void Sums::announce(const std::string& text) {
 }
 
 // Sleeps for a while, in the arrays of a round from `begin` to `end`. The same wait goes on while the need is the same.
-void Sums::wait(Round& round, size_t begin, size_t end, const Need& need, uint32_t seen, bool polls) {
+void Sums::wait(Round& round, size_t begin, size_t end, Need need, uint32_t seen, bool polls) {
+    const bool overtaken = need.of == Need::kOwn && overtaken_ != nullptr && has_begun(*overtaken_);
+    if (overtaken) need.of = Need::kOvertaken;
+    const Round& waits = overtaken ? *overtaken_ : round;
     if (wait_ == nullptr || !(wait_->need() == need))
-        wait_ = std::make_unique<WaitForRanks>(*this, name_of(round, begin, end), need, round.timeout);
+        wait_ = std::make_unique<WaitForRanks>(
+            *this, overtaken ? name_of(waits, 0, waits.summands.size()) : name_of(waits, begin, end), need,
+            waits.timeout);
     wait_->sleep(seen, polls);
 }
 
-// Runs the round that is next in all processes, or sleeps for a while: nobody has said which that is, or it has not begun
-// here.
+// Finds out which round is next in all processes, and makes it the current one if it has begun here.
+void Sums::take_next(const Round& oldest) {
+    if (told_.empty()) {
+        const auto told = decides()              ? text_of(oldest)
+                          : segment_.rank() == 0 ? machines_->announced(rounds_)
+                                                 : segment_.take_bytes(0, Machines::label(Machines::kOrder, rounds_));
+        if (!told) return;
+        told_ = *told;
+    }
+    const int64_t channel = std::stoll(told_);
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto next =
+        std::find_if(queue_.begin(), queue_.end(), [&](const auto& round) { return round->channel == channel; });
+    overtaken_ = next == queue_.begin() ? nullptr : queue_[0];
+    if (next == queue_.end()) return;
+    current_ = *next;
+    queue_.erase(next);
+}
+
+// Runs the round that is next in all processes, or sleeps for a while.
 void Sums::serve_next() {
     const uint32_t seen = segment_.arrivals(event_);
-    const bool leads = segment_.rank() == 0;
     std::shared_ptr<Round> oldest;
     {
         std::lock_guard<std::mutex> lock(mutex_);
         if (!queue_.empty()) oldest = queue_[0];
     }
-    if (oldest != nullptr && !told_)
-        told_ = decides() ? text_of(*oldest)
-                : leads   ? machines_->announced(rounds_)
-                          : segment_.take_bytes(0, Machines::label(Machines::kOrder, rounds_));
-    if (told_) {
-        const int64_t channel = std::stoll(*told_);
-        std::lock_guard<std::mutex> lock(mutex_);
-        const auto next =
-            std::find_if(queue_.begin(), queue_.end(), [&](const auto& round) { return round->channel == channel; });
-        if (next != queue_.end()) {
-            current_ = *next;
-            queue_.erase(next);
-        }
-    }
-    if (current_ != nullptr) {
+    if (oldest == nullptr) {  // nobody here waits for a sum
         wait_.reset();
-        const std::string told = *std::exchange(told_, std::nullopt);
-        if (leads) announce(told);
-        if (!decides()) compare(*current_, segment_.number_of(segment_.rank()), told);
-        ++rounds_;
-        Pass(*this, *current_).run();
-        std::exchange(current_, nullptr)->succeed();
-    } else if (oldest != nullptr && !told_ && has_begun(*oldest)) {
-        wait(*oldest, 0, oldest->summands.size(), {leads ? Need::kMachines : Need::kLeader}, seen, leads);
-    } else {
-        wait_.reset();
-        segment_.sleep(event_, seen, kSleep);
+        return segment_.sleep(event_, seen, kSleep);
     }
+    take_next(*oldest);
+    if (current_ == nullptr) {
+        const bool leads = segment_.rank() == 0, has_come = told_.empty() && has_begun(*oldest);
+        const Need need = {!has_come ? Need::kOwn : leads ? Need::kMachines : Need::kLeader};
+        return wait(*oldest, 0, oldest->summands.size(), need, seen, has_come && leads);
+    }
+    wait_.reset();
+    if (segment_.rank() == 0) announce(told_);
+    if (!decides()) compare(*current_, segment_.number_of(segment_.rank()), told_);
+    ++rounds_;
+    Pass(*this, *current_).run();
+    told_.clear();
+    overtaken_.reset();
+    std::exchange(current_, nullptr)->succeed();
 }
 
 // Everything that this process has begun fails, and what it begins later.
@@ -494,6 +536,7 @@ void Sums::give_up(const std::exception& reason) noexcept {
     }
     if (current_ != nullptr) rounds.push_front(std::move(current_));
     wait_.reset();
+    overtaken_.reset();
     for (const auto& round : rounds) {
         if (round->gpus != nullptr) round->gpus->abort();
         round->fail(reason);

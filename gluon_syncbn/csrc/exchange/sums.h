@@ -21,7 +21,6 @@
 #include <exception>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -78,7 +77,8 @@ class Sums {
     class Pass;
     void serve() noexcept;
     void serve_next();
-    void wait(Round& round, size_t begin, size_t end, const Need& need, uint32_t seen, bool polls);
+    void take_next(const Round& oldest);
+    void wait(Round& round, size_t begin, size_t end, Need need, uint32_t seen, bool polls);
     // Whether this is rank 0 of the job.
     bool decides() const { return segment_.rank() == 0 && (machines_ == nullptr || machines_->is_first()); }
     void announce(const std::string& text);
@@ -90,10 +90,12 @@ class Sums {
     std::mutex mutex_;                          // guards the next two
     std::deque<std::shared_ptr<Round>> queue_;  // in the order of their beginnings here
     bool started_ = false;
-    std::shared_ptr<Round> current_;  // this and the rest are of the thread
+    // The rest is of the thread. A round is what rank 0 has told, and runs once it has begun here.
+    int64_t rounds_ = 0;                // that have come before
+    std::string told_;                  // of the next one; empty if nothing
+    std::shared_ptr<Round> current_;    // that runs
+    std::shared_ptr<Round> overtaken_;  // the oldest here, if another one is next
     std::unique_ptr<WaitForRanks> wait_;
-    int64_t rounds_ = 0;               // that have come before
-    std::optional<std::string> told_;  // of the next one
 };
 
 }  // namespace syncbn
