@@ -24,7 +24,10 @@ std::vector<Rank>& ranks() {
             const int number = rank == 0 ? 0 : (*made)[0].machine->number();
             (*made)[rank].machine = std::make_unique<syncbn::Segment>(kRanks, rank, std::string(32, 'a'),
                                                                       "/proc/self/fd/" + std::to_string(number));
-            (*made)[rank].sums = std::make_unique<syncbn::Sums>(*(*made)[rank].machine, nullptr);
+            const auto fail = [machine = (*made)[rank].machine.get()](const std::string& reason) {
+                machine->leave(syncbn::Segment::State::kFailed, reason);
+            };
+            (*made)[rank].sums = std::make_unique<syncbn::Sums>(*(*made)[rank].machine, nullptr, fail);
         }
         return made;
     }();

@@ -38,7 +38,6 @@ class Machines {
     bool done();
     // Throws if a process is known to have failed; `exchange` is the name of what this one is in.
     void check(const std::string& exchange);
-    void fail(const char* reason) { job_.leave(Mailbox::State::kFailed, reason); }
 
   private:
     struct Sum {

@@ -214,7 +214,7 @@ class Processes::Steps {
                 end();
             }
         } catch (const std::exception& error) {  // those who wait for this rank elsewhere hear of it, too
-            for (const Step& step : steps_) step.mail->leave(Mailbox::State::kFailed, error.what());
+            processes_.leave(Mailbox::State::kFailed, error.what());
             throw;
         }
         total_.key = agreed_.key;
@@ -286,7 +286,8 @@ void Processes::meet(std::shared_ptr<Segment> memory, Ranks ranks, Ranks leaders
     std::unique_ptr<Machines> machines;
     if (leaders.size() > 1 && memory_of_sums_->rank() == 0)
         machines = std::make_unique<Machines>(*job_, std::move(leaders), mpi, adds_from);
-    sums_ = std::make_unique<Sums>(*memory_of_sums_, std::move(machines));
+    const auto fail = [this](const std::string& reason) { leave(Mailbox::State::kFailed, reason); };
+    sums_ = std::make_unique<Sums>(*memory_of_sums_, std::move(machines), fail);
 }
 
 // The steps of a reduction: in the machine, between the leaders, and back.

@@ -12,7 +12,6 @@
 #include "cpu/numbers.h"
 #include "failure.h"
 #include "point.h"
-#include "waiting/step.h"
 #include "waiting/wait.h"
 
 namespace syncbn {
@@ -425,8 +424,11 @@ class Sums::Pass {
     uint64_t totalled_;            // pieces that the leader has given to the other machines
 };
 
-Sums::Sums(Segment& machine, std::unique_ptr<Machines> machines)
-    : segment_(machine), machines_(std::move(machines)), event_(Segment::event_of(machine.rank())) {}
+Sums::Sums(Segment& machine, std::unique_ptr<Machines> machines, std::function<void(const std::string&)> leave)
+    : segment_(machine),
+      machines_(std::move(machines)),
+      leave_(std::move(leave)),
+      event_(Segment::event_of(machine.rank())) {}
 
 Sums::~Sums() = default;
 
@@ -523,18 +525,19 @@ void Sums::serve_next() {
 
 // Everything that this process has begun fails, and what it begins later.
 void Sums::give_up(const std::exception& reason) noexcept {
-    step().fail(reason);
-    // The others hear the first reason, if this rank has given one, and not what a wait has made of it.
-    const bool failed = segment_.state_of(segment_.rank()) == Segment::State::kFailed;
-    const std::string first = failed ? segment_.reason_of(segment_.rank()) : reason.what();
-    segment_.leave(Segment::State::kFailed, first);
-    if (machines_ != nullptr) machines_->fail(first.c_str());
     std::deque<std::shared_ptr<Round>> rounds;
     {
         std::lock_guard<std::mutex> lock(mutex_);
         rounds.swap(queue_);
     }
     if (current_ != nullptr) rounds.push_front(std::move(current_));
+    // A step that has begun since, after another failure, has nothing to do with them.
+    const int64_t step = syncbn::step().number;
+    if (std::any_of(rounds.begin(), rounds.end(), [&](const auto& round) { return round->step == step; }))
+        syncbn::step().fail(reason);
+    // The others hear the first reason, if this rank has given one, and not what a wait has made of it.
+    const bool failed = segment_.state_of(segment_.rank()) == Segment::State::kFailed;
+    leave_(failed ? segment_.reason_of(segment_.rank()) : reason.what());
     wait_.reset();
     overtaken_.reset();
     for (const auto& round : rounds) {

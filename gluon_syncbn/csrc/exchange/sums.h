@@ -19,6 +19,7 @@
 #include <cstdint>
 #include <deque>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -29,6 +30,7 @@
 #include "exchange/machines.h"
 #include "exchange/segment.h"
 #include "types.h"
+#include "waiting/step.h"
 
 namespace syncbn {
 
@@ -53,6 +55,7 @@ class Round : public Brought {
   public:
     explicit Round(Brought brought) : Brought(std::move(brought)) {}
     virtual ~Round() = default;
+    const int64_t step = syncbn::step().number;
     // Returns where the values of an array are, in each context; null as long as they are not available. Throws Failure
     // if they never will be.
     virtual const std::vector<void*>* values(size_t summand) = 0;
@@ -63,8 +66,9 @@ class Round : public Brought {
 
 class Sums {
   public:
-    // Has a thread that lasts as long as the process, and so must all of this. `machines`: in a leader of several.
-    Sums(Segment& machine, std::unique_ptr<Machines> machines);
+    // Has a thread that lasts as long as the process, and so must all of this. `machines`: in a leader of several. `leave`
+    // tells all ranks of the job why this one has failed.
+    Sums(Segment& machine, std::unique_ptr<Machines> machines, std::function<void(const std::string&)> leave);
     ~Sums();
     void begin(std::shared_ptr<Round> round);
     // An array of a round has become available, or never will.
@@ -86,6 +90,7 @@ class Sums {
 
     Segment& segment_;
     const std::unique_ptr<Machines> machines_;
+    const std::function<void(const std::string&)> leave_;
     const uint32_t event_;                      // of this rank
     std::mutex mutex_;                          // guards the next two
     std::deque<std::shared_ptr<Round>> queue_;  // in the order of their beginnings here
