@@ -267,7 +267,11 @@ SYNCBN_API(void, deliver, Asked* processes, size_t size, const char* message) {
     syncbn::deliver(of_processes(processes).job(), message, size);
 }
 // What has become of a rank: "has ended"; empty if it is there.
-SYNCBN_API(std::string, fate_of, Asked* processes, size_t rank) { return of_processes(processes).job().fate_of(rank); }
+SYNCBN_API(std::string, fate_of, Asked* processes, size_t rank) {
+    syncbn::Mailbox& job = of_processes(processes).job();
+    job.arrivals(0);  // lets messages arrive
+    return job.fate_of(rank);
+}
 // Takes ownership of the segment, which `ranks` share, or null, where only gradients are exchanged by these `leaders`: see
 // exchange/processes.h. `crowded`: there are more ranks than cores.
 SYNCBN_API(void, meet, Asked* processes, Segment* segment, const Span<const size_t>& ranks,
@@ -320,6 +324,8 @@ SYNCBN_API(void, processes_failed, Asked* exchange, const char* reason) {
     of_processes(exchange).leave(Segment::State::kFailed, reason);
 }
 SYNCBN_API(void, processes_ended, Asked* exchange) { of_processes(exchange).leave(Segment::State::kEnded, ""); }
+// The transport ends: it carries nothing more.
+SYNCBN_API(void, processes_closed, Asked* exchange) { of_processes(exchange).job().end(); }
 
 // ---- recomputation: see operator/tape.h ----
 

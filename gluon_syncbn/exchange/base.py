@@ -7,7 +7,8 @@ import itertools
 import os
 import sys
 import threading
-from typing import Any, Dict, List, Mapping, NamedTuple, NoReturn, Optional, Sequence, Tuple
+from concurrent import futures
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, NoReturn, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -113,6 +114,20 @@ class Transport:
 
     def has_failed(self) -> bool:
         return _native.fate_of(self.handle, self.rank) not in ("", "has ended")
+
+
+def result_of(thread: str, call: Callable[[], Any]) -> futures.Future[Any]:
+    """Makes a call that may never return, in a thread of this name. At exit, Python would wait for an executor's."""
+    result: futures.Future[Any] = futures.Future()
+
+    def work() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:  # the thread that waits raises it
+            result.set_exception(error)
+
+    threading.Thread(target=work, name=thread, daemon=True).start()
+    return result
 
 
 def leave() -> NoReturn:

@@ -12,18 +12,19 @@ import socket
 import threading
 import time
 from concurrent import futures
-from typing import Any, Callable, Optional
+from typing import Optional
 
 import mxnet as mx
 import numpy as np
 
 from .. import _native
 from ..system.environment import read
-from .base import leave
+from .base import leave, result_of
 from .bridge import BYTES, BridgedTransport, readers_of
 
 _ANSWER = 1.0  # seconds in which it is known which rank has ended, and why
 _LEAVE = 1.0  # seconds that a process has to end if it fails at the end
+_result_of = functools.partial(result_of, "gluon_syncbn-horovod")
 
 
 class HorovodTransport(BridgedTransport):
@@ -101,10 +102,10 @@ class HorovodTransport(BridgedTransport):
             _native.processes_failed(self.handle, reason)
 
     def close(self) -> None:
-        if not self.has_failed():
-            self._hvd.shutdown()  # ends operations of the others, who have been told that this rank ends
+        # Ends operations of the others, who have been told that this rank ends.
+        ended = [] if self.has_failed() else [_result_of(self._hvd.shutdown)]
         super().close()
-        if self.has_failed():
+        if self.has_failed() or futures.wait(ended, _native.timeout_of()).not_done:
             leave()
 
     def _at_exit(self) -> None:
@@ -113,17 +114,3 @@ class HorovodTransport(BridgedTransport):
             self._ending = True
             if self.has_failed():
                 self.close()
-
-
-def _result_of(call: Callable[[], Any]) -> futures.Future[Any]:
-    """Makes a call that may never return, in a thread. At exit, Python would wait for that of an executor."""
-    result: futures.Future[Any] = futures.Future()
-
-    def work() -> None:
-        try:
-            result.set_result(call())
-        except BaseException as error:  # the thread that waits raises it
-            result.set_exception(error)
-
-    threading.Thread(target=work, name="gluon_syncbn-horovod", daemon=True).start()
-    return result

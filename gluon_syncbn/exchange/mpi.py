@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from concurrent import futures
 from typing import Sequence
 
 import mxnet as mx
 
 from .. import _native
 from ..system.distribution import WHERE, command
-from .base import Transport, leave
+from .base import Transport, leave, result_of
+
+_POLL = 0.01  # seconds between two looks at the other ranks
 
 
 class MPITransport(Transport):
@@ -42,13 +45,23 @@ class MPITransport(Transport):
         self.mpi = [*_native.addresses(MPI.__file__, functions), *constants, *handles, 0]
 
     def split(self, leaders: Sequence[int]) -> None:
-        # All ranks have answered a moment ago, so none waits long in this.
-        MPI = self._MPI
-        self._leaders = MPI.COMM_WORLD.Split(0 if self.rank in leaders else MPI.UNDEFINED, self.rank)
+        MPI, color = self._MPI, 0 if self.rank in leaders else self._MPI.UNDEFINED
+        done = result_of("gluon_syncbn-mpi", lambda: MPI.COMM_WORLD.Split(color, self.rank))
+        if not futures.wait([done], _native.timeout_of()).done:
+            raise mx.MXNetError("kvstore 'mpi': not every process has come to MPI_Comm_split.")
+        self._leaders = done.result()
         self.mpi[-1] = MPI._handleof(self._leaders)
 
     def close(self) -> None:
-        if self.size > 1 and self.has_failed():
-            # MPI_Finalize waits for processes that may be stuck or gone. MPI_Abort runs destructors in MXNet that end
-            # in a signal. If the process leaves without either, mpiexec ends all processes and returns 1.
-            leave()
+        """Waits until all ranks have come to their end, as MPI_Finalize does. Some may run much longer."""
+        while True:
+            fates = [_native.fate_of(self.handle, rank) for rank in range(self.size)]
+            if self.size > 1 and set(fates) - {"", "has ended"}:
+                # MPI_Finalize waits for processes that may be stuck or gone, and a job may hang where a rank leaves
+                # while another one is in there. MPI_Abort runs destructors in MXNet that end in a signal. If all ranks
+                # leave without either, mpiexec returns 1.
+                leave()
+            if all(fates):
+                break
+            time.sleep(_POLL)
+        _native.processes_closed(self.handle)

@@ -142,7 +142,7 @@ def test_threads(stages):
     assert {re.sub(r"\d+", "0", name) for name in stages["everything"]["threads"]} <= named
     started = set()
     for path in PACKAGE.rglob("*.py"):
-        started |= set(re.findall(r'Thread\(.*name=f?"([^"{]+)', path.read_text(encoding="utf-8")))
+        started |= set(re.findall(r'(?:Thread\(.*name=f?|result_of[(,] ?)"([^"{]+)', path.read_text(encoding="utf-8")))
     assert {name.replace("cpu(0)", "") for name in named} == started
 
 

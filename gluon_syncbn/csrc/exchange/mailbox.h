@@ -87,6 +87,8 @@ class Mailbox {
     std::string fate_of(size_t rank) const;
     // Tells this, as an error of this rank in the exchange of this name.
     std::string loss(size_t rank, const std::string& exchange) const;
+    // Nothing moves any more, because the transport ends with the process.
+    virtual void end() {}
     // Reports that this rank has failed, with a reason, or has ended. Wakes all ranks. The first report stays. A child of
     // a fork reports nothing.
     virtual void leave(State state, const std::string& reason) = 0;

@@ -55,6 +55,10 @@ class MpiMailbox : public Inbox {
         std::this_thread::sleep_for(std::chrono::duration<double>(std::min(seconds, most)));
     }
     void wake(uint32_t) override {}
+    void end() override {
+        std::lock_guard<std::mutex> lock(mutex_);
+        closed_ = true;
+    }
     bool wakes() const override { return false; }
 
   private:
@@ -132,11 +136,9 @@ class MpiMailbox : public Inbox {
         return true;
     }
     void left() override {
-        const bool ends = state_of(rank()) == State::kEnded;
-        const double until = seconds() + (ends ? kEnd : 0);
+        const double until = seconds() + (state_of(rank()) == State::kEnded ? kEnd : 0);
         do progress();
         while (!outgoing_.empty() && seconds() < until);
-        closed_ = ends;
     }
 
     // The lock is also for MPI, which one thread calls at a time.
