@@ -56,6 +56,10 @@ class Job:
             own = {"OMP_NUM_THREADS": "1", "MPI_WORKER_REPORTS": reports}
             done = ended(command, SUPPORT, timeout=limit, **{**own, **dict(environment)})
             self.code = done.returncode
+            for path in Path(reports).glob("memory of *"):
+                for name in path.read_text().split():
+                    Path(name).unlink(missing_ok=True)
+                path.unlink()
             self.output = done.stdout + done.stderr + "".join(p.read_text() for p in sorted(Path(reports).iterdir()))
         assert_no_strange_error(self.output)
 

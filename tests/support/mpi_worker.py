@@ -40,7 +40,7 @@ from replicas import (  # noqa: E402
     step,
     step_of,
 )
-from reports import leave, path_of, report, wait_for  # noqa: E402
+from reports import leave, leave_memory, path_of, report, wait_for  # noqa: E402
 
 from gluon_syncbn import _native, contrastive  # noqa: E402
 from gluon_syncbn.exchange import named, store  # noqa: E402
@@ -55,6 +55,7 @@ if "MPI_WORKER_MACHINES" in os.environ:  # those of the ranks; or its own, where
     store._machine = lambda: own_machine
 
 kv = gluon_syncbn.kvstore(os.environ.get("GLUON_SYNCBN_TEST_TRANSPORT", "mpi"))
+leave_memory()
 
 
 @contextlib.contextmanager

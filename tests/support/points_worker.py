@@ -19,7 +19,7 @@ import mxnet as mx  # noqa: E402
 import numpy as np  # noqa: E402
 from mxnet import autograd, gluon, nd  # noqa: E402
 from replicas import Batch, make_batch, on_devices, prepare, truth  # noqa: E402
-from reports import leave, wait_for  # noqa: E402
+from reports import leave, leave_memory, wait_for  # noqa: E402
 
 from gluon_syncbn import _native  # noqa: E402
 from gluon_syncbn.exchange import bridge  # noqa: E402
@@ -172,6 +172,7 @@ class Bridge(bridge.BridgedTransport):
 
 def between_processes(point, action, times, seconds, limit, way):
     kv = gluon_syncbn.kvstore("mpi")
+    leave_memory()
     if way == "bridge":
         kv = ProcessStore("bridge", Bridge(kv))
         kv.meet_in_memory()

@@ -4,6 +4,7 @@ What a process prints at its end may get lost: mpiexec ends all with the first t
 """
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -16,6 +17,13 @@ def leave(name, text=""):
     """The file is there when all of it is there."""
     path_of(f".{name}").write_text(text)
     path_of(f".{name}").rename(path_of(name))
+
+
+def leave_memory():
+    """The names of MPICH's files in /dev/shm. If the job does not come to MPI_Finalize, the test removes them."""
+    files = set(re.findall(r"/dev/shm/mpich_shm_\w+", Path("/proc/self/maps").read_text()))
+    if files:
+        leave(f"memory of {os.getpid()}", "\n".join(files))
 
 
 def report(rank, since, error):

@@ -1,0 +1,242 @@
+"""One process of a job in which a rank leaves out an exchange, repeats it, or makes it before another one.
+
+``exchanges_worker.py WAY CASE ...``: in each case, all ranks make the calls of `program` with a store of its own. Each
+rank leaves a line of JSON with what it got. ``WAY``: 'memory' or 'mpi', 'relay' for messages of `bridge` that MPI
+introduces, or 'horovod' or 'dist_sync', with a single case.
+"""
+
+import faulthandler
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import light  # noqa: F401
+import numpy as np
+
+import gluon_syncbn
+
+CONTEXT = gluon_syncbn.cpu_devices(1)[0]
+
+import mxnet as mx  # noqa: E402
+from exchanges import EXCHANGES, LIMIT, program  # noqa: E402
+from moments import moments  # noqa: E402
+from mxnet import autograd, gluon, nd  # noqa: E402
+from mxnet.gluon import nn  # noqa: E402
+from reports import leave, leave_memory  # noqa: E402
+
+from gluon_syncbn import contrastive  # noqa: E402
+from gluon_syncbn.exchange import named  # noqa: E402
+from gluon_syncbn.exchange.bridge import BridgedTransport  # noqa: E402
+from gluon_syncbn.training.session import session  # noqa: E402
+
+HANGS = 60  # seconds, of a case; then this process ends with the lines where its threads are
+
+
+class Relayed(BridgedTransport):
+    """What Horovod and 'dist_sync' send by, where MPI introduces the processes."""
+
+    def __init__(self):
+        from mpi4py import MPI
+
+        world = MPI.COMM_WORLD
+        super().__init__(world.Get_rank(), world.Get_size(), "127.0.0.1", world.bcast)
+
+
+class Calls:
+    """What each method gives is known: of the k-th call in each rank, whatever is called between."""
+
+    def __init__(self, kv):
+        self.kv, self.counts = kv, dict.fromkeys([*EXCHANGES, "backward"], 0)
+        names = "first", "second", "third", "fourth"
+        self.nets = [nn.Dense(1, use_bias=False, in_units=3, prefix=f"{name}_") for name in names]
+        for net in self.nets:
+            net.initialize(mx.init.One(), ctx=CONTEXT)
+            net.cast("float64")
+        self.trainers = [self.trainer_of(net) for net in self.nets]
+        self.layers = [gluon_syncbn.SyncBatchNorm(in_channels=2, prefix=f"{name}_") for name in ("norm", "another")]
+        self.parts = nn.HybridSequential(), gluon_syncbn.SyncBatchNorm(in_channels=2, prefix="local_", mode="local")
+        self.parts[0].add(nn.Dense(2, in_units=1))
+        for block in (*self.layers, *self.parts):
+            block.initialize(ctx=CONTEXT)
+            block.cast("float64")
+        # Their first steps are to come. What a rank leaves out does not number the next one otherwise.
+        self.fresh = [self.trainer_of(net) for net in self.nets[:1] * 16]
+        self.states = str(Path(tempfile.mkdtemp(), "states"))
+        self.nets[0](nd.ones((1, 3), dtype="float64"))
+        gluon.Trainer(self.nets[0].collect_params(), "sgd", kvstore=None).save_states(self.states)
+
+    def trainer_of(self, net):
+        return gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, kvstore=self.kv)
+
+    def __call__(self, name):
+        self.counts[name] += 1
+        getattr(self, name)(self.counts[name])
+
+    def value(self, k, rank=None):
+        return 10.0 * k + (self.kv.rank if rank is None else rank) + 1
+
+    def of_all(self, k):
+        return [self.value(k, rank) for rank in range(self.kv.num_workers)]
+
+    def end(self):
+        """All that is under way ends, and is right."""
+        nd.waitall()
+        for net, name in zip(self.nets, ("step", "step_unread", "update")):
+            want = 1 - sum(sum(self.of_all(k + 1)) for k in range(self.counts[name]))
+            got = net.weight.data().asnumpy()
+            assert (got == want).all(), (name, got, want)
+
+    # ---- a Trainer
+
+    def backward(self, k, number=2):
+        with autograd.record():
+            y = self.nets[number](nd.full((1, 3), self.value(k), dtype="float64"))
+        y.backward()
+
+    def step(self, k):
+        self.step_unread(k, 0)
+        self.nets[0].weight.data().asnumpy()
+
+    def step_unread(self, k, number=1):
+        self.backward(k, number)
+        self.trainers[number].step(1)
+
+    def allreduce_grads(self, k):
+        self.trainers[2].allreduce_grads()
+
+    def update(self, k):
+        self.trainers[2].update(1)
+
+    def save_states(self, k):
+        self.fresh[2 * k].save_states(self.states + " saved")
+
+    def load_states(self, k):
+        self.fresh[2 * k + 1].load_states(self.states)
+
+    def join(self, k):
+        net, trainer = self.nets[3], self.trainers[3]
+        before = net.weight.data().asnumpy()
+        with gluon_syncbn.join(net, trainer):
+            for _ in range(1 + self.kv.rank):
+                self.backward(k, 3)
+                trainer.step(1)
+        moved = before - net.weight.data().asnumpy()
+        steps = range(self.kv.num_workers)  # of which the ranks from n on take part in that of n, with a sample each
+        want = sum(np.mean(self.of_all(k)[n:]) for n in steps)
+        assert np.allclose(moved, want, rtol=1e-6), (moved, want)
+
+    # ---- a store
+
+    def allgather(self, k):
+        got = self.kv.allgather("an array", np.full(2, self.value(k)))
+        assert [part.tolist() for part in got] == [[value] * 2 for value in self.of_all(k)]
+
+    def pushpull(self, k):
+        total = nd.full((3,), self.value(k))
+        self.kv.pushpull("a sum", total)
+        assert (total.asnumpy() == sum(self.of_all(k))).all()
+
+    def broadcast(self, k):
+        out = nd.zeros((3,))
+        self.kv.broadcast("a value", nd.full((3,), self.value(k)), out=out)
+        assert (out.asnumpy() == self.value(k, 0)).all()
+
+    def gather(self, k):
+        x = nd.full((1, 2), self.value(k))
+        x.attach_grad()
+        with autograd.record():
+            rows = contrastive.gather(x, name="some rows")
+        rows.backward(nd.full(rows.shape, self.value(k)))
+        assert rows.asnumpy().tolist() == [[value] * 2 for value in self.of_all(k)]
+        assert (x.grad.asnumpy() == sum(self.of_all(k))).all()
+
+    # ---- nets
+
+    def layer(self, k):
+        self.layer_unread(k, 0)[0].asnumpy()
+
+    def layer_unread(self, k, number=1):
+        layer, everyone = self.layers[number], [self.batch(k, rank) for rank in range(self.kv.num_workers)]
+        x = nd.array(everyone[self.kv.rank], dtype="float64")
+        x.attach_grad()
+        with autograd.record():
+            y = layer(x)
+        y.backward(x)
+        if number == 0:
+            mean, var, _ = moments(everyone)
+            want = (everyone[self.kv.rank] - mean) / np.sqrt(var + 1e-5)
+            assert np.allclose(y.asnumpy(), want, rtol=1e-9, atol=1e-9)
+        return x.grad, y
+
+    def batch(self, k, rank):
+        return np.random.RandomState(10 * k + rank).randn(2 + rank, 2) + rank
+
+    def broadcast_parameters(self, k):
+        net = self.parts[0]
+        for parameter in net.collect_params().values():
+            parameter.set_data(nd.full(parameter.shape, self.value(k)))
+        gluon_syncbn.broadcast_parameters(net, kvstore=self.kv)
+        assert all((p.data().asnumpy() == self.value(k, 0)).all() for p in net.collect_params().values())
+
+    def average_running_stats(self, k):
+        layer = self.parts[1]
+        layer.running_mean.set_data(nd.full((2,), self.value(k)))
+        gluon_syncbn.average_running_stats(layer, kvstore=self.kv)
+        assert np.allclose(layer.running_mean.data().asnumpy(), np.mean(self.of_all(k)), rtol=1e-6)
+
+    def update_bn_stats(self, k):
+        layer, everyone = self.parts[1], [self.batch(k, rank) for rank in range(self.kv.num_workers)]
+        gluon_syncbn.update_bn_stats(layer, [[nd.array(everyone[self.kv.rank], dtype="float64")]], kvstore=self.kv)
+        assert np.allclose(layer.running_mean.data().asnumpy(), moments(everyone)[0], rtol=1e-5)
+
+
+def new_store(way):
+    """One that no failure has reached."""
+    session.stores.clear()
+    gluon_syncbn.configure(timeout=100)  # the other ranks come from their last case
+    kv = gluon_syncbn.kvstore(way if way in named.TRANSPORTS else "mpi")
+    leave_memory()
+    gluon_syncbn.configure(kvstore=kv)
+    return kv
+
+
+def run(case, way):
+    """Returns why it has failed here, or an empty text. ``when``: at once, or when all have been called once."""
+    name, fault, faulty, when = case.split("/")
+    kv = new_store(way)
+    calls = Calls(kv)
+    if when == "later":
+        for one in dict.fromkeys(program(name)):
+            calls(one)
+        nd.waitall()
+    kv.allgather("all are ready", np.ones(1))
+    gluon_syncbn.configure(timeout=LIMIT)
+    faulthandler.dump_traceback_later(HANGS, exit=True)
+    start, problem = time.monotonic(), ""
+    try:
+        for one in program(name, fault if kv.rank == int(faulty) else None):
+            calls(one)
+        calls.end()
+    except (mx.MXNetError, ValueError, UserWarning) as error:
+        problem = str(error).strip().splitlines()[-1]
+    told = {"case": case, "rank": kv.rank, "problem": problem, "seconds": time.monotonic() - start}
+    leave(f"{case.replace('/', ' ')} {kv.rank}", f"TOLD {json.dumps(told)}\n")
+    return problem
+
+
+def main(way, *cases):
+    if way == "relay":
+        named.transport = lambda name: Relayed()
+    for case in cases:
+        problem = run(case, way)
+        if way in ("horovod", "dist_sync"):
+            raise SystemExit(bool(problem))
+        gluon_syncbn.reset()
+        faulthandler.cancel_dump_traceback_later()
+    session.stores.clear()  # not all of them have failed in all ranks, which end together
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
