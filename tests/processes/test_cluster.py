@@ -18,6 +18,7 @@ from pathlib import Path
 import mxnet as mx
 import pytest
 from environments import shell
+from exchanges import assert_sound
 from mpi_job import FAULTS_BY_RELAY, assert_no_strange_error, failure_of, left
 from places import PACKAGE, SUPPORT
 
@@ -130,6 +131,20 @@ def test_a_worker_that_does_something_else(fault, text, limit):
         assert seconds < 30
         if fault != "frozen":
             assert None not in job.wait([*job.servers, job.scheduler])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "step/twice/1/later",
+        *(pytest.param(case, marks=pytest.mark.slow) for case in ("step/skipped/0/now", "join/skipped/1/later")),
+    ],
+)
+def test_a_worker_that_makes_other_calls(case):
+    """Of the table, whose other cases test_exchanges.py has by messages of the same kind. All processes end."""
+    with Cluster(2, "exchanges_worker.py", "dist_sync", case, GLUON_SYNCBN_SHARED_MEMORY="off") as job:
+        assert None not in job.wait([*job.workers, *job.servers, job.scheduler])
+        assert_sound(job.output(), 2, [case])
 
 
 def wait_until_running(job, workers):

@@ -54,6 +54,18 @@ def test_some(some, way):
     check(some, (way, 2))
 
 
+def test_the_step_of_another_trainer(some):
+    """Here the error says more than where the process is."""
+    text = (
+        "rank 1 of 2 waits in the gradient of 'first_weight', round 3, because the others have gone on to the gradient "
+        "of 'second_weight', which this rank has not computed after 1 s. Every process must step the same trainers in "
+        "the same order: a step was left out, or another one came before it."
+    )
+    told = [line for done in some[1].values() for line in done.output.splitlines() if '"step/twice/' in line]
+    assert len(told) == 2
+    assert all(text in line for line in told), told
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("way", WAYS)

@@ -17,6 +17,7 @@ from pathlib import Path
 import mpi_job
 import pytest
 from environments import ended, shell
+from exchanges import assert_sound, cases
 from places import PACKAGE, SUPPORT
 
 BIN = Path(sys.executable).parent
@@ -175,6 +176,19 @@ def test_a_process_that_does_something_else(fault, text, limit):
     assert seconds < 30
     assert "OK 0" not in job.output
     assert job.codes[0] not in (0, None)
+
+
+@pytest.mark.parametrize("case", ["step/twice/1/later", "join/skipped/1/later"])
+def test_a_process_that_makes_other_calls(case):
+    job = Job(2, "exchanges_worker.py", "horovod", case)
+    assert None not in job.codes
+    assert_sound(job.output, 2, [case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", cases([0, 1], "now", "later"))
+def test_a_process_that_makes_other_calls_of_any_kind(case):
+    test_a_process_that_makes_other_calls(case)
 
 
 def test_a_process_that_is_killed():

@@ -54,6 +54,7 @@ def failed():
     jobs = {fault: ("fault", fault, limit) for fault, (_, limit) in FAULTS.items()}
     jobs["killed"] = ("fault", "killed", 300)
     others = "another_net a_batch_that_is_not_finite broadcasts_parameters interrupted gathers_alone gathers_other_rows"
+    others += " fails_after_another_has_ended"
     jobs.update({scenario: (scenario,) for scenario in others.split()})
     with ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2)) as pool:
         return dict(zip(jobs, pool.map(lambda arguments: Job(2, *arguments), jobs.values())))
@@ -134,6 +135,13 @@ def test_a_process_that_is_killed(failed):
     job = failed["killed"]
     assert job.code != 0
     assert "ENDED" not in job.output
+
+
+def test_a_process_that_has_ended_when_another_one_fails(failed):
+    """1 of 2,149 jobs hung where a rank left while another one was in MPI_Finalize."""
+    job = failed["fails_after_another_has_ended"]
+    assert "LEFT 0" in job.output and "LEFT 1" in job.output, job.output
+    assert job.code != 0
 
 
 def test_interrupt_while_another_process_is_late(failed):

@@ -43,7 +43,7 @@ from replicas import (  # noqa: E402
 from reports import leave, leave_memory, path_of, report, wait_for  # noqa: E402
 
 from gluon_syncbn import _native, contrastive  # noqa: E402
-from gluon_syncbn.exchange import named, store  # noqa: E402
+from gluon_syncbn.exchange import mpi, named, store  # noqa: E402
 from gluon_syncbn.exchange.base import LayerInfo  # noqa: E402
 from gluon_syncbn.training.session import session  # noqa: E402
 
@@ -784,6 +784,23 @@ def fails_beside_two():
             layer(x).asnumpy()
     wait_for([0])
     raise SystemExit(3)
+
+
+def fails_after_another_has_ended():
+    """Neither of the two goes into MPI_Finalize, which the other one would not come to."""
+    leave_by_exit = mpi.leave
+
+    def leaving():
+        leave(f"left {kv.rank}", f"LEFT {kv.rank}\n")
+        wait_for([f"left {rank}" for rank in range(kv.num_workers)])  # mpiexec ends all others with the first
+        leave_by_exit()
+
+    mpi.leave = leaving
+    if kv.rank == 0:
+        while _native.fate_of(kv.handle, 1) != "has ended":
+            time.sleep(0.01)
+        kv.fail("the disk is full")
+    raise SystemExit(kv.rank == 0)
 
 
 def another_net():
