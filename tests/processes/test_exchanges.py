@@ -11,7 +11,9 @@ from exchanges import assert_sound, cases
 from mpi_job import Job
 from places import SUPPORT
 
-WAYS = ["memory", "mpi", "relay"]  # by shared memory, by MPI, and by messages as those of Horovod and 'dist_sync'
+# By shared memory, by MPI, and by messages as those of Horovod and 'dist_sync'.
+WAYS = ["memory", "mpi", "relay"]
+SOME = [("memory", 3), ("mpi", 2), ("relay", 2)]
 
 
 def job(way, ranks, asked):
@@ -30,10 +32,9 @@ def jobs(parts):
 @pytest.fixture(scope="module")
 def some():
     """Every fault of every exchange, by one of the ways each."""
-    asked = cases([1], "later")
-    parts = {(way, 2): [] for way in WAYS}
-    for number, case in enumerate(asked):
-        parts[WAYS[(number + number // len(WAYS)) % len(WAYS)], 2].append(case)
+    parts = {part: [] for part in SOME}
+    for number, case in enumerate(cases([1], "later")):
+        parts[SOME[(number + number // len(SOME)) % len(SOME)]].append(case)
     return parts, jobs(parts)
 
 
@@ -49,9 +50,9 @@ def check(made, part):
     assert ended[part].code == 0, ended[part].output
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_some(some, way):
-    check(some, (way, 2))
+@pytest.mark.parametrize("part", SOME)
+def test_some(some, part):
+    check(some, part)
 
 
 def test_the_step_of_another_trainer(some):
