@@ -65,10 +65,10 @@ def test_steps(machines):
     assert f"Processes: <kvstore 'mpi': rank 1 of {ranks}, {way.get(machines, 'each by itself')}" in job.output
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_step_that_fails(fault):
+@pytest.mark.parametrize("fault, machines", [*((fault, "0,0") for fault in FAULTS), ("ends", "0,1")])
+def test_a_step_that_fails(fault, machines):
     """It changes no parameter, which the worker checks."""
-    job = Job(2, fault, worker=WORKER)
+    job = Job(2, fault, worker=WORKER, environment={"MPI_WORKER_MACHINES": machines})
     assert job.code not in (0, None)
     seconds, error = job.failure_of(0)
     assert seconds < 30

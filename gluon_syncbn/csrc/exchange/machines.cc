@@ -82,12 +82,15 @@ bool Machines::has_ended(Sum& sum) {
     return true;
 }
 
-void Machines::check(const std::string& exchange) {
+void Machines::check(const std::string& exchange, bool end_matters) {
     job_.arrivals(0);  // lets messages arrive
     job_.check_open();
-    for (const size_t rank : job_.everybody)
-        if (rank != job_.rank() && (job_.state_of(rank) == Mailbox::State::kFailed || job_.died(rank) != 0))
+    for (const size_t rank : job_.everybody) {
+        const Mailbox::State state = job_.state_of(rank);
+        if (rank != job_.rank() && (state == Mailbox::State::kFailed || job_.died(rank) != 0 ||
+                                    (state == Mailbox::State::kEnded && end_matters)))
             throw Failure(job_.loss(rank, exchange));
+    }
 }
 
 }  // namespace syncbn

@@ -36,8 +36,9 @@ class Machines {
     void begin(Type type, void* values, size_t count);
     // Whether the oldest sum that has not ended before has ended now.
     bool done();
-    // Throws if a process is known to have failed; `exchange` is the name of what this one is in.
-    void check(const std::string& exchange);
+    // Throws if a process is known to have failed, or, if `end_matters`, to have ended; `exchange` is the name of what
+    // this one is in.
+    void check(const std::string& exchange, bool end_matters);
 
   private:
     struct Sum {

@@ -22,7 +22,8 @@ constexpr double kPoll = 5e-5;  // seconds between two looks at a sum of machine
 // Whoever waits for others waits so many seconds longer than a rank that the others have overtaken, so that the rank that
 // knows both rounds reports it.
 constexpr double kLonger = 2;
-constexpr size_t kLine = 64;  // bytes of a cache line
+constexpr double kLastMessage = 5;  // seconds until what a rank has sent before its end is here
+constexpr size_t kLine = 64;        // bytes of a cache line
 
 // Widens the values of an array to the type of parameters, added up over the contexts.
 void widen(Type type, const std::vector<void*>& contexts, size_t begin, size_t count, char* out) {
@@ -200,7 +201,8 @@ class Sums::WaitForRanks final : public WaitForOthers {
     }
     void check_others() override {
         WaitForOthers::check_others();
-        if (sums_.machines_ != nullptr) sums_.machines_->check(name());
+        if (sums_.machines_ != nullptr)
+            sums_.machines_->check(name(), need_.of == Need::kMachines && waited() > kLastMessage);
     }
     std::string state() override {
         if (need_.of != Need::kOvertaken) return WaitForOthers::state();
