@@ -377,6 +377,11 @@ SYNCBN_API(void, gate, const Span<NDArrayHandle>& arrays) {
     check(syncbn::fail_arrays(arrays.values, arrays.count, nullptr));
 }
 
+// See operator/op.h.
+SYNCBN_API(void, forgive, NDArrayHandle marker, const Span<NDArrayHandle>& arrays) {
+    check(syncbn::forgive_arrays(marker, arrays.values, arrays.count));
+}
+
 // Lets readers of these arrays fail.
 SYNCBN_API(void, fail_arrays, const Span<NDArrayHandle>& arrays) {
     check(syncbn::fail_arrays(arrays.values, arrays.count, "no value"));

@@ -6,6 +6,7 @@ import functools
 import threading
 import weakref
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, Callable, ContextManager, Dict, List, Tuple
 
 import mxnet as mx
@@ -35,7 +36,8 @@ def install() -> None:
     replace(trainer.updating, gluon.Trainer, "_update")
     replace(trainer.updating_apart, gluon.Trainer, "update")
     replace(_saving, gluon.Parameter, "_reduce")
-    replace(_saving, gluon.Trainer, "save_states")
+    replace(_writing, mx.base._LIB, "MXNDArraySave")
+    replace(_giving_states, mx.optimizer.Updater, "get_states")
     replace(_reading, mx.nd.NDArray, "asnumpy", "wait_to_read")
     replace(blocks.noting, _BatchNorm, "__call__")
     replace(_issuing, mx.nd, "CachedOp")
@@ -102,10 +104,38 @@ def _reading(read: Callable, array: mx.nd.NDArray) -> Any:
         raise
 
 
-def _saving(save: Callable, owner: Any, *args: Any, **kwargs: Any) -> Any:
-    """The error of a failed step would come once for each array that it was to write. Weights are as they were."""
-    steps.settle_failed()
-    return save(owner, *args, **kwargs)
+def _saving(reduce: Callable, parameter: gluon.Parameter) -> mx.nd.NDArray:
+    """A copy of an array with an error has no values. A failed step leaves its error in running statistics."""
+    steps.settle(parameter._data or ())
+    steps.tell()
+    return reduce(parameter)
+
+
+def _giving_states(get: Callable, updater: Any, *args: Any, **kwargs: Any) -> bytes:
+    """A failed step leaves its error in the state of the optimizer, which is as it was. The file is open already."""
+    steps.settle(kinds.arrays_of(updater.states))
+    return get(updater, *args, **kwargs)
+
+
+def _writing(write: Callable, file: Any, count: Any, handles: Any, names: Any) -> int:
+    """MXNet opens the file before it waits for the arrays (`MXNDArraySave` in src/c_api/c_api.cc), so the error of one
+    would cost the file that was there. A parameter with the error of a failed step is as it was.
+    """
+    errors: Dict[Any, mx.MXNetError] = {}
+    for handle in handles:
+        try:
+            steps.wait_to_read(SimpleNamespace(handle=mx.base.NDArrayHandle(handle)))
+        except mx.MXNetError as error:
+            errors[handle] = error
+    if errors and _native.failure():
+        for parameter in [one for trainer in list(session.trainers) for one in trainer._params]:
+            for array in parameter._data or ():
+                errors.pop(array.handle.value, None)
+    if errors:
+        first = next(iter(errors.values()))
+        steps.failure_seen(first)
+        raise first
+    return write(file, count, handles, names)
 
 
 # ---- replicas -------------------------------------------------------------------------------------------------

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from contextlib import nullcontext
 from numbers import Real
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Sequence
+from typing import Any, Callable, ContextManager, Dict, Iterable, Iterator, List, Sequence
 
-import mxnet as mx
 from mxnet import gluon
 
 from .. import _native
@@ -17,7 +17,7 @@ from ..exchange.store import ProcessStore, numbered
 from ..system import arguments, environment
 from ..system.arguments import some
 from ..system.logs import log
-from ..training import devices
+from ..training import devices, steps
 from ..training.replicas import IN_GRAPH, NEVER, UNFUSED, followers_of, stores_of
 from ..training.session import NONFINITE, session
 from . import blocks
@@ -78,8 +78,8 @@ def initialising(initialise: Callable, trainer: gluon.Trainer) -> None:
         for text in _surprises(trainer):
             warnings.warn(text, stacklevel=4)
         _tell_who_meets(trainer._params)
-    if trainer._kvstore is not None:
-        _gate(trainer, with_running=True)
+    if trainer._kvstore is not None and _watches(trainer):
+        _native.gate([a for p in trainer._params for a in (p._data if p.grad_req == "null" else p._grad) or ()])
     if not isinstance(trainer._kvstore, ProcessStore):
         initialise(trainer)
         return
@@ -110,14 +110,13 @@ def _in_order(trainer: gluon.Trainer) -> List[gluon.Parameter]:
 def adding(add: Callable, trainer: gluon.Trainer) -> None:
     """A store of processes gets the gradients of a step together. MXNet gives them one by one, without an end."""
     devices.settle_gradients(trainer._params)
-    if trainer._update_on_kvstore:  # the store updates while it adds
-        _gate(trainer)
     store = trainer._kvstore
     if isinstance(store, ProcessStore):
         gradients = {p.name: p.list_grad() for p in _in_order(trainer) if p.grad_req != "null"}
         store.add_gradients(trainer, gradients, update_of(trainer))
     else:
-        add(trainer)
+        with _gated(trainer) if trainer._update_on_kvstore else nullcontext():  # the store updates while it adds
+            add(trainer)
 
 
 #: Of a parameter in a step.
@@ -147,9 +146,8 @@ def update_of(trainer: gluon.Trainer) -> str:
 
 
 def updating(update: Callable, trainer: gluon.Trainer, *args: Any, **kwargs: Any) -> None:
-    if not trainer._update_on_kvstore:
-        _gate(trainer)
-    update(trainer, *args, **kwargs)
+    with nullcontext() if trainer._update_on_kvstore else _gated(trainer):
+        update(trainer, *args, **kwargs)
 
 
 def updating_apart(update: Callable, trainer: gluon.Trainer, batch_size: Any, *args: Any, **kwargs: Any) -> None:
@@ -159,20 +157,15 @@ def updating_apart(update: Callable, trainer: gluon.Trainer, batch_size: Any, *a
     update(trainer, batch_size, *args, **kwargs)
 
 
-def _gate(trainer: gluon.Trainer, with_running: bool = False) -> None:
-    """Lets nothing use the gradients of a step that failed, nor, if asked, running statistics and the like.
+def _gated(trainer: gluon.Trainer) -> ContextManager[None]:
+    if not _watches(trainer):
+        return nullcontext()
+    trained = [p for p in trainer._params if p._grad is not None]
+    return steps.gated([g for p in trained for g in p._grad], [w for p in trained for w in p._data])
 
-    In MXNet a failed operator and all operators that are skipped because of it share one exception. The first reader of
-    any of their results removes the exception. Then operators that are still queued run. An update that was issued
-    before the loss was read would then use gradients that were never computed. The gate is an exception of its own,
-    between the gradients and their users.
-    """
-    if not (_native.layers() or isinstance(trainer._kvstore, ProcessStore)):
-        return
-    written: List[mx.nd.NDArray] = [g for p in trainer._params if p._grad is not None for g in p._grad]
-    if with_running:
-        written += [d for p in trainer._params if p.grad_req == "null" for d in p._data or ()]
-    _native.gate(written)
+
+def _watches(trainer: gluon.Trainer) -> bool:
+    return _native.layers() > 0 or isinstance(trainer._kvstore, ProcessStore)
 
 
 def _tell_who_meets(parameters: Iterable[gluon.Parameter]) -> None:

@@ -191,7 +191,7 @@ def _beginning(
     if not _is_synchronised(group) or not (group.for_training if is_train is None else is_train):
         forward(group, data_batch, is_train)
         return
-    steps.settle_failed()
+    steps.tell()
     try:
         with autograd.train_mode():  # whose scope is a step
             forward(group, data_batch, is_train)
@@ -211,18 +211,20 @@ def _within(backward: Callable, group: DataParallelExecutorGroup, *args: Any, **
             steps.break_off(f"{type(error).__name__} left the backward of a Module ({error})")
             session.raised = _native.failure()
         raise
-    _gate(group)
+    if _is_synchronised(group):
+        _native.gate(_all_of(group.grad_arrays))
 
 
 def _updating(update: Callable, module: Module) -> None:
     """Another module of the step may have failed since its backward."""
-    _gate(module._exec_group)
-    update(module)
+    group = module._exec_group
+    arrays = _all_of(group.grad_arrays), _all_of(group.param_arrays)
+    with steps.gated(*arrays) if _is_synchronised(group) else nullcontext():
+        update(module)
 
 
-def _gate(group: DataParallelExecutorGroup) -> None:
-    if _is_synchronised(group):
-        _native.gate([g for arrays in group.grad_arrays for g in arrays if g is not None])
+def _all_of(arrays: List[List[Optional[mx.nd.NDArray]]]) -> List[mx.nd.NDArray]:
+    return [one for of_contexts in arrays for one in of_contexts if one is not None]
 
 
 def _after_forward(
@@ -235,11 +237,10 @@ def _after_forward(
     A gamma that does not count is 1 for a Module that trains, as with plain BatchNorm on one context. On several, each
     update copies the gamma of the KVStore back, which nobody sets.
     """
-    steps.settle_failed()
     if _is_synchronised(group):
-        for executor in group.execs:
-            for output in executor.outputs:
-                output.wait_to_read()
+        outputs = [output for executor in group.execs for output in executor.outputs]
+        steps.settle([*outputs, *_all_of(group.param_arrays + group.aux_arrays)])
+        steps.tell()
     method(group, arg_params, *args, **kwargs)
     if _is_synchronised(group) and group.for_training:
         for name in gammas_without_effect(json_of(plain(group.symbol))):

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import sys
 import threading
-from typing import Any, List, Optional
+from typing import Any, Iterable, Iterator, List, Optional, Sequence
 
 import mxnet as mx
 
@@ -19,6 +19,8 @@ from ..system import logs
 from .session import session
 
 MOST_WAITS = 10
+#: MXNet's own, which does not note that a failure has been seen.
+wait_to_read: Any = mx.nd.NDArray.wait_to_read
 
 
 def drain() -> List[str]:
@@ -39,16 +41,44 @@ def drain() -> List[str]:
     return errors
 
 
-def settle_failed() -> None:
-    """After a failed step, removes its error from the arrays, so that they can be saved. The step stays failed.
+@contextlib.contextmanager
+def gated(gradients: Sequence[mx.nd.NDArray], weights: Sequence[mx.nd.NDArray]) -> Iterator[None]:
+    """Within the block, an update is issued. If the step fails, it changes nothing, and what is issued after the block
+    reads the weights as they were.
 
-    MXNetError: once, if no exception is being handled, and none went through a scope: the caller may not know of it.
+    In MXNet a failed operator and all operators that are skipped because of it share one exception. The first reader of
+    any of their results removes the exception. Then operators that are still queued run. An update that was issued
+    before the loss was read would then use gradients that were never computed. The gate is an exception of its own,
+    between the gradients and their users, which would also stay in the weights.
     """
-    reason = "" if session.depth() else _native.failure()
-    if not reason:
-        return
-    drain()
-    if reason != session.raised and sys.exc_info()[0] is None:
+    _native.gate(gradients)
+    try:
+        yield
+    finally:
+        _native.forgive(mx.nd.empty((1,), ctx=mx.cpu()), weights)
+
+
+def settle(arrays: Iterable[mx.nd.NDArray]) -> None:
+    """Waits for arrays that are to be saved, and takes the error of a failed step from them. MXNetError: another one.
+
+    Temporary space may have that error, too, and passes it on to a sum of replicas that takes it.
+    """
+    for array in arrays:
+        try:
+            wait_to_read(array)
+        except mx.MXNetError:
+            if not _native.failure():
+                raise
+    if _native.failure():
+        drain()
+
+
+def tell() -> None:
+    """MXNetError: the step has failed, and the caller may not know of it, because no exception is being handled, and
+    none went through a scope or a reader. It comes once.
+    """
+    reason = _native.failure()
+    if reason and reason != session.raised and sys.exc_info()[0] is None:
         session.raised = reason
         raise mx.MXNetError(reason)
 

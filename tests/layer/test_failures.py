@@ -3,6 +3,7 @@
 import gc
 import json
 import logging
+import pickle
 import re
 import sys
 import threading
@@ -446,13 +447,60 @@ def test_a_net_is_saved_after_a_failed_step(contexts, rng, tmp_path, updates, ho
             fail()
     else:
         fail(reads=False)
-        with pytest.raises(mx.MXNetError):
-            nd.waitall()  # may raise another error than the step's
         with pytest.raises(mx.MXNetError, match=r"1 of 2 replicas arrived"):
             save()
     save()
     net.load_parameters(str(tmp_path / "net.params"), ctx=places)
     assert weights() == before
+
+
+@pytest.mark.parametrize("updates", [True, False], ids=["store", "trainer"])
+def test_files_while_a_step_fails(contexts, rng, tmp_path, updates):
+    """As after Ctrl-C, with the step in flight. What is computed of lost values costs no file that was there."""
+    places = contexts[:2]
+    net = nn.HybridSequential()
+    net.add(nn.Dense(5, in_units=5), SyncBatchNorm(in_channels=5), nn.Dense(5, in_units=5))
+    net.initialize(ctx=places)
+    net.hybridize()
+    trainer = gluon.Trainer(net.collect_params(), "adam", update_on_kvstore=updates)
+    xs, heads = ([nd.array(rng.randn(4, 5), ctx=place) for place in places] for _ in range(2))
+
+    def all_of(change=lambda array: array):
+        return {name: change(p.data(places[0])) for name, p in net.collect_params().items()}
+
+    def values(path):
+        if path.endswith("states"):
+            states, _ = pickle.loads(Path(path).read_bytes())
+            return [value.asnumpy().tolist() for number in sorted(states) for value in states[number]]
+        return {name: value.asnumpy().tolist() for name, value in nd.load(path).items()}
+
+    ways = {
+        "net.params": net.save_parameters,
+        "net-0000.params": lambda path: net.export(path[: -len("-0000.params")]),
+        "arrays.params": lambda path: nd.save(path, all_of()),
+        "trainer.states": trainer.save_states,
+        "copies.params": lambda path: nd.save(path, all_of(lambda array: array + 0)),
+    }
+    for name, save in ways.items():
+        path = str(tmp_path / name)
+        forward_and_backward(net, xs, heads)
+        trainer.step(8)
+        save(path)
+        before = values(path)
+        try:
+            with short_waits(), autograd.record():
+                y = net(xs[0])
+            y.backward()
+            trainer.step(8, ignore_stale_grad=True)
+            raise OutOfData
+        except OutOfData:
+            if name == "copies.params":  # also of running statistics
+                with pytest.raises(mx.MXNetError, match="1 of 2 replicas arrived"):
+                    save(path)
+            else:
+                save(path)
+        assert values(path) == before, name
+        assert all(np.isfinite(value.asnumpy()).all() for value in all_of().values())
 
 
 @pytest.mark.parametrize("called", [0, 1])

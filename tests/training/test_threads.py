@@ -454,7 +454,7 @@ def test_who_could_call_while_a_thread_reads(monkeypatch, tmp_path, read):
     reader = threading.Thread(target=step, name="reader")
     reader.start()
     try:
-        name = read if read in ("wait_to_read", "waitall", "save") else "asnumpy"
+        name = {"waitall": "waitall", "wait_to_read": read, "save": "wait_to_read"}.get(read, "asnumpy")
         text = f"thread 'reader' waits in {name} ({__file__}, line "
         said, for_all = answer(text)
         assert said.startswith(text) and f'"{read}": lambda y, path: ' in said

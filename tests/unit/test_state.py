@@ -18,7 +18,7 @@ from mxnet import autograd, gluon
 from mxnet.gluon import contrib
 
 def functions():
-    found = {}
+    found = {("_LIB.MXNDArraySave", "mxnet.base"): id(mx.base._LIB.MXNDArraySave)}
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] == "mxnet" and isinstance(module, types.ModuleType):
             for key, value in [item for item in vars(module).items() if callable(item[1])]:

@@ -40,11 +40,12 @@ struct Failing {
         self.turn = turn_to_fail();
         throw dmlc::Error(*self.why);
     }
-    // Returns MXNet's status.
-    static int push(void* array, std::optional<dmlc::Error> why) {
+    // Returns MXNet's status. The arrays share the error.
+    static int push(void** arrays, int64_t count, std::optional<dmlc::Error> why) {
         const auto remove = [](void* parameter) { delete static_cast<Failing*>(parameter); };
         auto* self = new Failing{std::move(why)};
-        return mx.MXEnginePushSyncND(run, self, remove, &kCpu, nullptr, 0, &array, 1, &kNoSkip, 0, "gluon_syncbn");
+        return mx.MXEnginePushSyncND(run, self, remove, &kCpu, nullptr, 0, arrays, static_cast<int>(count), &kNoSkip, 0,
+                                     "gluon_syncbn");
     }
 };
 
@@ -56,7 +57,7 @@ void fail_array(void* array, const char* what) {
     static std::mutex& mutex = *new std::mutex;
     std::lock_guard<std::mutex> lock(mutex);
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
-    if (Failing::push(array, error_with(what)) != 0) throw error_with(what);
+    if (Failing::push(&array, 1, error_with(what)) != 0) throw error_with(what);
 }
 
 constexpr int kPropertyCallbacks = 8;
@@ -390,8 +391,22 @@ int fail_arrays(void** arrays, int64_t count, const char* why) {
     int status = mx.MXEnginePushSyncND([](void*, void*) {}, nullptr, nullptr, &kCpu, arrays, static_cast<int>(count),
                                        nullptr, 0, &kNoSkip, 0, "gluon_syncbn");
     for (int64_t i = 0; i < count && status == 0; ++i)
-        status = Failing::push(arrays[i], why == nullptr ? std::nullopt : std::optional(error_with(why)));
+        status = Failing::push(arrays + i, 1, why == nullptr ? std::nullopt : std::optional(error_with(why)));
     return status;
+}
+
+int forgive_arrays(void* marker, void** arrays, int64_t count) {
+    std::vector<void*> all(arrays, arrays + count);
+    all.push_back(marker);
+    int status = Failing::push(all.data(), count + 1, std::nullopt);
+    void* own = nullptr;
+    if (status == 0) status = mx.MXShallowCopyNDArray(marker, &own);
+    if (status != 0) return status;
+    // The marker is there, so that nothing waits. Reading the error removes it from all.
+    const auto read = [](void*, void* marker) { mx.MXNDArrayWaitToRead(marker); };
+    const auto remove = [](void* marker) { mx.MXNDArrayFree(marker); };
+    return mx.MXEnginePushSyncND(read, own, remove, &kCpu, &marker, 1, arrays, static_cast<int>(count), &kNoSkip, 0,
+                                 "gluon_syncbn");
 }
 
 int register_operator(const MXNet& functions) {
