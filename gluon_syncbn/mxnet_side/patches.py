@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any, Callable, ContextManager, Dict, List, Tuple
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, Tuple
 
 import mxnet as mx
 from mxnet import autograd, gluon
@@ -147,17 +147,37 @@ _of_thread = threading.local()
 def for_replica(call: Callable, block: gluon.Block, *args: Any) -> Any:
     """For layers on several CPU contexts: the outermost block that is called in training issues the operators of a
     replica. These take resources of their own (csrc/native/resources.cc).
+
+    A block that cannot be hybridized and has no parameters, such as a loss, may read what no layer feeds. So its
+    operators take temporary space that is free: that of the replica may be held by operators that wait for a layer.
     """
+    if not isinstance(block, gluon.HybridBlock) and not _has_parameters(block):
+        with _spare_space(True):
+            return call(block, *args)
     is_outermost = not getattr(_of_thread, "issues", False) and autograd.is_training()
     given = kinds.arrays_of(args) if is_outermost else []
     if not any(isinstance(one, mx.nd.NDArray) and _native.issue_for(one) for one in given):
         return call(block, *args)
     _of_thread.issues = True
     try:
-        return call(block, *args)
+        with _spare_space(False):
+            return call(block, *args)
     finally:
         _of_thread.issues = False
         _native.issue_on(-1)
+
+
+@contextmanager
+def _spare_space(uses: bool) -> Iterator[None]:
+    before = _native.use_spare_space(uses)
+    try:
+        yield
+    finally:
+        _native.use_spare_space(before)
+
+
+def _has_parameters(block: gluon.Block) -> bool:
+    return len(block._params.keys()) > 0 or any(map(_has_parameters, block._children.values()))
 
 
 # ---- graphs ---------------------------------------------------------------------------------------------------

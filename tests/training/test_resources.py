@@ -188,6 +188,38 @@ def test_patterns(contexts, rng, pattern, at_once):
                 assert all(np.isfinite(gradient.asnumpy()).all() for gradient in parameter.list_grad())
 
 
+class ReadingLoss(gluon.Block):
+    def forward(self, y, label):
+        return a_loss(y) if label.sum() > 0 else y.sum() * 0
+
+
+class Both(gluon.Block):
+    def __init__(self, net, loss):
+        super().__init__()
+        self.net, self.loss = net, loss
+
+    def forward(self, x, label):
+        return self.loss(self.net(x), label)
+
+
+@pytest.mark.parametrize("kind", ["block", "inner block", "function"])
+def test_a_loss_reads_its_labels(contexts, rng, kind):
+    """Between the replicas: no layer feeds them. Operators that wait for a layer hold all space of the replica."""
+    places = contexts[:3]
+    net, loss = a_net(places), ReadingLoss()
+    both = Both(net, loss)
+    calls = {
+        "block": lambda x, label: loss(net(x), label),
+        "inner block": both,
+        "function": lambda x, label: loss.forward(net(x), label),
+    }
+    xs = [nd.array(rng.randn(2, 4, 8, 8), ctx=place) for place in places]
+    with autograd.record():
+        losses = [calls[kind](x, nd.ones((8, 8), ctx=x.ctx)) for x in xs]
+    autograd.backward(losses)
+    assert all(np.isfinite(y.asscalar()) for y in losses)
+
+
 def a_step(net, xs):
     with autograd.record():
         ys = [net(x) for x in xs]

@@ -25,7 +25,10 @@ std::string separate_resources();
 // Says that this thread begins to issue the operators of a replica on this CPU context, on whatever context they run;
 // -1: of none. Returns the context before.
 int issue_on(int context) noexcept;
-// The same for the context of an array, if this thread trains there and issues for no replica yet. Returns whether it
+// Says whether this thread's operators take temporary space that is free, also where it issues those of a replica.
+// Returns what it has said before.
+bool use_spare_space(bool uses) noexcept;
+// Like `issue_on`, for the context of an array, if this thread trains there and issues for no replica yet. Returns whether it
 // is so.
 bool issue_for(void* array) noexcept;
 

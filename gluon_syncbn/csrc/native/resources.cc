@@ -64,6 +64,7 @@ Idle* idle = new Idle;  // never destroyed: threads may end after it
 
 struct OfThread {
     int context = -1;                          // of the replica that it issues
+    bool spare_space = false;                  // its operators take free copies, whatever the replica
     std::map<int, ResourceManager*> managers;  // by context
     Copies copies;
     size_t last = 0;  // the copy that was taken last
@@ -146,11 +147,12 @@ int replica_of(const Place& place, int kind) {
     mx.MXAutogradIsTraining(&training);
     // Initial values are drawn within the first call of a net, outside of training.
     if (kind != kTempSpace && !training) return -1;
+    if (kind == kTempSpace && of_thread.spare_space) return -1;
     if (of_thread.context >= 0) return of_thread.context;
     if (place.type != Place::kCpu) return -1;
-    if (place.number > 0) return place.number;
-    mx.MXAutogradIsRecording(&recording);
-    return training && !recording ? 0 : -1;  // a backward does not record
+    mx.MXAutogradIsRecording(&recording);  // a backward does not
+    if (kind == kTempSpace && recording) return -1;
+    return place.number > 0 || (training && !recording) ? place.number : -1;
 }
 
 Resource request(ResourceManager* self, Place place, const int& kind) {
@@ -217,6 +219,11 @@ std::string separate_resources() {
 int issue_on(int context) noexcept {
     std::swap(context, of_thread.context);
     return context;
+}
+
+bool use_spare_space(bool uses) noexcept {
+    std::swap(uses, of_thread.spare_space);
+    return uses;
 }
 
 bool issue_for(void* array) noexcept {
