@@ -38,7 +38,7 @@ def install() -> None:
     replace(_saving, gluon.Parameter, "_reduce")
     replace(_writing, mx.base._LIB, "MXNDArraySave")
     replace(_giving_states, mx.optimizer.Updater, "get_states")
-    replace(_reading, mx.nd.NDArray, "asnumpy", "wait_to_read")
+    replace(_raising, mx.base, "get_last_ffi_error")
     replace(blocks.noting, _BatchNorm, "__call__")
     replace(_issuing, mx.nd, "CachedOp")
     replace(_once, gluon.HybridBlock, "_build_cache")
@@ -96,12 +96,10 @@ def _leaving(leave: Callable, scope: Any, kind: Any, value: Any, trace: Any) -> 
             steps.scope_left(kind, value)
 
 
-def _reading(read: Callable, array: mx.nd.NDArray) -> Any:
-    try:
-        return read(array)
-    except mx.MXNetError as error:
-        steps.failure_seen(error)
-        raise
+def _raising(make: Callable) -> Exception:
+    error = make()
+    steps.failure_seen(error)
+    return error
 
 
 def _saving(reduce: Callable, parameter: gluon.Parameter) -> mx.nd.NDArray:
@@ -121,12 +119,7 @@ def _writing(write: Callable, file: Any, count: Any, handles: Any, names: Any) -
     """MXNet opens the file before it waits for the arrays (`MXNDArraySave` in src/c_api/c_api.cc), so the error of one
     would cost the file that was there. A parameter with the error of a failed step is as it was.
     """
-    errors: Dict[Any, mx.MXNetError] = {}
-    for handle in handles:
-        try:
-            steps.wait_to_read(SimpleNamespace(handle=mx.base.NDArrayHandle(handle)))
-        except mx.MXNetError as error:
-            errors[handle] = error
+    errors = steps.errors_of(SimpleNamespace(handle=mx.base.NDArrayHandle(handle)) for handle in handles)
     if errors and _native.failure():
         for parameter in [one for trainer in list(session.trainers) for one in trainer._params]:
             for array in parameter._data or ():

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import sys
 import threading
-from typing import Any, Iterable, Iterator, List, Optional, Sequence
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence
 
 import mxnet as mx
 
@@ -19,8 +19,6 @@ from ..system import logs
 from .session import session
 
 MOST_WAITS = 10
-#: MXNet's own, which does not note that a failure has been seen.
-wait_to_read: Any = mx.nd.NDArray.wait_to_read
 
 
 def drain() -> List[str]:
@@ -32,12 +30,14 @@ def drain() -> List[str]:
     after `MOST_WAITS` errors every wait fails, and another one would fail too.
     """
     errors: List[str] = []
+    raised = session.raised
     while len(errors) < MOST_WAITS:
         try:
             mx.nd.waitall()
             break
         except mx.MXNetError as error:
             errors.append(str(error))
+    session.raised = raised
     return errors
 
 
@@ -63,14 +63,23 @@ def settle(arrays: Iterable[mx.nd.NDArray]) -> None:
 
     Temporary space may have that error, too, and passes it on to a sum of replicas that takes it.
     """
-    for array in arrays:
-        try:
-            wait_to_read(array)
-        except mx.MXNetError:
-            if not _native.failure():
-                raise
+    errors = errors_of(arrays)
     if _native.failure():
         drain()
+    elif errors:
+        raise next(iter(errors.values()))
+
+
+def errors_of(arrays: Iterable[Any]) -> Dict[int, mx.MXNetError]:
+    """Waits for arrays, and takes their errors from them. Returns these, by handle. The program has not seen them."""
+    raised, errors = session.raised, {}
+    for array in arrays:
+        try:
+            mx.nd.NDArray.wait_to_read(array)
+        except mx.MXNetError as error:
+            errors[array.handle.value] = error
+    session.raised = raised
+    return errors
 
 
 def tell() -> None:
@@ -168,7 +177,7 @@ def break_off(what: str) -> None:
 
 
 def failure_seen(error: BaseException) -> None:
-    """Notes an error that has reached the program. If it is the step's failure, the next step does not report it."""
+    """Notes an error that reaches the program. If it is the step's failure, the next step does not report it."""
     reason = _native.failure()
     if reason and reason in str(error):
         session.raised = reason
