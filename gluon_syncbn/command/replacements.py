@@ -19,11 +19,13 @@ from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from mxnet.gluon.nn.basic_layers import _BatchNorm
 
 from .. import _native, layer, parallel
+from ..exchange import named
 from ..mxnet_side import blocks, compatibility, lifetime, patches
 from ..nets import checkpoint, executors
 from ..nets.convert import convert as convert_layers
 from ..system import arguments, logs
 from ..training import steps
+from ..training.session import session
 
 MOST_CPUS = 1024
 HELPERS = "gluoncv.utils.parallel"
@@ -60,7 +62,8 @@ class SyncBatchNorm(layer.SyncBatchNorm):
 
 
 def install(cpus: Optional[int] = None, convert: bool = False) -> str:
-    """Replaces contrib's layer and operator, and GluonCV's parallel helpers, by those of this package.
+    """Replaces contrib's layer and operator, GluonCV's parallel helpers, and MXNet's KVStores by the names of those of
+    `gluon_syncbn.kvstore`, by those of this package.
 
     `uninstall` restores them. docs/migrating.md lists what becomes what. Names in all loaded modules are replaced. If
     GluonCV is not imported yet, its import replaces those of its helpers. A second call with the same arguments changes
@@ -99,7 +102,7 @@ def install(cpus: Optional[int] = None, convert: bool = False) -> str:
             arguments.refuse(name, value, f"{before}, as installed before; call gluon_syncbn.uninstall() first")
     if _installed:
         return _words()
-    _put([(ContribSyncBatchNorm, SyncBatchNorm)])
+    _put([(ContribSyncBatchNorm, SyncBatchNorm), (mx.kvstore.create, _creating(mx.kvstore.create))])
     # A symbol that reaches `SymbolBlock` goes to Gluon. Others are found when they are bound.
     patches.replace(_synchronising, SymbolBlock, "__init__")
     executors.operators.add(OPERATOR)
@@ -150,6 +153,13 @@ def uninstall(everything: bool = False) -> None:
         )
 
 
+def _creating(create: Callable) -> Callable:
+    """MXNet has no store ``'mpi'`` or ``'horovod'`` and makes a local one, and ours cannot use its ``'dist_sync'``."""
+    return functools.wraps(create)(
+        lambda name="local": session.store(name) if named.spans_processes(name) else create(name)
+    )
+
+
 def _synchronising(construct: Callable[..., None], block: SymbolBlock, *args: Any, **kwargs: Any) -> None:
     construct(block, *args, **kwargs)
     nodes = [node for node in blocks.recorded(block) if node.operator == OPERATOR] if _installed else []
@@ -187,7 +197,8 @@ _settings: Dict[str, Any] = {}  # the arguments of `install`
 def _words() -> str:
     words = (
         "gluon_syncbn's SyncBatchNorm for mx.gluon.contrib.nn.SyncBatchNorm and, in a SymbolBlock or a Module, "
-        f"mx.sym.contrib.SyncBatchNorm, and gluon_syncbn.parallel for {HELPERS}"
+        f"mx.sym.contrib.SyncBatchNorm, gluon_syncbn.parallel for {HELPERS}, and gluon_syncbn.kvstore for the names "
+        f"{', '.join(named.TRANSPORTS)} in mx.kvstore.create"
     )
     if _settings["convert"]:
         words += "; and it converts the nets that a gluon.Trainer or a Module trains"

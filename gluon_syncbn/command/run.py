@@ -11,8 +11,9 @@ import os
 import sys
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
-from typing import Any, Callable, List, NoReturn, Optional, Tuple
+from typing import Any, Callable, Iterator, List, NoReturn, Optional, Tuple
 
+from ..mxnet_side.trainer import left_alone
 from ..nets import executors
 from ..system.distribution import __version__
 from ..training.replicas import Replicas
@@ -65,20 +66,31 @@ def main(arguments: Optional[List[str]] = None) -> int:
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
-    _tell_of_nothing(script, convert)
+    if session.training_threads or executors.trained:
+        for text in _what_met(script, convert):
+            print(f"gluon_syncbn: {text}", file=sys.stderr, flush=True)
     return 0
 
 
-def _tell_of_nothing(script: str, convert: bool) -> None:
-    """Tells if the script has trained, and nothing was synchronised."""
-    if Replicas.any_met or not (session.training_threads or executors.trained):
-        return
-    remedy = "try run --convert, if the script has no option of its own for it"
-    if convert:
-        remedy = "its nets have no batch normalisation, or no gluon.Trainer or Module trains them"
-    if Replicas.any_ran:
-        remedy = "its layers had one device each"
-    print(f"gluon_syncbn: {script} has trained, and nothing was synchronised: {remedy}", file=sys.stderr, flush=True)
+def _what_met(script: str, convert: bool) -> Iterator[str]:
+    """Tells of a script that has trained which layers met, or why nothing was synchronised."""
+    between = [store for store in session.stores if store.known and store.replicas > 1]
+    within = {layer: replicas for layer, replicas in Replicas.met.items() if replicas > 1}
+    for store in between:
+        within = {layer: replicas for layer, replicas in within.items() if layer not in store.known}
+        yield f"the statistics of {len(store.known)} layers meet over {store!r}: {store.replicas} replicas"
+    if within:
+        most = max(within.values())
+        yield f"the statistics of {len(within)} layers meet within this process: {most} replicas"
+    if not between and not within:
+        remedy = "try run --convert, if the script has no option of its own for it"
+        if convert:
+            remedy = "its nets have no batch normalisation, or no gluon.Trainer or Module trains them"
+        if Replicas.any_ran:
+            remedy = "its layers had one device each"
+        yield f"{script} has trained, and nothing was synchronised: {remedy}"
+    if left_alone() and not session.stores:
+        yield left_alone()
 
 
 def _execute(path: str) -> None:

@@ -26,6 +26,11 @@ PACKAGES = {
 }
 
 
+def spans_processes(name: Any) -> bool:
+    """Whether a store of this name spans processes. A program may have registered one of its own with MXNet."""
+    return isinstance(name, str) and name in TRANSPORTS and name not in mx.kvstore.KVStoreBase.kv_registry
+
+
 def transport(name: Any) -> Transport:
     """Returns the transport of this name. ImportError: a package that it needs is not installed."""
     if not isinstance(name, str) or name not in TRANSPORTS:
@@ -43,7 +48,9 @@ _adding = functools.lru_cache(maxsize=None)(DeviceExchange)
 
 
 def exchange(kvstore: Any) -> Optional[Exchange]:
-    """Returns the exchange for ``None`` (see `configure`), a name or a KVStore. ValueError: it adds no statistics."""
+    """Returns the exchange for ``None`` (see `configure`), a name of one process, or a KVStore. ValueError: it adds no
+    statistics.
+    """
     if kvstore is None or isinstance(kvstore, ProcessStore):
         return kvstore
     if isinstance(kvstore, str) and kvstore in IN_CORE:
@@ -66,7 +73,7 @@ def exchange(kvstore: Any) -> Optional[Exchange]:
     return _adding(kvstore)
 
 
-_EXPECTED = f"one of {(*TYPES, *IN_CORE)}, a KVStore object or None"
+_EXPECTED = f"one of {(*TYPES, *IN_CORE, *TRANSPORTS)}, a KVStore object or None"
 
 
 def _refusal(name: str) -> str:
@@ -75,10 +82,9 @@ def _refusal(name: str) -> str:
             " MXNet's store runs the optimizer on all that is pushed, statistics too. "
             "gluon_syncbn.kvstore('dist_sync') makes one for gradients and statistics, in its place."
         )
-    return {
-        "horovod": " MXNet 1.9.1 has no store of that name and silently creates a local one; "
-        "gluon_syncbn.kvstore('horovod') makes one.",
-        "mpi": " gluon_syncbn.kvstore('mpi') makes one between processes.",
-        "nccl": " A store of NCCL serves only the keys that it had at its first sum, so a Trainer cannot share it; the "
-        "name 'nccl' does without one.",
-    }.get(name, "")
+    if name == "nccl":
+        return (
+            " A store of NCCL serves only the keys that it had at its first sum, so a Trainer cannot share it; the "
+            "name 'nccl' does without one."
+        )
+    return ""

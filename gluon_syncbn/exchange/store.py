@@ -93,6 +93,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         self._transport = transport
         #: What the processes have agreed on, by layer.
         self.known: Dict[int, Agreed] = {}
+        self.replicas = 0  # of such a layer, in all processes
         self._rounds: Dict[str, Iterator[int]] = {}  # of exchanges, by their names
         self._trainers: weakref.WeakKeyDictionary[Any, _TrainerState] = weakref.WeakKeyDictionary()
         #: Whether gradients of GPUs may go over NCCL.
@@ -432,8 +433,8 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
                 new.sort(key=lambda layer: numbered(_describe(layer)[0]))
             advice = "; layers that train in one process only need a KVStore of their own"
             self.compare(everyone, "the net: layer", advice)
-            count, total = len(everyone[0]), sum(one[0][2] for one in everyone)
-            log.info("the statistics of %d layers meet over %r: %d replicas", count, self, total)
+            self.replicas = sum(one[0][2] for one in everyone)
+            log.info("the statistics of %d layers meet over %r: %d replicas", len(everyone[0]), self, self.replicas)
             for layer, *of_ranks in zip(new, *everyone):
                 replicas = [one[2] for one in of_ranks]
                 problem = layer.pooling.problem(sum(replicas))

@@ -13,6 +13,7 @@ from typing import Any, Callable, ContextManager, Dict, Iterable, Iterator, List
 from mxnet import gluon
 
 from .. import _native
+from ..exchange import named
 from ..exchange.store import ProcessStore, numbered
 from ..system import arguments, environment
 from ..system.arguments import some
@@ -59,7 +60,19 @@ def _share_store(trainer: gluon.Trainer) -> None:
     stores = [] if chosen else stores_of(trainer._params)
     if len(stores) == 1 and settings["kvstore"] is not stores[0]:
         settings["kvstore"] = stores[0]
-        log.info("the Trainer uses the KVStore of the layers: %r", stores[0])
+        if followers_of(trainer._params):
+            log.info("the Trainer uses the KVStore of the layers: %r", stores[0])
+        else:
+            log.warning(
+                "a Trainer whose net has no layer of gluon_syncbn adds its gradients over all processes: it has no "
+                "kvstore=, and %r is that of gluon_syncbn.configure. kvstore=None makes a Trainer of one process, "
+                "kvstore='device' one of several devices of it",
+                stores[0],
+            )
+    # MXNet has no store of the first names, and makes a local one without a word.
+    name = settings["kvstore"]
+    if named.spans_processes(name) and (name != "dist_sync" or session.stores or followers_of(trainer._params)):
+        settings["kvstore"] = session.store(name)
     store = settings["kvstore"]
     if isinstance(store, ProcessStore):
         store.expect(trainer)
@@ -176,15 +189,22 @@ def _tell_who_meets(parameters: Iterable[gluon.Parameter]) -> None:
         return  # the store tells what the processes have agreed on
     replicas = len(meeting[0].contexts)
     log.info("the statistics of %d layers meet within this process: %d replicas", len(meeting), replicas)
+    if left_alone() and not session.warned:
+        session.warned = True
+        log.warning(left_alone())
+
+
+def left_alone() -> str:
+    """Returns what to say where no layer meets those of other processes; empty if no launcher has started others."""
     for variable, other, store in _LAUNCHERS:
         size = environment.read(variable)
-        if size.isdigit() and int(size) > 1 and (not other or environment.read(other)) and not session.warned:
-            session.warned = True
-            log.warning(
+        if size.isdigit() and int(size) > 1 and (not other or environment.read(other)):
+            return (
                 f"This is one of {size} processes ({variable}), but its layers meet no replica of the others. For "
-                f"statistics and gradients of all processes, write kv = gluon_syncbn.kvstore({store!r}) and "
-                "gluon.Trainer(..., kvstore=kv). mode='local' is for statistics of each device."
+                f"statistics and gradients of all processes, write gluon.Trainer(..., kvstore={store!r}), or choose "
+                "it where the script has an option for it. mode='local' is for statistics of each device."
             )
+    return ""
 
 
 def _surprises(trainer: gluon.Trainer) -> Iterator[str]:

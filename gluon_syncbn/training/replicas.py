@@ -75,9 +75,10 @@ class Replicas:
     by_token: ClassVar[weakref.WeakValueDictionary[str, Replicas]] = weakref.WeakValueDictionary()
     #: By the numbers of their eager calls in the core.
     by_call: ClassVar[weakref.WeakValueDictionary[str, Replicas]] = weakref.WeakValueDictionary()
-    #: Whether any layer of the process has trained, and with several replicas.
+    #: Whether any layer of the process has trained.
     any_ran: ClassVar[bool] = False
-    any_met: ClassVar[bool] = False
+    #: The layers that have trained with others, by their numbers: how many replicas each has in this process.
+    met: ClassVar[Dict[int, int]] = {}
 
     def __init__(
         self,
@@ -170,7 +171,8 @@ class Replicas:
         """Notes that the layer is called in training."""
         self.ran = how
         Replicas.any_ran = True
-        Replicas.any_met = Replicas.any_met or (self.meets() and self.pooling.mode != "local")
+        if self.meets() and self.pooling.mode != "local":
+            self.met[self.id] = len(self.contexts)
 
     def meets(self) -> bool:
         """Whether the layer has several replicas."""

@@ -52,10 +52,25 @@ class Session:
 
     def exchange_of(self, kvstore: Any) -> Optional[Exchange]:
         """Returns the exchange for the argument ``kvstore``; ValueError if there is none."""
+        if named.spans_processes(kvstore):
+            return self.store(kvstore)
         exchange = named.exchange(kvstore)
         if isinstance(exchange, ProcessStore) and exchange not in self.stores:
             self.stores.append(exchange)
         return exchange
+
+    def store(self, name: str) -> ProcessStore:
+        """Returns the one store of several processes of this name."""
+        store = next((one for one in self.stores if one.type == f"gluon_syncbn_{name}"), None)
+        if store is None:
+            store = ProcessStore(name, named.transport(name))
+            self.stores.append(store)
+            try:
+                store.meet_in_memory()
+            except BaseException as error:
+                store.fail(f"rank {store.rank} left gluon_syncbn.kvstore with {type(error).__name__}: {error}")
+                raise
+        return store
 
     def set_exchange(self, exchange: Optional[Exchange]) -> None:
         self.exchange = exchange
@@ -157,7 +172,9 @@ def configure(
         The exchange that adds the statistics over contexts. ``None``, the default: shared memory. GPUs gather the
         statistics with NCCL, or through host memory if this build of MXNet has no NCCL. ``'nccl'``: NCCL, or an error.
         ``'host'``: shared memory, for GPUs too. ``'device'``, ``'local'`` or such a KVStore object: MXNet's reduction.
-        A store of `gluon_syncbn.kvstore`: over all processes of the job.
+        A store of `gluon_syncbn.kvstore`, or its name: over all processes of the job. Every ``gluon.Trainer`` without
+        ``kvstore=`` then adds its gradients there, also one of a net without such a layer. ``kvstore=None`` makes a
+        Trainer of one process, ``kvstore='device'`` one of several devices of it.
     timeout : float
         Seconds that a replica waits for the others, initially 300. Then the step fails with an `MXNetError`
         that names the layer, who arrived and who is missing.
@@ -193,7 +210,8 @@ def configure(
 
 
 def kvstore(name: Literal["mpi", "horovod", "dist_sync"], *, gpus: Optional[Literal["host"]] = None) -> ProcessStore:
-    """Returns a KVStore over all processes of the job, for `configure`, ``gluon.Trainer`` and ``SyncBatchNorm``.
+    """Returns a KVStore over all processes of the job, for `configure`, ``gluon.Trainer`` and ``SyncBatchNorm``, which
+    take its name, too.
 
     The processes must build and initialise the same net; Gluon's names may differ. If a process ends, hangs or fails,
     the step of all processes ends in an `MXNetError` that names the layer and the rank. The job ends too.
@@ -225,15 +243,7 @@ def kvstore(name: Literal["mpi", "horovod", "dist_sync"], *, gpus: Optional[Lite
     """
     if gpus is not None and (not isinstance(gpus, str) or gpus != "host"):
         arguments.refuse("gpus", gpus, "'host' or None, which takes NCCL for gradients where it can")
-    store = next((one for one in session.stores if one.type == f"gluon_syncbn_{name}"), None)
-    if store is None:
-        store = ProcessStore(name, named.transport(name))
-        session.stores.append(store)
-        try:
-            store.meet_in_memory()
-        except BaseException as error:
-            store.fail(f"rank {store.rank} left gluon_syncbn.kvstore with {type(error).__name__}: {error}")
-            raise
+    store = session.store(name)
     store.nccl = store.nccl and gpus is None
     return store
 

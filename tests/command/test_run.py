@@ -60,12 +60,12 @@ class Job:
     def __init__(self, folder):
         self.folder = folder
 
-    def start(self, text, *command):
+    def start(self, text, *command, launcher=()):
         (self.folder / "scripts").mkdir(exist_ok=True)
         (self.folder / "scripts" / "helper.py").write_text("")
         (self.folder / "scripts" / "train.py").write_text(text)
         return subprocess.Popen(
-            [sys.executable, "-W", "ignore", *command],
+            [*launcher, sys.executable, "-W", "ignore", *command],
             cwd=str(self.folder),
             env=shell(PACKAGE.parent, SUPPORT),
             stdout=subprocess.PIPE,
@@ -73,9 +73,9 @@ class Job:
             text=True,
         )
 
-    def run(self, text, *command):
+    def run(self, text, *command, **settings):
         """Exit code, output and errors."""
-        with self.start(text, *command) as process:
+        with self.start(text, *command, **settings) as process:
             try:
                 output, errors = process.communicate(timeout=100)
             finally:
@@ -98,7 +98,8 @@ ALONE += "runpy.run_path(sys.argv[0], run_name='__main__')"
 def test_an_unedited_script_is_one_device_with_the_whole_batch(job):
     code, output, errors = job.run(SCRIPT, *RUN, "--cpus", "2", TRAIN)
     assert code == 0, errors
-    (line,) = errors.splitlines()
+    line, end = errors.splitlines()
+    assert end == "gluon_syncbn: the statistics of 1 layers meet within this process: 2 replicas"
     for fact in (TRAIN, "mx.gluon.contrib.nn.SyncBatchNorm", "mx.sym.contrib.SyncBatchNorm", "gluoncv.utils.parallel"):
         assert fact in line
     assert "mx.gpu(0) to mx.gpu(1) are CPU contexts" in line
@@ -178,7 +179,7 @@ def test_an_unedited_script_with_a_module(job, given, own):
     assert got["memory"][-1] - got["memory"][3] < 10, got["memory"]
 
 
-#: Trains a net with plain BatchNorm, of which a part has run; prints the output of each context.
+#: Trains a net with plain BatchNorm, of which a part has run; prints whether the statistics are those of all contexts.
 PLAIN = """
 import sys
 import mxnet as mx
@@ -188,6 +189,7 @@ from mxnet.gluon import nn
 
 mx.random.seed(1)
 contexts = [mx.gpu(0), mx.gpu(1)][: int(sys.argv[1])]
+kv = mx.kv.create(sys.argv[3])
 net = nn.HybridSequential()
 net.add(nn.BatchNorm(in_channels=3), nn.Dense(2, in_units=3))
 net.initialize(ctx=contexts)
@@ -195,32 +197,52 @@ net.hybridize()
 net(mx.nd.ones((2, 3), ctx=contexts[0]))
 frozen = nn.BatchNorm(in_channels=3)
 if sys.argv[2] == "trains":
-    trainer = gluon.Trainer(net.collect_params(), "sgd")
+    trainer = gluon.Trainer(net.collect_params(), "sgd", kvstore=kv)
     for _ in range(2):
         with autograd.record():
-            losses = [net(number + mx.nd.random.normal(shape=(4, 3), ctx=c)) for number, c in enumerate(contexts)]
+            losses = [net(k + mx.nd.random.normal(shape=(4, 3), ctx=c)) for k, c in enumerate(contexts, kv.rank)]
         autograd.backward(losses)
         trainer.step(8)
-print(type(net[0]).__name__, type(frozen).__name__, net[0].running_mean.data(contexts[-1]).asnumpy().mean() > 0.05)
+shared = net[0].running_mean.data(contexts[-1]).asnumpy().mean() > 0.05
+sys.stdout.write(f"{type(net[0]).__name__} {type(frozen).__name__} {shared}\\n")  # in one piece
 """
+
+
+NOTHING = f"gluon_syncbn: {TRAIN} has trained, and nothing was synchronised: "
+MEET = "gluon_syncbn: the statistics of 1 layers meet "
 
 
 @pytest.mark.parametrize(
     "given, own, printed, said",
     [
-        (["--convert"], ["2", "trains"], "SyncBatchNorm BatchNorm True", []),
-        (["--convert"], ["1", "trains"], "SyncBatchNorm BatchNorm False", ["its layers had one device each"]),
-        ([], ["2", "trains"], "BatchNorm BatchNorm True", ["try run --convert"]),
+        (["--convert"], ["2", "trains"], "SyncBatchNorm BatchNorm True", [f"{MEET}within this process: 2 replicas"]),
+        (["--convert"], ["1", "trains"], "SyncBatchNorm BatchNorm False", [f"{NOTHING}its layers had one device each"]),
+        ([], ["2", "trains"], "BatchNorm BatchNorm True", [f"{NOTHING}try run --convert"]),
         ([], ["2", "predicts"], "BatchNorm BatchNorm False", []),
     ],
 )
 def test_a_script_with_plain_batch_norm(job, given, own, printed, said):
-    code, output, errors = job.run(PLAIN, *RUN, "--cpus", "2", *given, TRAIN, *own)
+    code, output, errors = job.run(PLAIN, *RUN, "--cpus", "2", *given, TRAIN, *own, "device")
     assert code == 0, errors
     first, *rest = errors.splitlines()
     assert output == f"{printed}\n" and ("converts the nets" in first) == bool(given)
-    expected = [f"gluon_syncbn: {TRAIN} has trained, and nothing was synchronised: {one}" for one in said]
-    assert [line[: len(one)] for line, one in zip(rest, expected)] == expected and len(rest) == len(said), errors
+    assert [line[: len(one)] for line, one in zip(rest, said)] == said and len(rest) == len(said), errors
+
+
+@pytest.mark.parametrize("kvstore", ["mpi", "device"])
+def test_a_script_in_two_processes(job, kvstore):
+    """Its own ``--kvstore mpi`` is enough; otherwise the last line says that the processes do not meet."""
+    launcher = [os.path.join(os.path.dirname(sys.executable), "mpiexec"), "-n", "2"]
+    own = ["--cpus", "2", "--convert", TRAIN, "1", "trains", kvstore]
+    code, output, errors = job.run(PLAIN, *RUN, *own, launcher=launcher)
+    assert code == 0, errors
+    if kvstore == "mpi":
+        assert output == "SyncBatchNorm BatchNorm True\n" * 2
+        for rank in range(2):
+            assert f"{MEET}over <kvstore 'mpi': rank {rank} of 2, on one machine" in errors, errors
+    else:
+        assert output.count("SyncBatchNorm BatchNorm") == 2
+        assert errors.count("gluon_syncbn: This is one of 2 processes (PMI_SIZE), but its layers meet no replica") == 2
 
 
 def test_the_script_finds_what_it_finds_by_itself(job):

@@ -113,6 +113,17 @@ def test_another_net_on_another_machine():
     assert "the processes disagree about their arrays" in job.failure_of(0)[1]
 
 
+def test_names_of_stores_that_are_not_ours(monkeypatch):
+    """One that a program has registered with MXNet, and MXNet's own where nothing else is of this package."""
+    monkeypatch.setattr(session, "stores", [])
+    monkeypatch.setitem(mx.kvstore.KVStoreBase.kv_registry, "mpi", object)
+    net = nn.Dense(1, in_units=1)
+    net.initialize()
+    for name in ("mpi", "dist_sync"):
+        trainer = gluon.Trainer(net.collect_params(), "sgd", kvstore=name)
+        assert trainer._kvstore_params["kvstore"] == name
+
+
 @pytest.mark.parametrize("mode, variables", [("sync", {"PMI_SIZE": "2"}), ("local", {"PMI_SIZE": "2"}), ("sync", {})])
 def test_a_process_that_meets_nobody(mode, variables, monkeypatch, caplog):
     """One warning, and only where others were started and the layers would meet."""

@@ -239,8 +239,9 @@ def takes_many_small_steps():
 
 
 def shares_the_store():
-    """First a layer names it and the Trainer nothing, then the reverse; neither calls `configure`."""
-    for of_layer, settings in ((kv, {}), (None, {"kvstore": kv})):
+    """First a layer names it and the Trainer nothing, then the reverse; neither calls `configure`. A name is enough."""
+    name = kv.type[len("gluon_syncbn_") :]
+    for of_layer, settings in ((name, {}), (kv, {}), (None, {"kvstore": kv}), (None, {"kvstore": name})):
         net = nn.HybridSequential()
         net.add(gluon_syncbn.SyncBatchNorm(in_channels=3, kvstore=of_layer), nn.Dense(2, in_units=3))
         net.initialize(mx.init.One(), ctx=OWN)

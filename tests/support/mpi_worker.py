@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import unittest
 import warnings
 
 import light  # noqa: F401
@@ -314,6 +315,12 @@ def configures_after_the_trainer():
         weights = kv.allgather("a test", net[0].weight.data().asnumpy())
         assert all((one == weights[0]).all() for one in weights) is not bool(settings), settings
         assert any("stay in this one, with kvstore='device'" in str(one.message) for one in given) is bool(settings)
+    twin = nn.Dense(1, in_units=1)
+    twin.initialize()
+    with unittest.TestCase().assertLogs("gluon_syncbn", "WARNING") as said:
+        trainers = [gluon.Trainer(twin.collect_params(), "sgd", **settings) for settings in ({}, {"kvstore": None})]
+    assert [trainer._kvstore_params["kvstore"] for trainer in trainers] == [kv, None]
+    assert ["whose net has no layer of gluon_syncbn" in line for line in said.output] == [True], said.output
     gluon_syncbn.configure(kvstore=None)
 
 

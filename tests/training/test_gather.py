@@ -123,7 +123,7 @@ def test_the_graph_twice_and_added():
         (3, {}, "features: 3 was given, expected an NDArray with rows of float16, float32 or float64, or a list"),
         ([], {}, "features: [] was given"),
         (0, {"name": ""}, "name: '' was given, expected a text"),
-        (0, {"kvstore": "dist_sync"}, "kvstore: 'dist_sync' was given"),
+        (0, {"kvstore": "dist_async"}, "kvstore: 'dist_async' was given"),
         ("int32", {}, "expected an NDArray with rows of float16, float32 or float64"),
         ("apart", {}, "expected rows of one shape and type"),
     ],
