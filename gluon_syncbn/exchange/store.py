@@ -69,6 +69,18 @@ def _hash(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
 
 
+def _head_of(array: np.ndarray) -> bytes:
+    return json.dumps([dtype_to_descr(array.dtype), array.shape]).encode()
+
+
+def _given(name: str, value: Any) -> List[mx.nd.NDArray]:
+    """Returns an argument that is an array or a list of arrays, one for each device."""
+    arrays = list(value) if isinstance(value, (list, tuple)) else [value]
+    if not arrays or not all(isinstance(array, mx.nd.NDArray) for array in arrays):
+        arguments.refuse(name, value, "an array of MXNet's, or a list of one for each device")
+    return arrays
+
+
 class _TrainerState:
     """What a store knows of a Trainer."""
 
@@ -139,18 +151,17 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
         """Copies rank 0's ``value`` into ``out``, in every process."""
-        value = value[0] if isinstance(value, (list, tuple)) else value
+        like, targets = _given("value", value)[0].asnumpy(), _given("out", out)
         what = self.next_round(f"broadcast {key!r}")
-        like = value.asnumpy()
         array = self.exchange(what, [like if self.rank == 0 else np.empty(0)], equal=False)[0]
         self._check_alike(what, 0, array, like)
-        for target in out if isinstance(out, (list, tuple)) else [out]:
+        for target in targets:
             mx.nd.array(array, dtype=array.dtype).copyto(kinds.classic(target))
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """Adds ``value`` over the devices of all processes into ``out``, or into ``value`` itself."""
-        values = list(value) if isinstance(value, (list, tuple)) else [value]
-        targets = values if out is None else list(out) if isinstance(out, (list, tuple)) else [out]
+        values = _given("value", value)
+        targets = values if out is None else _given("out", out)
         what = f"gradient {key!r}"
         self._sum(what, {what: (values, targets)})
 
@@ -162,6 +173,12 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         has, by the name of the parameter and in the same order in all processes, one for each context. ``update`` tells
         what is done with the sums, and has to be the same in all processes.
         """
+        if values[0].dtype == np.int64:  # the core adds float64, which has 53 bits
+            parts = self.allgather(f"integers of {what}", sum(array.asnumpy() for array in values))
+            total = mx.nd.array(sum(parts), dtype="int64")
+            for target in targets:
+                total.astype(target.dtype).copyto(kinds.classic(target))
+            return
         known = self.expect(trainer)
         what = f"the gradients of trainer {known.number}"
         given = [array for arrays in gradients.values() for array in arrays]
@@ -286,7 +303,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
     def allgather(self, key: str, array: np.ndarray, *, equal: bool = True) -> List[np.ndarray]:
         """Returns the arrays of all processes, in the order of the ranks. All make the same calls with the same key.
 
-        ``equal``: an array of another shape or type than ours is an error.
+        ``equal``: an array of another shape or type than ours is an error. ValueError: ``array`` is of another kind.
         """
         return self.exchange(self.next_round(f"exchange {key!r}"), [array], equal)
 
@@ -296,8 +313,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         ``parts`` has one for each rank, or one for all. `MXNetError`: a process is late, has failed, or has an array of
         another shape or type where it has to be ``equal``. After that, nothing is exchanged any more.
         """
-        heads = [json.dumps([dtype_to_descr(part.dtype), part.shape]).encode() for part in parts]
-        messages = [head + b"\n" + part.tobytes() for head, part in zip(heads, parts)]
+        messages = [_head_of(part) + b"\n" + part.tobytes() for part in parts]
         try:
             found = _native.bytes_of(self.handle, self.num_workers, _hash(what.encode()), what, messages)
         except mx.MXNetError as error:
@@ -305,6 +321,9 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             raise
         arrays = []
         for rank, part in enumerate(found):
+        if not isinstance(array, np.ndarray) or array.dtype.hasobject or len(_head_of(array)) > _HEAD:
+            expected = f"a NumPy array of numbers, whose type {_HEAD} bytes describe; MXNet's arrays have asnumpy()"
+            arguments.refuse("array", array, expected)
             head = part[:_HEAD].tobytes().partition(b"\n")[0]
             kind, shape = json.loads(head)
             arrays.append(part[len(head) + 1 :].copy().view(descr_to_dtype(kind)).reshape(shape))

@@ -17,6 +17,7 @@ TOGETHER = [
     "under_masks",
     "same_bits_on_repetition",
     "pushpull_and_broadcast",
+    "refuses_what_it_cannot_send",
     "averages_running_stats",
     "updates_bn_stats",
     "recomputed",

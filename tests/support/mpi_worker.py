@@ -172,6 +172,26 @@ def pushpull_and_broadcast():
             out = [nd.zeros((size,), ctx=CONTEXTS[k], dtype=dtype) for k in range(2)]
             kv.broadcast(3, values[0] + kv.rank, out=out)
             assert all((o.asnumpy() == want).all() for o in out)
+    values = [nd.array([2**53 + 1, -kv.rank], ctx=CONTEXTS[k], dtype="int64") for k in range(2)]
+    kv.pushpull("integers", values)
+    ranks = kv.num_workers
+    assert all(v.asnumpy().tolist() == [2 * ranks * (2**53 + 1), -ranks * (ranks - 1)] for v in values)
+
+
+def refuses_what_it_cannot_send():
+    """Before anything is sent, so that the exchanges behind it are right."""
+    import pytest
+
+    long_names = np.zeros(2, [("x" * 900, "f4"), ("y" * 900, "f4")])
+    for value in (1.0, [1, 2], nd.ones(3), np.array([object()]), long_names):
+        with pytest.raises(ValueError, match=r"array: .* was given, expected a NumPy array"):
+            kv.allgather("a test", value)
+    for value in (1.0, [1, 2], np.ones(3), []):
+        with pytest.raises(ValueError, match=r"value: .* was given, expected an array of MXNet's"):
+            kv.pushpull("sum", value)
+        with pytest.raises(ValueError, match=r"out: .* was given, expected an array of MXNet's"):
+            kv.broadcast("sum", nd.ones(3), out=value)
+    assert [int(array[0]) for array in kv.allgather("a test", np.array([kv.rank]))] == list(range(kv.num_workers))
 
 
 def updates_bn_stats():
