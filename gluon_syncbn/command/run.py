@@ -75,7 +75,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
 def _what_met(script: str, convert: bool) -> Iterator[str]:
     """Tells of a script that has trained which layers met, or why nothing was synchronised."""
     between = [store for store in session.stores if store.known and store.replicas > 1]
-    within = {layer: replicas for layer, replicas in Replicas.met.items() if replicas > 1}
+    within = {layer: replicas for layer, replicas in session.met.items() if replicas > 1}
     for store in between:
         within = {layer: replicas for layer, replicas in within.items() if layer not in store.known}
         yield f"the statistics of {len(store.known)} layers meet over {store!r}: {store.replicas} replicas"

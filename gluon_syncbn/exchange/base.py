@@ -44,8 +44,9 @@ class Exchange:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"{self!r} cannot be pickled, nor can a layer with kvstore=, because a KVStore belongs to its process: "
-            "save net.save_parameters(file), and give the layers of the process that loads it a KVStore there"
+            f"{self!r} cannot be pickled, nor can a layer or a Trainer with kvstore=, nor a net of these, because a "
+            "KVStore belongs to its process: save net.save_parameters(file) and trainer.save_states(file), and give "
+            "the layers of the process that loads them a KVStore there"
         )
 
 

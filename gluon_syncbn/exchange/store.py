@@ -6,6 +6,7 @@ their nets, numbers the layers alike, and finds the members of groups.
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import itertools
 import json
@@ -65,6 +66,11 @@ def numbered(name: str) -> List[str]:
     return [text.zfill(9) for text in re.split(r"(\d+)", name)]
 
 
+def _kind(name: str) -> str:
+    """Returns a name without its numbers, which may differ between processes."""
+    return re.sub(r"\d+", "", name)
+
+
 def _hash(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
 
@@ -106,6 +112,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         #: What the processes have agreed on, by layer.
         self.known: Dict[int, Agreed] = {}
         self.replicas = 0  # of such a layer, in all processes
+        self._warned = False  # of layers that some processes do not have
         self._rounds: Dict[str, Iterator[int]] = {}  # of exchanges, by their names
         self._trainers: weakref.WeakKeyDictionary[Any, _TrainerState] = weakref.WeakKeyDictionary()
         #: Whether gradients of GPUs may go over NCCL.
@@ -149,6 +156,15 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             f"gradients: {gradients}>"
         )
 
+    def __deepcopy__(self, _: Dict[int, Any]) -> ProcessStore:
+        return self  # as a parameter has its Trainer, and that its store, a copy of a net comes here
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self!r} cannot be pickled, nor can what refers to it: a Trainer, its net, a layer. Save "
+            "net.save_parameters(file) and trainer.save_states(file)"
+        )
+
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
         """Copies rank 0's ``value`` into ``out``, in every process."""
         like, targets = _given("value", value)[0].asnumpy(), _given("out", out)
@@ -163,6 +179,12 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         values = _given("value", value)
         targets = values if out is None else _given("out", out)
         what = f"gradient {key!r}"
+        if values[0].dtype == np.int64:  # the core adds float64, which has 53 bits
+            parts = self.allgather(f"integers of {what}", sum(array.asnumpy() for array in values))
+            total = mx.nd.array(sum(parts), dtype="int64")
+            for target in targets:
+                total.astype(target.dtype).copyto(kinds.classic(target))
+            return
         self._sum(what, {what: (values, targets)})
 
     def add_gradients(self, trainer: Any, gradients: Dict[str, List[mx.nd.NDArray]], update: str = "") -> None:
@@ -173,12 +195,6 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         has, by the name of the parameter and in the same order in all processes, one for each context. ``update`` tells
         what is done with the sums, and has to be the same in all processes.
         """
-        if values[0].dtype == np.int64:  # the core adds float64, which has 53 bits
-            parts = self.allgather(f"integers of {what}", sum(array.asnumpy() for array in values))
-            total = mx.nd.array(sum(parts), dtype="int64")
-            for target in targets:
-                total.astype(target.dtype).copyto(kinds.classic(target))
-            return
         known = self.expect(trainer)
         what = f"the gradients of trainer {known.number}"
         given = [array for arrays in gradients.values() for array in arrays]
@@ -235,15 +251,22 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         ``everyone`` has a list of each rank. An entry begins with a name, whose digits may differ, as Gluon's counters
         do, and what has to be equal. ``what`` is compared, and the word before an entry's number: "the net: layer".
         """
+        difference = self._difference(everyone)
+        if difference:
+            self._give_up(
+                f"the processes disagree about {what} {difference}. Build and initialise the same net in every "
+                f"process{advice}."
+            )
+
+    def _difference(self, everyone: List[List[Any]]) -> str:
+        """Returns the first difference to what this process has; empty if there is none."""
         for rank, theirs in enumerate(everyone):
             for number, entries in enumerate(itertools.zip_longest(everyone[self.rank], theirs), 1):
-                one, another = (entry and (re.sub(r"\d+", "", entry[0]), entry[1]) for entry in entries)
+                one, another = (entry and (_kind(entry[0]), *entry[1:2]) for entry in entries)
                 if one != another:
                     here, there = (f"{entry[0]} {entry[1]}" if entry else "none" for entry in entries)
-                    self._give_up(
-                        f"the processes disagree about {what} {number} is {here} on rank {self.rank} and {there} on "
-                        f"rank {rank}. Build and initialise the same net in every process{advice}."
-                    )
+                    return f"{number} is {here} on rank {self.rank} and {there} on rank {rank}"
+        return ""
 
     def compare_divisor(self, trainer: Any, samples: float) -> None:
         """Compares what the sums of a Trainer are divided by, where its update does not follow them at once."""
@@ -305,6 +328,9 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
 
         ``equal``: an array of another shape or type than ours is an error. ValueError: ``array`` is of another kind.
         """
+        if not isinstance(array, np.ndarray) or array.dtype.hasobject or len(_head_of(array)) > _HEAD:
+            expected = f"a NumPy array of numbers, whose type {_HEAD} bytes describe; MXNet's arrays have asnumpy()"
+            arguments.refuse("array", array, expected)
         return self.exchange(self.next_round(f"exchange {key!r}"), [array], equal)
 
     def exchange(self, what: str, parts: Sequence[np.ndarray], equal: bool) -> List[np.ndarray]:
@@ -321,9 +347,6 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             raise
         arrays = []
         for rank, part in enumerate(found):
-        if not isinstance(array, np.ndarray) or array.dtype.hasobject or len(_head_of(array)) > _HEAD:
-            expected = f"a NumPy array of numbers, whose type {_HEAD} bytes describe; MXNet's arrays have asnumpy()"
-            arguments.refuse("array", array, expected)
             head = part[:_HEAD].tobytes().partition(b"\n")[0]
             kind, shape = json.loads(head)
             arrays.append(part[len(head) + 1 :].copy().view(descr_to_dtype(kind)).reshape(shape))
@@ -432,24 +455,53 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         self._lock = threading.Lock()  # a thread that the child does not have may have held it
         self._transport.forked()
 
-    def learn(self, layers: Sequence[LayerInfo], more: bool = False) -> None:
+    def learn(
+        self,
+        layers: Sequence[LayerInfo],
+        more: bool = False,
+        called: Sequence[LayerInfo] = (),
+        wanted: Optional[int] = None,
+    ) -> None:
         """Numbers the layers without a number, sorted by name, after a comparison with the other processes.
 
         Where ``more`` are to come, the processes agree on the first ones, as many as all have, in their own order. The
-        first forward of an eager net initialises layers while another process is ahead.
+        first forward of an eager net initialises layers while another process is ahead. Some processes may have layers
+        that never train, such as those of an average of the net. Then they agree on the first of those that were
+        ``called`` in training, until the one that is ``wanted`` has a number. These have to come in one order, which
+        shows where each stands among the names of its kind: a copy has the name of its original.
         """
         with self._lock:
             new = [layer for layer in layers if layer.id not in self.known]
-            if not new:
+            if wanted in self.known or not new:
                 return
-            answers = self.tell_all("the agreement on the layers of the net", [list(map(_describe, new)), more])
-            everyone = [theirs for theirs, _ in answers]
-            several = [len(theirs) for theirs, to_come in answers if to_come]
+            in_training = [layer for layer in called if layer.id not in self.known]
+            of_kinds: Dict[str, Iterator[int]] = collections.defaultdict(lambda: itertools.count(1))
+            names = sorted({layer.name for layer in layers}, key=numbered)
+            places = {name: next(of_kinds[_kind(name)]) for name in names}
+            placed = [
+                (name, f"{text}, number {places[layer.name]} of its kind", replicas)
+                for layer, (name, text, replicas) in zip(in_training, map(_describe, in_training))
+            ]
+            ours = list(map(_describe, new)), more, placed
+            answers = self.tell_all("the agreement on the layers of the net", ours)
+            everyone, trained = ([list(answer[at]) for answer in answers] for at in (0, 2))
+            several = [len(theirs) for theirs, to_come, _ in answers if to_come]
             if several:
                 everyone = [theirs[: min(several)] for theirs in everyone]
             else:  # a file and a forward may initialise branches of a net in different orders
                 everyone = [sorted(theirs, key=lambda one: numbered(one[0])) for theirs in everyone]
                 new.sort(key=lambda layer: numbered(_describe(layer)[0]))
+            difference, of_calls = self._difference(everyone), list(map(len, trained))
+            all_could_follow = all(to_come or len(theirs) >= max(of_calls) for theirs, to_come, _ in answers)
+            if difference and all(of_calls) and all_could_follow:
+                new, everyone = in_training, [theirs[: min(of_calls)] for theirs in trained]
+                if not (self._warned or self._difference(everyone)):
+                    log.warning(
+                        "the processes have different layers: layer %s. Those meet that are called in training, in the "
+                        "order of their calls; layers that train in one process alone need a KVStore of their own",
+                        difference,
+                    )
+                self._warned = True
             advice = "; layers that train in one process only need a KVStore of their own"
             self.compare(everyone, "the net: layer", advice)
             self.replicas = sum(one[0][2] for one in everyone)

@@ -77,8 +77,6 @@ class Replicas:
     by_call: ClassVar[weakref.WeakValueDictionary[str, Replicas]] = weakref.WeakValueDictionary()
     #: Whether any layer of the process has trained.
     any_ran: ClassVar[bool] = False
-    #: The layers that have trained with others, by their numbers: how many replicas each has in this process.
-    met: ClassVar[Dict[int, int]] = {}
 
     def __init__(
         self,
@@ -171,8 +169,9 @@ class Replicas:
         """Notes that the layer is called in training."""
         self.ran = how
         Replicas.any_ran = True
-        if self.meets() and self.pooling.mode != "local":
-            self.met[self.id] = len(self.contexts)
+        frozen = self.computes.get("use_global_stats")
+        if self.contexts and self.meets() and self.pooling.mode != "local" and not frozen:
+            session.trains(self.id)
 
     def meets(self) -> bool:
         """Whether the layer has several replicas."""

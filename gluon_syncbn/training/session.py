@@ -34,6 +34,8 @@ class Session:
         # because the processes could not agree on when one was collected. A layer's last sum may also be on its way.
         self._layers: Dict[int, LayerInfo] = {}
         self.to_come: weakref.WeakSet[Any] = weakref.WeakSet()  # replicas of layers without parameters so far
+        #: The layers that have trained with others, in the order of their first calls: the replicas in this process.
+        self.met: Dict[int, int] = {}
         #: All that are in use; the other processes must be told of a failure and of the end.
         self.stores: List[ProcessStore] = []
         self._issuing: Dict[Tuple[int, int], threading.Lock] = {}  # by context
@@ -78,10 +80,12 @@ class Session:
 
     def layer_of(self, exchange: Exchange, number: int) -> LayerInfo:
         """For the core: returns the layer of a call. The exchange knows the layer from now on."""
-        layer = self._layers[number]
+        layer = self.trains(number)
         while isinstance(exchange, ProcessStore) and number not in exchange.known:
             more = len(self.to_come) > 0  # before the look at the layers, because the user's thread may add one
-            exchange.learn(self._layers_of(exchange), more)
+            layers = self._layers_of(exchange)
+            in_use = {one.id: one for one in layers}
+            exchange.learn(layers, more, [in_use[one] for one in list(self.met) if one in in_use], number)
         return layer
 
     def _layers_of(self, exchange: Exchange) -> List[LayerInfo]:
@@ -101,6 +105,12 @@ class Session:
         if layer.replicas > 1 and not self._has_room:
             self._has_room = True
             _make_room_for_errors()
+
+    def trains(self, number: int) -> LayerInfo:
+        """Notes that a layer trains with others."""
+        layer = self._layers[number]
+        self.met.setdefault(number, layer.replicas)
+        return layer
 
     def issuing(self, context: Context) -> threading.Lock:
         """Returns the lock of a thread that issues operators of a layer on this context.

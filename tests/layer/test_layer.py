@@ -303,7 +303,7 @@ def test_processes_compare_the_present_settings():
 def test_a_layer_with_a_kvstore_is_copied_and_not_pickled():
     layer = SyncBatchNorm(in_channels=3, kvstore="device")
     assert copy.deepcopy(layer)._replicas.exchange is layer._replicas.exchange
-    with pytest.raises(TypeError, match=r"cannot be pickled, nor can a layer with kvstore=.*net.save_parameters"):
+    with pytest.raises(TypeError, match=r"cannot be pickled, nor can a layer.*net.save_parameters"):
         pickle.dumps(layer)
 
 

@@ -26,6 +26,7 @@ SCENARIOS = [
     "trains_two_nets",
     "trains_in_threads",
     "adds_in_the_order_of_the_ranks",
+    "copies_a_net",
 ]
 # What the processes learn: of rank 1, and of the arrays.
 FAULTS = {

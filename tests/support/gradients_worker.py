@@ -1,6 +1,8 @@
 """One process of a job whose trainers sum gradients; each scenario compares with one process that has all samples."""
 
+import copy
 import os
+import pickle
 import shutil
 import sys
 import tempfile
@@ -214,6 +216,32 @@ def adds_in_the_order_of_the_ranks():
     kv.pushpull("out", value, out=out)
     assert all((array.asnumpy() == sum(range(1, 1 + kv.num_workers))).all() for array in out)
     assert (value.asnumpy() == kv.rank + 1).all()
+
+
+def copies_a_net():
+    """An average that rank 0 alone has never trains, and stays as it is. Copies in all processes train as any net."""
+    import pytest
+
+    pair = Pair(5)
+    average = copy.deepcopy(pair.net) if kv.rank == 0 else None
+    before = [p.data(OWN[0]).asnumpy() for p in pair.net.collect_params().values()]
+    for _ in range(2):
+        pair.step()
+    pair.assert_same()
+    if average is not None:
+        average(nd.ones((2, 3), ctx=OWN[0], dtype="float64"))
+        for p, value in zip(average.collect_params().values(), before):
+            assert (p.data(OWN[0]).asnumpy() == value).all(), p.name
+    pair.net = copy.deepcopy(pair.net)
+    for p in pair.parameters(pair.net):  # MXNet copies no marks of autograd
+        p.grad_req = "null"
+        p.grad_req = "write"
+    pair.trainer, pair.twin = pair._trainer(pair.net, kv), pair._trainer(pair.alone, None)
+    pair.step()
+    pair.assert_same()
+    assert copy.deepcopy(kv) is kv
+    with pytest.raises(TypeError, match=r"cannot be pickled.*net.save_parameters"):
+        pickle.dumps(pair.net)
 
 
 # ---- the store of the one is that of the other -------------------------------------------------------------------

@@ -152,6 +152,31 @@ def test_other_groups_in_another_process(layer_id):
         assert all(f"groups {one}) on rank {rank}" in str(error) for rank, one in enumerate(groups))
 
 
+def test_layers_that_one_process_alone_has(caplog):
+    """Rank 0 has copies that do not train. The layers meet that are called, if all call them in one order."""
+    layers = [info(number, 1)._replace(name=f"bn{number % 2 + 9}") for number in range(4)]  # bn9, bn10 and their copies
+    others = [info(number, 1)._replace(name=f"bn{number}") for number in range(2)]
+
+    def learn(calls):
+        def work(store):
+            here = [layers, others][store.rank]
+            called = [here[number] for number in calls[store.rank]]
+            while called[-1].id not in store.known:
+                store.learn(here, False, called, called[-1].id)
+            return {number: agreed.key for number, agreed in store.known.items()}
+
+        return everywhere(stores(2), work)
+
+    assert learn([[0, 1], [0, 1]]) == [{0: 0, 1: 1}] * 2
+    assert learn([[1, 0], [1, 0]]) == [{1: 0, 0: 1}] * 2
+    assert sum("the processes have different layers: layer 3 is" in one for one in caplog.messages) == 4
+    for error in learn([[0, 1], [1, 0]]):
+        assert "the processes disagree about the net: layer 1 is SyncBatchNorm 'bn" in str(error)
+        assert "number 1 of its kind" in str(error) and "number 2 of its kind" in str(error)
+    for error in learn([[0, 1, 2], [0, 1]]):
+        assert "the processes disagree about the net: layer 3 is" in str(error)
+
+
 @pytest.mark.parametrize("kind", [mx.nd, mx.np])
 def test_gradients_of_all_processes(monkeypatch, kind):
     monkeypatch.setenv("GLUON_SYNCBN_SHARED_MEMORY", "off")
