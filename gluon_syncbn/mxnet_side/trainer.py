@@ -4,6 +4,7 @@ and the layers use the same store of processes, and the first step tells who tak
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 import weakref
 from contextlib import nullcontext
@@ -15,7 +16,7 @@ from mxnet import gluon
 from .. import _native
 from ..exchange import named
 from ..exchange.store import ProcessStore, numbered
-from ..system import arguments, environment
+from ..system import arguments, environment, kinds
 from ..system.arguments import some
 from ..system.logs import log
 from ..training import devices, steps
@@ -83,8 +84,8 @@ def _share_store(trainer: gluon.Trainer) -> None:
 
 def initialising(initialise: Callable, trainer: gluon.Trainer) -> None:
     """Before its first update, a Trainer sees the whole net, and warns of layers that compute something else than they
-    were asked for. It compares its weights with those of the other processes. MXNet would copy rank 0's, after a
-    forward and a backward with others. It copies the first context's running statistics to all.
+    were asked for. MXNet copies the first context's running statistics to all. ``save_states`` and ``load_states`` come
+    here, too, maybe in one process alone. So a store of processes compares weights in the first sum.
     """
     if trainer not in _initialised:
         _initialised.add(trainer)
@@ -95,7 +96,12 @@ def initialising(initialise: Callable, trainer: gluon.Trainer) -> None:
         _native.gate([a for p in trainer._params for a in (p._data if p.grad_req == "null" else p._grad) or ()])
     if not isinstance(trainer._kvstore, ProcessStore):
         initialise(trainer)
-        return
+
+
+def _compare_beginning(trainer: gluon.Trainer, store: ProcessStore) -> None:
+    """Compares the weights with those of the other processes, and the states of the optimizer that were loaded. MXNet
+    would copy rank 0's weights, after a forward and a backward with others.
+    """
     ordered = _in_order(trainer)
     for one, following in zip(ordered, ordered[1:]):
         if one.name == following.name:  # the gradients go by their names
@@ -103,7 +109,29 @@ def initialising(initialise: Callable, trainer: gluon.Trainer) -> None:
     known = [p for p in ordered if p in trainer._params_to_init and not p._deferred_init]
     trainer._params_to_init = [p for p in trainer._params_to_init if p._deferred_init]
     if known:
-        trainer._kvstore.compare_weights(trainer, {p.name: (p.list_data(), p._differentiable) for p in known})
+        weights = {p.name: (p.list_data(), p._differentiable) for p in known}
+        store.compare_weights(trainer, weights, dict(zip((p.name for p in ordered), _states(trainer))))
+
+
+def _states(trainer: gluon.Trainer) -> List[bytes]:
+    """Returns the states of the optimizer for each parameter, in the order of `_in_order`."""
+    states, places = trainer._updaters[0].states, (trainer._param2idx[p.name] for p in _in_order(trainer))
+    return [b"".join(array.asnumpy().tobytes() for array in kinds.arrays_of(states.get(at))) for at in places]
+
+
+def _loaded(trainer: gluon.Trainer) -> str:
+    """Describes the states of the optimizer in the first step after they were loaded; empty in others. MXNet's file has
+    them by the place of the parameter, and a Trainer sorts ``dense10`` before ``dense9`` (gluon/trainer.py).
+    """
+    before, now = _with_states.get(trainer), trainer._updaters[0].states
+    _with_states[trainer] = now  # which has nothing in the first step, if none were loaded
+    if before is now or not now:
+        return ""
+    return f"; loaded states {hashlib.blake2b(b' '.join(_states(trainer)), digest_size=7).hexdigest()}"
+
+
+#: The states of Trainers that the processes have compared. To load others makes another dictionary.
+_with_states: weakref.WeakKeyDictionary[gluon.Trainer, Dict[int, Any]] = weakref.WeakKeyDictionary()
 
 
 _initialised: weakref.WeakSet[gluon.Trainer] = weakref.WeakSet()
@@ -125,8 +153,10 @@ def adding(add: Callable, trainer: gluon.Trainer) -> None:
     devices.settle_gradients(trainer._params)
     store = trainer._kvstore
     if isinstance(store, ProcessStore):
+        if trainer._params_to_init:
+            _compare_beginning(trainer, store)
         gradients = {p.name: p.list_grad() for p in _in_order(trainer) if p.grad_req != "null"}
-        store.add_gradients(trainer, gradients, update_of(trainer))
+        store.add_gradients(trainer, gradients, update_of(trainer) + _loaded(trainer))
     else:
         with _gated(trainer) if trainer._update_on_kvstore else nullcontext():  # the store updates while it adds
             add(trainer)

@@ -26,6 +26,7 @@ SCENARIOS = [
     "trains_two_nets",
     "trains_in_threads",
     "adds_in_the_order_of_the_ranks",
+    "resumes",
     "copies_a_net",
 ]
 # What the processes learn: of rank 1, and of the arrays.
@@ -44,6 +45,10 @@ FAULTS = {
         ("begins_elsewhere", "begins_frozen"),
         ("the processes begin with different weights: 'dense", "1_bias' of rank 1 is not that of rank 0"),
     ),
+    "begins_with_other_states": (
+        "the processes begin with different states of the optimizer: that of 'dense1_bias' on rank 1 is not that on ",
+    ),
+    "loads_other_states": (" the update in ", "); loaded states ", " on rank 1 and SGD ("),
     "ends": ("rank 1 of 2 has ended (rank 0 was in the gradient of 'dense1_weight'", "round 2"),
     "is_late": ("rank 0 of 2 waits for rank 1", "in the gradient of 'dense1_weight'"),
 }
