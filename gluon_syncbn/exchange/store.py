@@ -156,15 +156,6 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             f"gradients: {gradients}>"
         )
 
-    def __deepcopy__(self, _: Dict[int, Any]) -> ProcessStore:
-        return self  # as a parameter has its Trainer, and that its store, a copy of a net comes here
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"{self!r} cannot be pickled, nor can what refers to it: a Trainer, its net, a layer. Save "
-            "net.save_parameters(file) and trainer.save_states(file)"
-        )
-
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
         """Copies rank 0's ``value`` into ``out``, in every process."""
         like, targets = _given("value", value)[0].asnumpy(), _given("out", out)
