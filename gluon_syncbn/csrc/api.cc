@@ -216,7 +216,7 @@ SYNCBN_API(int, nonfinite_of) { return static_cast<int>(registry().defaults().no
 SYNCBN_API(std::string, seed_of) { return std::to_string(registry().defaults().seed); }
 SYNCBN_API(void, seed, uint64_t seed) {
     registry().change([&](auto& all) { all.seed = seed; });
-    for (const auto& layer : registry().all()) layer->rendezvous.restart_calls();
+    for (const auto& layer : registry().all()) layer->rendezvous.restart_draws();
 }
 
 // ---- exchanges ----

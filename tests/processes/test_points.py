@@ -226,6 +226,12 @@ def test_a_process_that_is_hit(some, point, action, way):
         assert survivor["statistics"] == "old" or not early, done.output
 
 
+def test_messages_under_way_when_a_seed_is_set(environment):
+    """The next call has another label, and is not taken for this one."""
+    done = Job(2, "seeds", worker=WORKER, environment={"PYTHONPATH": environment["PYTHONPATH"]})
+    assert done.succeeded(2), done.output
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("action", ["raise", "stop", "kill"])
 @pytest.mark.parametrize("way", ["memory", "mpi", "bridge"])

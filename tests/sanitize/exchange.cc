@@ -110,7 +110,7 @@ void play_rank_1(syncbn::Segment& segment) {
             std::lock_guard<std::mutex> lock(gathering_mutex);
             const size_t size = gathering.count(label.key) != 0 ? 0 : found.size;
             segment.post(label, std::string(size, 0).data(), size, {0});
-            segment.done(0, label, found);
+            segment.done(0, found);
             segment.wake(segment.event_of(label));
         }
         pause(rest);

@@ -2,6 +2,7 @@
 
 ``points_worker.py REPLICAS``: for each case a line of JSON from stdin, and one to stdout.
 ``mpiexec -n 2 points_worker.py mpi CASE``: rank 1 is hit in its second step.
+``mpiexec -n 2 points_worker.py seeds``: each call has a seed of its own.
 """
 
 import ctypes
@@ -204,8 +205,29 @@ def between_processes(point, action, times, seconds, limit, way):
     print(f"OK {kv.rank}", flush=True)
 
 
+def with_a_seed_for_each_call():
+    """Rank 1 is late to look for a vector, so that rank 0 has set another seed and sent the next one."""
+    kv = gluon_syncbn.kvstore("mpi")
+    gluon_syncbn.configure(kvstore=kv, timeout=LIMIT)
+    layer = gluon_syncbn.SyncBatchNorm(in_channels=5)
+    layer.initialize()
+    for call in range(5):
+        xs = [(1 + call) * np.random.RandomState(2 * call + rank).randn(3, 5, 2) for rank in range(2)]
+        mean, var = np.mean(xs, (0, 1, 3)), np.var(xs, (0, 1, 3))
+        gluon_syncbn.configure(seed=call)
+        if kv.rank == 1:
+            arm("after_post", "delay", 1, 0.5)
+        with autograd.train_mode():
+            y = layer(nd.array(xs[kv.rank])).asnumpy()
+        want = (xs[kv.rank] - mean[:, None]) / np.sqrt(var[:, None] + 1e-5)
+        assert np.allclose(y, want, atol=1e-4), f"call {call} of rank {kv.rank}: {np.abs(y - want).max()}"
+    print(f"OK {kv.rank}", flush=True)
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "mpi":
+    if sys.argv[1] == "seeds":
+        with_a_seed_for_each_call()
+    elif sys.argv[1] == "mpi":
         between_processes(**json.loads(sys.argv[2]))
     else:
         within_a_process(int(sys.argv[1]))

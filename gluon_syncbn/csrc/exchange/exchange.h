@@ -18,10 +18,10 @@
 
 namespace syncbn {
 
-// Identifies a contribution: `node`, `call` and `phase` are the same in every process. Also has the layer's name, and
-// its timeout in seconds.
+// Identifies a contribution: `node`, `sequence` and `phase` are the same in every process, and none comes again. Also has
+// the layer's name, and its timeout in seconds.
 struct CallId {
-    int64_t layer, node, call, phase;
+    int64_t layer, node, sequence, phase;
     const char* name;
     double timeout;
     int64_t interrupts;  // their number at the first call of a replica

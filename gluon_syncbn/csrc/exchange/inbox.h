@@ -33,12 +33,12 @@ class Inbox : public Mailbox {
     Found find(size_t rank, const Label& label) const override {
         std::lock_guard<std::mutex> lock(mutex_);
         for (const Message& one : received_)
-            if (one.is(rank, label)) return {one.values(), one.head().length, 0};
+            if (one.from() == rank && one.head().label == label) return {one.values(), one.head().length, 0};
         return {};
     }
-    void done(size_t rank, const Label& label, const Found&) override {
+    void done(size_t, const Found& found) override {
         std::lock_guard<std::mutex> lock(mutex_);
-        received_.remove_if([&](const Message& one) { return one.is(rank, label); });
+        received_.remove_if([&](const Message& one) { return one.values() == found.values; });
     }
     std::vector<Label> left_by(size_t rank) const override {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -76,7 +76,6 @@ class Inbox : public Mailbox {
         double* values() const { return memory.get() + kHead; }
         size_t count() const { return size - kHead; }
         size_t from() const { return static_cast<size_t>(head().from); }
-        bool is(size_t rank, const Label& label) const { return from() == rank && head().label == label; }
     };
 
     void write(const Label& label, const void* values, size_t size, const Ranks& readers) override {

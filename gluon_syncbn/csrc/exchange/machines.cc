@@ -8,8 +8,6 @@
 namespace syncbn {
 namespace {
 
-constexpr int64_t kPhase = -100;  // that no other exchange has
-
 template <typename T>
 void add(void* total, const void* part, size_t bytes) {
     auto* to = static_cast<T*>(total);
@@ -26,22 +24,19 @@ Machines::Machines(Mailbox& job, Ranks leaders, const Mpi* mpi, size_t adds_from
       mpi_(mpi != nullptr ? std::optional<Mpi>(*mpi) : std::nullopt),
       adds_from_(adds_from) {}
 
-// No message is the first piece of an exchange, which says where a rank is.
-Label Machines::label(Kind kind, int64_t number) { return {kind, 0, number, kPhase, 1}; }
-
 void Machines::announce(int64_t round, const std::string& text) {
-    job_.post(label(kOrder, round), text.data(), text.size(), others_);
+    job_.post(Label::of_gradients(Label::kOrder, round), text.data(), text.size(), others_);
 }
 
 std::optional<std::string> Machines::announced(int64_t round) {
     job_.arrivals(0);  // lets messages arrive
-    return job_.take_bytes(leaders_[0], label(kOrder, round));
+    return job_.take_bytes(leaders_[0], Label::of_gradients(Label::kOrder, round));
 }
 
 void Machines::begin(Type type, void* values, size_t count) {
     Sum& sum = sums_.emplace_back(Sum{type, values, count * static_cast<size_t>(size_of(type))});
     const SumToAdd given{begun_, size_of(type), static_cast<int64_t>(count), reinterpret_cast<int64_t>(values)};
-    const Label part = label(kPart, begun_++);
+    const Label part = Label::of_gradients(Label::kPart, begun_++);
     if (mpi_) {
         const Mpi::Handle kind = type == Type::kFloat64 ? mpi_->float64 : mpi_->float32;
         Mpi::check(mpi_->all_reduce(mpi_->in_place, values, static_cast<int>(count), kind, mpi_->add, mpi_->leaders,
@@ -61,14 +56,14 @@ bool Machines::done() {
 }
 
 bool Machines::has_ended(Sum& sum) {
-    const Label part = label(kPart, ended_), total = label(kTotal, ended_);
+    const Label part = Label::of_gradients(Label::kPart, ended_), total = Label::of_gradients(Label::kSum, ended_);
     if (mpi_) return mpi_->has_ended(&sum.request);
     if (sum.bytes >= adds_from_) return job_.take_bytes(job_.rank(), part).has_value();
     if (!is_first()) {
         const Mailbox::Found found = job_.find(leaders_[0], total);
         if (found.values == nullptr) return false;
         std::memcpy(sum.values, found.values, sum.bytes);
-        job_.done(leaders_[0], total, found);
+        job_.done(leaders_[0], found);
         return true;
     }
     for (const size_t leader : others_)
@@ -76,7 +71,7 @@ bool Machines::has_ended(Sum& sum) {
     for (const size_t leader : others_) {
         const Mailbox::Found found = job_.find(leader, part);
         (sum.type == Type::kFloat64 ? add<double> : add<float>)(sum.values, found.values, sum.bytes);
-        job_.done(leader, part, found);
+        job_.done(leader, found);
     }
     job_.post(total, sum.values, sum.bytes, others_);
     return true;

@@ -22,8 +22,6 @@ class Machines {
     struct SumToAdd {
         int64_t number, size_of_value, count, address;
     };
-    enum Kind : int64_t { kOrder, kPart, kTotal };
-    static Label label(Kind kind, int64_t number);
 
     // `job`: of all ranks; it knows which have failed.
     Machines(Mailbox& job, Ranks leaders, const Mpi* mpi, size_t adds_from);

@@ -31,7 +31,7 @@ std::optional<std::string> Mailbox::take_bytes(size_t rank, const Label& label) 
     const Found found = find(rank, label);
     if (found.values == nullptr) return std::nullopt;
     std::string bytes(reinterpret_cast<const char*>(found.values), found.size);
-    done(rank, label, found);
+    done(rank, found);
     return bytes;
 }
 

@@ -5,8 +5,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -16,13 +18,31 @@
 
 namespace syncbn {
 
-// The identity of a vector, the same in every process. A phase below 0 is the kind of an exchange without a meeting.
+// The identity of a vector: the same in every process, and of no other vector of a sender to a reader.
 struct Label {
-    int64_t key, node, call, phase, piece;
-    bool operator==(const Label& other) const {
-        return key == other.key && node == other.node && call == other.call && phase == other.phase &&
-               piece == other.piece;
+    enum Channel : int32_t {
+        kVectors,   // of a layer's replicas, or the total of some of them
+        kOfLeader,  // the total of all, from the leader of a machine
+        kBytes,     // of all ranks
+        kOrder,     // of gradients: which round is next
+        kPart,
+        kSum,  // of machines: a leader's part, and the sum of all
+    };
+    Channel channel;
+    int32_t phase = 0;  // 0 is a forward
+    int64_t key;        // of the layer, or of the bytes
+    int64_t node = 0, sequence = 0, piece = 0;
+
+    static Label of_gradients(Channel channel, int64_t number) { return {channel, 0, 0, 0, number}; }
+
+    using Words = std::array<int64_t, 5>;
+    Words words() const {
+        Words words;
+        static_assert(sizeof words == sizeof *this, "no byte is left out");
+        std::memcpy(&words, this, sizeof words);
+        return words;
     }
+    bool operator==(const Label& other) const { return words() == other.words(); }
 };
 
 using Ranks = std::vector<size_t>;  // ascending
@@ -63,7 +83,7 @@ class Mailbox {
         size_t length() const { return size / sizeof(double); }
     };
     virtual Found find(size_t rank, const Label& label) const = 0;
-    virtual void done(size_t rank, const Label& label, const Found& found) = 0;
+    virtual void done(size_t rank, const Found& found) = 0;
     // Finds and removes bytes, if they have come.
     std::optional<std::string> take_bytes(size_t rank, const Label& label);
     // Returns the labels of vectors that `rank` has left for this one.

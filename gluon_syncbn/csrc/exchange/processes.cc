@@ -26,11 +26,11 @@ constexpr size_t kFew = 4;
 // also on busy cores.
 constexpr double kLeaderLonger = 2, kMemberLonger = 3;
 
-// "the forward of call 2 of SyncBatchNorm 'bn0'". An exchange without a meeting, of a phase below 0, has only a name.
+// "the forward of call 2 of SyncBatchNorm 'bn0'". An exchange without a meeting has only a name.
 std::string name_of_call(const Label& label, const std::string& name) {
-    if (label.phase < 0) return name;
+    if (label.channel == Label::kBytes) return name;
     return std::string("the ") + (label.phase == 0 ? "forward" : "backward") + " of call " +
-           std::to_string(label.call + 1) + " of " + title_of(name);
+           std::to_string(label.sequence + 1) + " of " + title_of(name);
 }
 
 // The vectors of all, in the order of the ranks; `own` is the place of this one.
@@ -87,7 +87,7 @@ class Processes::WaitForVectors final : public WaitForOthers {
     // The vectors of these ranks.
     const std::vector<Mailbox::Found>& found() const { return found_; }
     void done() {
-        for (size_t i = 0; i < from_.size(); ++i) mail_.done(from_[i], label_, found_[i]);
+        for (size_t i = 0; i < from_.size(); ++i) mail_.done(from_[i], found_[i]);
     }
     void check_lengths(size_t own) {
         for (size_t i = 0; i < from_.size(); ++i) {
@@ -104,7 +104,7 @@ class Processes::WaitForVectors final : public WaitForOthers {
         return std::binary_search(from_.begin(), from_.end(), rank) && mail_.find(rank, label_).values == nullptr;
     }
     std::string missing() const override {
-        return WaitForOthers::missing() + (label_.piece < 0 ? ", the leader of this machine," : "");
+        return WaitForOthers::missing() + (label_.channel == Label::kOfLeader ? ", the leader of this machine," : "");
     }
     // Also looks at what the others do meanwhile.
     void check_others() override {
@@ -112,14 +112,14 @@ class Processes::WaitForVectors final : public WaitForOthers {
         for (const size_t rank : from_) {
             if (!is_missing(rank)) continue;
             for (const Label& left : mail_.left_by(rank)) {
-                if (left.piece != 0 || left.phase < 0) continue;
-                const bool other_call =
-                    left.key == label_.key && left.node == label_.node && left.phase == 0 && left.call != label_.call;
+                if (left.channel != Label::kVectors || left.piece != 0) continue;
+                const bool other_call = left.key == label_.key && left.node == label_.node && left.phase == 0 &&
+                                        left.sequence != label_.sequence;
                 // One that has come since, and gone on, has left its vector here. The order of calls in branches
                 // differs between processes.
                 if (other_call && label_.phase == 0 && waited() > kSkippedAfter && !is_here(left) && is_missing(rank))
                     give_up("rank " + mail_.number_of(mail_.rank()) + " is in " + name() + ", but rank " +
-                            mail_.number_of(rank) + " is in number " + std::to_string(left.call + 1) +
+                            mail_.number_of(rank) + " is in number " + std::to_string(left.sequence + 1) +
                             ": one of them has skipped or repeated a step.");
                 const bool recorded_otherwise = left.key == label_.key && (left.node < 0) != (label_.node < 0);
                 others_ = " Meanwhile rank " + mail_.number_of(rank) + " is in " +
@@ -198,11 +198,11 @@ class Processes::Steps {
           steps_(steps) {
         if (own.rows.size() > 1) reduce(combine, own);
         std::lock_guard<std::mutex> lock(processes_.mutex_);
-        processes_.here_.push_back(label(0));
+        processes_.here_.push_back(label());
     }
     ~Steps() {
         std::lock_guard<std::mutex> lock(processes_.mutex_);
-        processes_.here_.erase(std::find(processes_.here_.begin(), processes_.here_.end(), label(0)));
+        processes_.here_.erase(std::find(processes_.here_.begin(), processes_.here_.end(), label()));
     }
 
     std::optional<Total> within(double seconds) {
@@ -222,14 +222,16 @@ class Processes::Steps {
     }
 
   private:
-    Label label(int64_t piece) const { return {agreed_.key, id_.node, id_.call, id_.phase, piece}; }
+    Label label(Label::Channel channel = Label::kVectors, int64_t piece = 0) const {
+        return {channel, static_cast<int32_t>(id_.phase), agreed_.key, id_.node, id_.sequence, piece};
+    }
     void reduce(Combine combine, const Contribution& rows) {
         total_.values = combined(combine, rows);
         values_ = total_.values.data();
     }
     void begin() {
         const Step& step = steps_[at_];
-        const Label own = label(step.piece);
+        const Label own = label(step.channel, step.piece);
         Mailbox& mail = *step.mail;
         mail.check_open();
         SYNCBN_POINT("before_post");
@@ -295,13 +297,13 @@ std::vector<Processes::Step> Processes::levels(const Ranks& leaders) const {
     const Ranks others = without(machine_->everybody, machine_->rank());
     if (leaders.size() == 1) return {{machine_.get(), 0, others, others}};
     if (machine_->rank() != 0)
-        return {{machine_.get(), 0, {0}, {}}, {machine_.get(), -1, {}, {0}, kMemberLonger, false}};
+        return {{machine_.get(), 0, {0}, {}}, {machine_.get(), 0, {}, {0}, kMemberLonger, false, Label::kOfLeader}};
     std::vector<Step> steps = {{machine_.get(), 0, {}, others}};
     for (Step& step : between(leaders)) {
         step.longer = kLeaderLonger;
         steps.push_back(std::move(step));
     }
-    steps.push_back({machine_.get(), -1, others, {}});
+    steps.push_back({machine_.get(), 0, others, {}, 0, true, Label::kOfLeader});
     return steps;
 }
 
@@ -371,7 +373,7 @@ Underway Processes::begin(Combine combine, const CallId& id, const Contribution&
 std::string Processes::bytes_of(int64_t key, const char* what, double timeout, const std::vector<std::string>& own) {
     Mailbox& mail = *job_;
     mail.check_open();
-    const Label label{key, 0, 0, -1, 0};
+    const Label label{Label::kBytes, 0, key};
     const Ranks others = without(mail.everybody, mail.rank());
     for (size_t i = 0; i < own.size(); ++i)
         mail.post(label, own[i].data(), own[i].size(), own.size() == 1 ? others : without({i}, mail.rank()));

@@ -48,10 +48,11 @@ class Processes : public Exchange {
     // In a step of an exchange, this rank leaves what it has for some others, and waits for the vectors of some.
     struct Step {
         Mailbox* mail;
-        int64_t piece;  // of the label; below 0: what a leader tells its machine
+        int64_t piece;  // of the label
         Ranks readers, from;
         double longer = 0;        // seconds, beside the time limit
         bool contributes = true;  // to what comes; otherwise, that is a total already
+        Label::Channel channel = Label::kVectors;
     };
     // What the processes have agreed on about a layer.
     struct Known {

@@ -63,10 +63,12 @@ Segment::Segment(size_t ranks, size_t rank, const std::string& token, const std:
 std::optional<Label> Segment::label_in(const Outbox& outbox) const {
     const uint32_t stamp = outbox.stamp.load();
     if ((stamp & 1) == 0 || (outbox.readers & uint64_t{1} << rank_) == 0) return std::nullopt;
-    int64_t at[5];
-    for (size_t i = 0; i < 5; ++i) at[i] = outbox.label[i].load(std::memory_order_acquire);
+    Label::Words words;
+    for (size_t i = 0; i < words.size(); ++i) words[i] = outbox.label[i].load(std::memory_order_acquire);
     if (outbox.stamp != stamp) return std::nullopt;
-    return Label{at[0], at[1], at[2], at[3], at[4]};
+    Label label;
+    std::memcpy(static_cast<void*>(&label), &words, sizeof label);
+    return label;
 }
 
 // ---- vectors -------------------------------------------------------------------------------------------------------
@@ -84,8 +86,8 @@ void Segment::write(const Label& label, const void* values, size_t size, const R
     // A reader of a half-written label sees that the stamp has changed.
     const uint32_t stamp = box.stamp.load(std::memory_order_relaxed);
     box.stamp.store(stamp + (stamp & 1), std::memory_order_relaxed);
-    const int64_t fields[] = {label.key, label.node, label.call, label.phase, label.piece};
-    for (size_t i = 0; i < 5; ++i) box.label[i].store(fields[i], std::memory_order_release);
+    const Label::Words words = label.words();
+    for (size_t i = 0; i < words.size(); ++i) box.label[i].store(words[i], std::memory_order_release);
     box.size.store(size, std::memory_order_relaxed);
     if (size <= kMostValues * sizeof(double))
         std::copy_n(static_cast<const char*>(values), size, reinterpret_cast<char*>(own.values[index]));
@@ -104,7 +106,7 @@ Mailbox::Found Segment::find(size_t rank, const Label& label) const {
     return {};
 }
 
-void Segment::done(size_t rank, const Label&, const Found& found) {
+void Segment::done(size_t rank, const Found& found) {
     memory_->of[rank].outboxes[found.place].readers.fetch_and(~(uint64_t{1} << rank_));
 }
 
@@ -119,8 +121,7 @@ std::vector<Label> Segment::left_by(size_t rank) const {
 
 uint32_t Segment::event_of(const Label& label) const {
     uint64_t hash = 0;
-    for (const int64_t field : {label.key, label.node, label.call, label.phase, label.piece})
-        hash = (hash ^ static_cast<uint64_t>(field)) * 0x9E3779B97F4A7C15u;
+    for (const int64_t word : label.words()) hash = (hash ^ static_cast<uint64_t>(word)) * 0x9E3779B97F4A7C15u;
     return static_cast<uint32_t>(hash >> 32) % kEvents;
 }
 

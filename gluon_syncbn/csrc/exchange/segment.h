@@ -37,7 +37,7 @@ class Segment : public Mailbox {
 
     size_t most_values() const override { return kMostValues; }
     Found find(size_t rank, const Label& label) const override;
-    void done(size_t rank, const Label& label, const Found& found) override;
+    void done(size_t rank, const Found& found) override;
     std::vector<Label> left_by(size_t rank) const override;
 
     uint32_t event_of(const Label& label) const override;
@@ -77,9 +77,9 @@ class Segment : public Mailbox {
     };
     struct alignas(64) Outbox {         // whoever looks reads one cache line
         std::atomic<uint64_t> readers;  // bits of ranks that have not read it; 0 if it is free
-        std::atomic<int64_t> label[5];
-        std::atomic<uint32_t> stamp;  // odd while something is posted, and never repeated
-        std::atomic<uint64_t> size;   // bytes
+        std::atomic<int64_t> label[5];  // its words
+        std::atomic<uint32_t> stamp;    // odd while something is posted, and never repeated
+        std::atomic<uint64_t> size;     // bytes
     };
     // Begins as zeros, and ends with the last rank.
     struct Memory {

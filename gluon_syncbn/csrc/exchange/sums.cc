@@ -462,7 +462,7 @@ void Sums::announce(const std::string& text) {
     segment_.check_open();
     if (machines_ != nullptr && decides()) machines_->announce(rounds_, text);
     const Ranks others = without(segment_.everybody, 0);
-    segment_.post(Machines::label(Machines::kOrder, rounds_), text.data(), text.size(), others);
+    segment_.post(Label::of_gradients(Label::kOrder, rounds_), text.data(), text.size(), others);
     for (const size_t rank : others) segment_.advance(Segment::event_of(rank));
 }
 
@@ -483,7 +483,7 @@ void Sums::take_next(const Round& oldest) {
     if (told_.empty()) {
         const auto told = decides()              ? text_of(oldest)
                           : segment_.rank() == 0 ? machines_->announced(rounds_)
-                                                 : segment_.take_bytes(0, Machines::label(Machines::kOrder, rounds_));
+                                                 : segment_.take_bytes(0, Label::of_gradients(Label::kOrder, rounds_));
         if (!told) return;
         told_ = *told;
     }

@@ -50,7 +50,7 @@ void throw_if_failed(const Meeting& meeting) {
 }
 
 std::string name_of_call(const Meeting& meeting, const Phase& phase) {
-    return (phase.number == 0 ? "forward of call " : "backward of call ") + std::to_string(meeting.draw.call + 1);
+    return (phase.number == 0 ? "forward of call " : "backward of call ") + std::to_string(meeting.sequence + 1);
 }
 
 void check_equal(Meeting& meeting, const Phase& phase, size_t position, const Part& own) {
@@ -69,7 +69,7 @@ void check_equal(Meeting& meeting, const Phase& phase, size_t position, const Pa
 Underway begin_exchange(const Meeting& meeting, Phase& phase) {
     Exchange& exchange = *meeting.exchange;
     const LayerConfig& config = *meeting.config;
-    const CallId id{config.layer,        meeting.draw.node, meeting.draw.call, phase.number,
+    const CallId id{config.layer,        meeting.draw.node, meeting.sequence,  phase.number,
                     config.name.c_str(), config.timeout,    meeting.interrupts};
     if (exchange.on_devices() || config.sharing == Sharing::kEach) {
         std::vector<cuda::OnDevice> devices;
@@ -249,8 +249,9 @@ Place Rendezvous::join_locked(const LayerConfigPtr& config, const Key& key) {  /
     auto found = std::find_if(open_.begin(), open_.end(), has_room);
     if (found == open_.end()) {
         auto exchange = chosen(config->exchange, config->taking_part);
-        const Draw draw{config->seed, config->layer, key.first, calls_[key.first]++};
-        found = open_.insert(found, std::make_shared<Meeting>(config, draw, std::move(exchange)));
+        Calls& calls = calls_[key.first];
+        const Draw draw{config->seed, config->layer, key.first, calls.since_seed++};
+        found = open_.insert(found, std::make_shared<Meeting>(config, draw, calls.ever++, std::move(exchange)));
     }
     const size_t position = (*found)->position_of(key.second);
     (*found)->scopes[position] = current_scope();

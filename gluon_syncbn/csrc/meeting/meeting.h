@@ -95,11 +95,12 @@ struct Phase {
 struct Meeting {
     const LayerConfigPtr config;  // at its beginning
     const Draw draw;              // draw.node: only calls of the same node of a graph meet
+    const int64_t sequence;       // its number among the calls of the node, which none has had before
     const std::shared_ptr<Exchange> exchange;
     // [contexts] of the call there; null: it has not come. A position is the index of a context.
     std::vector<std::shared_ptr<Scope>> scopes;
-    Meeting(LayerConfigPtr config, const Draw& draw, std::shared_ptr<Exchange> exchange)
-        : config(std::move(config)), draw(draw), exchange(std::move(exchange)) {
+    Meeting(LayerConfigPtr config, const Draw& draw, int64_t sequence, std::shared_ptr<Exchange> exchange)
+        : config(std::move(config)), draw(draw), sequence(sequence), exchange(std::move(exchange)) {
         scopes.resize(contexts().size());
     }
 
@@ -155,9 +156,9 @@ class Rendezvous {
     // A replica has failed: fails the step or, if that has been forgotten, only the meeting.
     void fail(Meeting& meeting, const Failure& failure) const;
     void forget();          // all meetings
-    void restart_calls() {  // of the permutations
+    void restart_draws() {  // of permutations
         Lock lock(mutex_);
-        calls_.clear();
+        for (auto& [node, calls] : calls_) calls.since_seed = 0;
     }
     void forked();  // in the child
 
@@ -177,7 +178,10 @@ class Rendezvous {
     std::deque<std::shared_ptr<Meeting>> open_;  // until they are settled, too
     std::map<Key, std::deque<Place>> announced_;
     std::map<Key, std::shared_ptr<Scope>> last_;  // the scope of the last call
-    std::map<int64_t, int64_t> calls_;            // of each node
+    struct Calls {
+        int64_t since_seed = 0, ever = 0;
+    };
+    std::map<int64_t, Calls> calls_;  // of each node
 };
 
 }  // namespace syncbn

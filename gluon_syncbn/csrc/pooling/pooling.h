@@ -36,7 +36,7 @@ struct Draw {
     uint64_t seed = 0;
     int64_t layer = 0;
     int64_t node = -1;  // of a graph; -1 for an eager call
-    int64_t call = 0;   // of this node
+    int64_t call = 0;   // of this node, since the seed was set
 };
 
 // What a replica has to know about the other replicas' slots.
