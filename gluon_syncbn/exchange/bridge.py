@@ -16,12 +16,13 @@ import math
 import os
 import queue
 import socket
+import struct
 import threading
 import time
 from functools import partial
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
-from typing import Any, Callable, List, Optional, Sequence
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -57,6 +58,7 @@ class Link:
         self._connection, self._following, self._take, self._loss = connection, following, take, loss
         self._socket = socket.socket(fileno=os.dup(connection.fileno()))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small messages leave at once
+        _limit(self._socket, 0)  # from now on, `poll` has a limit
         self.sender = threading.Thread(target=self._send, name="gluon_syncbn-link", daemon=True)
         self.receiver = threading.Thread(target=self._receive, name="gluon_syncbn-link", daemon=True)
         self.sender.start()
@@ -83,6 +85,24 @@ class Link:
         self._take(self._loss(silent))
 
 
+def _limit(end: socket.socket, seconds: float) -> None:
+    """Limits each wait for something to read; 0: no more."""
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", math.ceil(seconds), 0))
+
+
+def _introduce(end: socket.socket, *steps: Callable[[Connection], Any]) -> Tuple[Connection, Any]:
+    """Takes the steps of an introduction, whose waits have the time limit. Returns what the last one does."""
+    _limit(end, _native.timeout_of())
+    connection = Connection(end.detach())
+    try:
+        for step in steps:
+            result = step(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection, result
+
+
 def readers_of(message: bytes) -> List[int]:
     return np.frombuffer(message, np.int64, int.from_bytes(message[:8], "little"), 8).tolist()
 
@@ -104,7 +124,8 @@ def relay(towards: str, size: int, links: List[Link]) -> List[Any]:
         probe.connect((towards, 9))  # sends nothing, and finds the interface that leads there
         host = probe.getsockname()[0]
     key = os.urandom(16)
-    listener = Listener((host, 0), backlog=size, authkey=key)
+    server = socket.create_server((host, 0), backlog=size)
+    address = server.getsockname()
     outboxes: List[queue.SimpleQueue[Optional[bytes]]] = [queue.SimpleQueue() for _ in range(size)]
 
     def following(rank: int) -> Optional[bytes]:
@@ -117,24 +138,34 @@ def relay(towards: str, size: int, links: List[Link]) -> List[Any]:
         for rank in readers_of(message):
             outboxes[rank].put(message)
 
+    def greet(end: socket.socket, caller: Any) -> None:
+        steps = partial(deliver_challenge, authkey=key), partial(answer_challenge, authkey=key)
+        try:
+            connection, name = _introduce(end, *steps, lambda connection: connection.recv_bytes(64))
+            rank, process = json.loads(name)
+        except _STRANGE as error:
+            log.info("%s:%d connected to the relay of gluon_syncbn and is none of its job: %r", *caller[:2], error)
+            return
+        links.append(Link(connection, partial(following, rank), take, partial(_loss, size, rank, process)))
+        if len(links) == size:
+            server.shutdown(socket.SHUT_RDWR)  # ends `accept`
+
     def run() -> None:
-        while len(links) < size:
-            with contextlib.suppress(*_STRANGE):
-                connection = listener.accept()
-                rank, process = json.loads(connection.recv_bytes(64))
-                links.append(Link(connection, partial(following, rank), take, partial(_loss, size, rank, process)))
-        listener.close()
+        while len(links) < size:  # a caller that says nothing, such as a scanner of ports, has a thread of its own
+            with contextlib.suppress(OSError):
+                threading.Thread(target=greet, args=server.accept(), name="gluon_syncbn-relay", daemon=True).start()
+        server.close()
         for link in links:
             link.receiver.join()
         for outbox in outboxes:
             outbox.put(None)
 
     threading.Thread(target=run, name="gluon_syncbn-relay", daemon=True).start()
-    return [*listener.address, key.hex(), os.getpid()]
+    return [*address, key.hex(), os.getpid()]
 
 
 class BridgedTransport(Transport):
-    """Sends the core's messages by the relay, which rank 0 makes. To connect has no time limit.
+    """Sends the core's messages by the relay, which rank 0 makes. Each wait to connect has the time limit.
 
     ``towards`` names a host that all ranks reach. ``spread`` gets bytes in every rank, and returns those of rank 0.
     """
@@ -145,11 +176,14 @@ class BridgedTransport(Transport):
         told = json.dumps(relay(towards, size, self._relayed) if rank == 0 else None).encode().ljust(BYTES)
         heard = spread(np.frombuffer(told, np.uint8)).astype(np.uint8).tobytes()
         host, port, key, self._process = json.loads(heard)  # of rank 0
+        name = json.dumps([rank, os.getpid()]).encode()
+        steps = [partial(proof, authkey=bytes.fromhex(key)) for proof in (answer_challenge, deliver_challenge)]
         try:
-            self._connection = Client((host, port), authkey=bytes.fromhex(key))
-            self._connection.send_bytes(json.dumps([rank, os.getpid()]).encode())
+            end = socket.create_connection((host, port), _native.timeout_of())
+            end.setblocking(True)
+            self._connection, _ = _introduce(end, *steps, lambda connection: connection.send_bytes(name))
         except _STRANGE as error:
-            raise mx.MXNetError(f"no connection to the relay in rank 0, at {host}:{port}: {error}") from error
+            raise mx.MXNetError(f"no connection to the relay in rank 0, at {host}:{port}: {error!r}") from error
 
     def open(self, handle: _native.Handle) -> None:
         super().open(handle)

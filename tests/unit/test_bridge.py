@@ -81,15 +81,19 @@ def test_a_stranger_is_refused(monkeypatch):
     monkeypatch.setattr(bridge, "relay", lambda *_: introduction)
     with pytest.raises(AuthenticationError):
         Client(address, authkey=b"another")
-    with socket.create_connection(address) as stranger:
-        stranger.sendall(b"\x00\x00\x00\x04work" * 9)
-    (worker,) = workers(1)
+    silent, half, longer = (socket.create_connection(address) for _ in range(3))
+    half.sendall(b"\x00\x00\x00\x20#CHALL")
+    longer.sendall(b"\x00\x00\x00\x04work" * 9)
+    gluon_syncbn.configure(timeout=60)
+    (worker,) = workers(1)  # while the three are there
     with pytest.raises(ConnectionRefusedError):  # when all have come, nobody listens
         for _ in range(100):
             with contextlib.suppress(ConnectionResetError):  # the listener closes at this moment
                 socket.create_connection(address).close()
             time.sleep(0.05)
     assert worker.allgather(7, np.ones(2))[0].tolist() == [1, 1]
+    for stranger in (silent, half, longer):
+        stranger.close()
 
 
 @pytest.mark.parametrize("gone", [0, 2])
