@@ -408,12 +408,7 @@ SYNCBN_API(void, out_of_batches, bool is_out) { syncbn::step().out_of_batches = 
 // Called in the child of a fork.
 SYNCBN_API(void, forked) {
     syncbn::step().forking = syncbn::step().unread = syncbn::step().nobody_left = false;
-    syncbn::forget_callers();
-    syncbn::forget_records();
-    syncbn::native::forget_workers();
-    syncbn::native::forget_resources();
-    syncbn::forwards().forked();
-    registry().forked();
+    for (const auto& layer : registry().all()) layer->rendezvous.forget();
     syncbn::step().clear();
 }
 

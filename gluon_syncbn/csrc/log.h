@@ -4,11 +4,12 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <deque>
 #include <mutex>
 #include <new>
 #include <string>
+
+#include "lock.h"
 
 namespace syncbn {
 
@@ -17,42 +18,39 @@ enum class Level : int { kDebug = 10, kWarning = 30 };
 
 struct Records {
     static constexpr size_t kMost = 100000;  // unfetched records; later ones are lost, and counted
-    std::mutex mutex;                        // guards the rest
-    std::condition_variable changed;
+    Mutex mutex;                             // guards the rest
+    Condition changed;
     std::deque<std::string> waiting;
     size_t lost = 0;
 };
-inline Records& records = *new Records;  // outlives the threads that write at exit
+inline Renewed<Records>& records = *new Renewed<Records>;  // outlives the threads that write at exit
 
 // Whether the logger wants a record of every meeting.
 inline std::atomic<bool> wants_debug{false};
 
 // Without memory for a record, it is lost, and counted.
 inline void log(Level level, std::string text) noexcept {
-    std::lock_guard<std::mutex> lock(records.mutex);
+    std::lock_guard<std::mutex> lock(records->mutex);
     try {
-        if (records.waiting.size() >= Records::kMost) throw std::bad_alloc();
-        if (records.lost > 0) text += " (" + std::to_string(records.lost) + " records before this one are lost)";
-        records.waiting.push_back(std::to_string(static_cast<int>(level)) + " " + text);
+        if (records->waiting.size() >= Records::kMost) throw std::bad_alloc();
+        if (records->lost > 0) text += " (" + std::to_string(records->lost) + " records before this one are lost)";
+        records->waiting.push_back(std::to_string(static_cast<int>(level)) + " " + text);
     } catch (const std::bad_alloc&) {
-        ++records.lost;
+        ++records->lost;
         return;
     }
-    records.lost = 0;
-    records.changed.notify_one();
+    records->lost = 0;
+    records->changed->notify_one();
 }
 
 // Returns the next record, after at most `seconds`: its level, a blank and the text. Empty if there is none.
 inline std::string next_record(double seconds) {
-    std::unique_lock<std::mutex> lock(records.mutex);
-    records.changed.wait_for(lock, std::chrono::duration<double>(seconds), [] { return !records.waiting.empty(); });
-    if (records.waiting.empty()) return "";
-    std::string record = std::move(records.waiting.front());
-    records.waiting.pop_front();
+    std::unique_lock<std::mutex> lock(records->mutex);
+    records->changed->wait_for(lock, std::chrono::duration<double>(seconds), [] { return !records->waiting.empty(); });
+    if (records->waiting.empty()) return "";
+    std::string record = std::move(records->waiting.front());
+    records->waiting.pop_front();
     return record;
 }
-
-// Forgets all records in the child of a fork: a thread that it does not have may have held their lock.
-inline void forget_records() { new (&records) Records; }
 
 }  // namespace syncbn

@@ -14,6 +14,7 @@ import mxnet as mx
 import numpy as np
 
 from .. import _native
+from ..system import locks
 from .pooling import Pooling
 
 # gluon.Trainer numbers its parameters from 0 in the same store; no net has this many parameters.
@@ -62,7 +63,8 @@ class DeviceExchange(Exchange):
         # A store makes the buffers of a key for the contexts of its first sum. CommCPU and CommDevice::Reduce resize
         # `copy_buf` once, and write past its end if a later sum has more contexts.
         self._keys: Dict[Tuple[int, Tuple[mx.Context, ...]], int] = {}  # (length, contexts) -> key
-        self._lock = threading.Lock()  # leaders of different layers call at once, and the store serves one
+        self._lock: Any  # leaders of different layers call at once, and the store serves one
+        locks.give(self, _lock=threading.Lock)
 
     def add(self, layer: LayerInfo, rows: np.ndarray) -> np.ndarray:
         """For the core: returns the sum over all rows, float64, of shape (contexts, length)."""

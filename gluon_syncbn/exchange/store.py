@@ -24,7 +24,7 @@ from numpy.lib.format import descr_to_dtype, dtype_to_descr
 
 from .. import _native
 from .._native import Agreed
-from ..system import arguments, environment, kinds
+from ..system import arguments, environment, kinds, locks
 from ..system.logs import log
 from .base import Exchange, LayerInfo, Transport
 
@@ -117,7 +117,8 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         self._trainers: weakref.WeakKeyDictionary[Any, _TrainerState] = weakref.WeakKeyDictionary()
         #: Whether gradients of GPUs may go over NCCL.
         self.nccl = True
-        self._lock = threading.Lock()
+        self._lock: Any
+        locks.give(self, _lock=threading.Lock)
         #: Why statistics go by the transport alone; None where processes meet in memory.
         self.why_not_in_memory: Optional[str] = "not every process was asked"
         #: The ranks of each machine that meet in memory; the first of each is the leader of its machine.
@@ -453,7 +454,6 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         self._transport.close()
 
     def forked(self) -> None:
-        self._lock = threading.Lock()  # a thread that the child does not have may have held it
         self._transport.forked()
 
     def learn(

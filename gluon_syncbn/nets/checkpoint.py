@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import queue
 import random
 import re
@@ -24,7 +23,7 @@ from ..layer import SyncBatchNorm
 from ..mxnet_side import blocks, patches
 from ..mxnet_side.nodes import json_of
 from ..mxnet_side.op import NAME
-from ..system import arguments, kinds
+from ..system import arguments, kinds, locks
 from ..system.kinds import arrays_of, is_float, map_arrays
 from .convert import forget_graphs
 from .graphs import derived, without
@@ -252,8 +251,15 @@ def _record_use(data: Callable[..., NDArray], parameter: Parameter, ctx: Optiona
 # operator its own temporary space, and never frees it. A block within a block that is recomputed has another thread.
 # Operators behind it hold temporary space while they wait for its gradient, so its own operators need other space.
 
-_jobs: Dict[Tuple[int, mx.Context, int], queue.SimpleQueue] = {}  # by process, context, and number of blocks around
-_lock = threading.Lock()
+
+class _Threads:
+    def __init__(self) -> None:
+        self.lock: Any
+        self.jobs: Dict[Tuple[mx.Context, int], queue.SimpleQueue]  # by context, and number of blocks around
+        locks.give(self, lock=threading.Lock, jobs=dict)  # a child of a fork has no threads
+
+
+_threads = _Threads()
 
 
 def _do(context: mx.Context, depth: int, job: Callable[[], None]) -> None:
@@ -263,12 +269,12 @@ def _do(context: mx.Context, depth: int, job: Callable[[], None]) -> None:
     because the arrays that the job writes are freed then.
     """
     done: Future = Future()
-    with _lock:
-        key = os.getpid(), context, depth  # a child of a fork has no threads
-        if key not in _jobs:
-            args = context, _jobs.setdefault(key, queue.SimpleQueue())
+    with _threads.lock:
+        key = context, depth
+        if key not in _threads.jobs:
+            args = context, _threads.jobs.setdefault(key, queue.SimpleQueue())
             threading.Thread(target=_work, args=args, name=f"gluon_syncbn-again-{context}", daemon=True).start()
-        _jobs[key].put((job, done))
+        _threads.jobs[key].put((job, done))
     done.result()
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from typing import Any, Callable, Dict, List, Literal, Optional, Tuple
+from collections import defaultdict
+from typing import Any, Callable, DefaultDict, Dict, List, Literal, Optional, Tuple
 
 import mxnet as mx
 from mxnet.context import Context
@@ -14,7 +15,7 @@ from .. import _native
 from ..exchange import named
 from ..exchange.base import Exchange, LayerInfo
 from ..exchange.store import ProcessStore
-from ..system import arguments
+from ..system import arguments, locks
 
 _UNCHANGED: Any = type("_Unchanged", (), {"__repr__": lambda _: "unchanged"})()
 NONFINITE = ("propagate", "skip", "error")  # the order is that of `Nonfinite` in csrc/meeting/meeting.h
@@ -38,10 +39,12 @@ class Session:
         self.met: Dict[int, int] = {}
         #: All that are in use; the other processes must be told of a failure and of the end.
         self.stores: List[ProcessStore] = []
-        self._issuing: Dict[Tuple[int, int], threading.Lock] = {}  # by context
+        self._issuing: DefaultDict[Tuple[int, int], threading.Lock]  # by context
         self.open: Dict[threading.Thread, int] = {}  # scopes, of threads that have any
-        self.beginning = threading.RLock()  # held by a thread that enters its first scope, or forgets a failed step
-        self.tracing = threading.RLock()  # held by a thread that records the graph of a net
+        self.beginning: Any  # held by a thread that enters its first scope, or forgets a failed step
+        self.tracing: Any  # held by a thread that records the graph of a net
+        locks.give(self, beginning=threading.RLock, tracing=threading.RLock)
+        locks.give(self, _issuing=lambda: defaultdict(threading.Lock))
         self.graphs = 0  # that were recorded
         self.training_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that have opened a scope
         self.trainers: weakref.WeakSet[Any] = weakref.WeakSet()  # of Gluon
@@ -119,7 +122,7 @@ class Session:
         each array that it writes, one after the other (`ThreadedEngine::Push` in src/engine/threaded_engine.cc). If
         two threads do so at once, each operator may be the first in one queue, and then wait for the other for ever.
         """
-        return self._issuing.setdefault((context.device_typeid, context.device_id), threading.Lock())
+        return self._issuing[context.device_typeid, context.device_id]
 
     def trained(self) -> List[Any]:
         """Returns the parameters of all Trainers that have gradients."""
@@ -142,8 +145,8 @@ class Session:
         """Resets the scopes in the child of a fork, which has one thread."""
         thread = threading.current_thread()
         self.open = {one: depth for one, depth in self.open.items() if one is thread}
-        self._issuing, self._has_room = {}, False
-        self.beginning, self.tracing = threading.RLock(), threading.RLock()
+        self._has_room = False
+        locks.forked()
         for store in self.stores:
             store.forked()
 

@@ -7,6 +7,7 @@
 
 #include "cuda/plan.h"
 #include "failure.h"
+#include "lock.h"
 #include "point.h"
 #include "waiting/wait.h"
 
@@ -48,7 +49,7 @@ void check_nccl(int status, const char* function) {
     if (status != 0) throw Failure(std::string(function) + " of NCCL: " + nccl().error_string(status));
 }
 
-std::mutex mutex;  // guards the next two; every collective of a meeting is posted under it
+Mutex mutex;  // guards the next two; every collective of a meeting is posted under it
 // The communicators of the devices of a meeting, in their order.
 using Connected = std::map<std::vector<int>, std::vector<Communicator>>;
 Connected& connected = *new Connected;

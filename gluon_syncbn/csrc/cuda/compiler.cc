@@ -14,6 +14,7 @@
 
 #include "cuda/driver.h"
 #include "failure.h"
+#include "lock.h"
 
 namespace syncbn {
 namespace cuda {
@@ -100,7 +101,7 @@ void keep(const std::string& path, const std::string& image) {
 }  // namespace
 
 const std::string& compiled(int capability, const std::string& part, bool anew) {
-    static std::mutex mutex;
+    static Mutex mutex;
     static auto& images = *new std::map<std::pair<int, std::string>, std::string>;  // by architecture and part
     std::lock_guard<std::mutex> lock(mutex);
     const int target = architecture(capability);

@@ -4,6 +4,7 @@
 #include <tuple>
 
 #include "failure.h"
+#include "lock.h"
 #include "types.h"
 
 namespace syncbn {
@@ -65,7 +66,7 @@ Function need(const char* name, const char* library) {
 }
 
 Device& Device::get(int id) {
-    static std::mutex mutex;
+    static Mutex mutex;
     static std::map<int, std::unique_ptr<Device>>& all = *new std::map<int, std::unique_ptr<Device>>;
     std::lock_guard<std::mutex> lock(mutex);
     std::unique_ptr<Device>& found = all[id];

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cuda/params.h"
+#include "lock.h"
 #include "mxnet_api.h"
 
 namespace syncbn {
@@ -55,7 +56,7 @@ class Device {
 
     void* context_ = nullptr;               // never released: MXNet keeps it for as long as the process lives
     int capability_ = 0;                    // 80 for 8.0
-    std::mutex mutex_;                      // guards the rest
+    Mutex mutex_;                           // guards the rest
     std::map<std::string, void*> modules_;  // by the part of kernels.cu
     std::map<std::string, void*> kernels_;
     std::vector<std::pair<Stream, Status*>> streams_;  // free ones, each with its `Status`

@@ -1,7 +1,7 @@
 #include "exchange/exchange.h"
 
 #include <algorithm>
-#include <mutex>
+#include <atomic>
 
 #include "failure.h"
 #include "log.h"
@@ -49,8 +49,8 @@ std::shared_ptr<Exchange> chosen(const Asked& asked, const std::vector<std::stri
     const std::string missing = cuda::why_no_collective();
     if (missing.empty()) return over_nccl;
     if (asked.nccl == Nccl::kRequired) throw Failure("kvstore 'nccl' was asked for, but " + missing);
-    static std::once_flag said;
-    std::call_once(said, [&] { log(Level::kWarning, "the statistics of GPUs go through host memory: " + missing); });
+    static std::atomic<bool> said{false};
+    if (!said.exchange(true)) log(Level::kWarning, "the statistics of GPUs go through host memory: " + missing);
     return asked.host;
 }
 

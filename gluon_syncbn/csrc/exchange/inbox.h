@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "exchange/mailbox.h"
+#include "lock.h"
 
 namespace syncbn {
 
@@ -99,7 +100,7 @@ class Inbox : public Mailbox {
         ++arrivals_;
     }
 
-    mutable std::mutex mutex_;  // guards all but the states and the event count
+    mutable Mutex mutex_;  // guards all but the states and the event count
     std::vector<std::atomic<State>> states_;
     std::atomic<uint32_t> arrivals_{0};
 

@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "lock.h"
 #include "waiting/wait.h"
 
 namespace syncbn {
@@ -131,7 +132,7 @@ class Mailbox {
     const pid_t process_;
 
   private:
-    std::mutex posting_;
+    Mutex posting_;
 };
 
 // Waits for ranks that share a mailbox.

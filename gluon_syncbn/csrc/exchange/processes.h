@@ -18,6 +18,7 @@
 #include "exchange/mpi.h"
 #include "exchange/segment.h"
 #include "exchange/sums.h"
+#include "lock.h"
 
 namespace syncbn {
 
@@ -70,7 +71,7 @@ class Processes : public Exchange {
     const std::vector<Step> in_job_;
     std::vector<Step> in_levels_;  // of reductions
     std::unique_ptr<Sums> sums_;
-    mutable std::mutex mutex_;        // guards the next two
+    mutable Mutex mutex_;             // guards the next two
     std::map<int64_t, Known> known_;  // by layer
     std::vector<Label> here_;         // the exchanges that this rank has come to, and has not finished
 };

@@ -1,7 +1,6 @@
 #include "exchange/python.h"
 
 #include <chrono>
-#include <condition_variable>
 #include <cstring>
 #include <deque>
 #include <limits>
@@ -9,6 +8,7 @@
 #include <utility>
 
 #include "exchange/inbox.h"
+#include "lock.h"
 #include "point.h"
 
 namespace syncbn {
@@ -84,15 +84,15 @@ class PythonMailbox : public Inbox {
     uint32_t arrivals(uint32_t) override { return arrivals_; }
     void sleep(uint32_t, uint32_t seen, double seconds) override {
         std::unique_lock<std::mutex> lock(mutex_);
-        changed_.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return arrivals_ != seen; });
+        changed_->wait_for(lock, std::chrono::duration<double>(seconds), [&] { return arrivals_ != seen; });
     }
-    void wake(uint32_t) override { changed_.notify_all(); }
+    void wake(uint32_t) override { changed_->notify_all(); }
 
     std::optional<std::string> next(double seconds) {
         std::unique_lock<std::mutex> lock(mutex_);
         const auto has_left = [&] { return states_[rank()] != State::kPresent; };
-        leaves_.wait_for(lock, std::chrono::duration<double>(seconds),
-                         [&] { return !outgoing_.empty() || has_left(); });
+        leaves_->wait_for(lock, std::chrono::duration<double>(seconds),
+                          [&] { return !outgoing_.empty() || has_left(); });
         if (outgoing_.empty()) return has_left() ? std::nullopt : std::optional<std::string>("");
         std::string message = std::move(outgoing_.front());
         outgoing_.pop_front();
@@ -109,7 +109,7 @@ class PythonMailbox : public Inbox {
             std::lock_guard<std::mutex> lock(mutex_);
             take({memory, count});
         }
-        changed_.notify_all();
+        changed_->notify_all();
     }
 
   private:
@@ -125,14 +125,14 @@ class PythonMailbox : public Inbox {
         append(content, size);
         message.resize((message.size() + sizeof(double) - 1) / sizeof(double) * sizeof(double));
         outgoing_.push_back(std::move(message));
-        leaves_.notify_one();
+        leaves_->notify_one();
     }
     void left() override {
-        changed_.notify_all();
-        leaves_.notify_one();
+        changed_->notify_all();
+        leaves_->notify_one();
     }
 
-    std::condition_variable changed_, leaves_;
+    Condition changed_, leaves_;
     std::deque<std::string> outgoing_;
 };
 

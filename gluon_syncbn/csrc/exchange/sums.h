@@ -29,6 +29,7 @@
 #include "cuda/collective.h"
 #include "exchange/machines.h"
 #include "exchange/segment.h"
+#include "lock.h"
 #include "types.h"
 #include "waiting/step.h"
 
@@ -92,7 +93,7 @@ class Sums {
     const std::unique_ptr<Machines> machines_;
     const std::function<void(const std::string&)> leave_;
     const uint32_t event_;                      // of this rank
-    std::mutex mutex_;                          // guards the next two
+    Mutex mutex_;                               // guards the next two
     std::deque<std::shared_ptr<Round>> queue_;  // in the order of their beginnings here
     bool started_ = false;
     // The rest is of the thread. A round is what rank 0 has told, and runs once it has begun here.

@@ -8,6 +8,7 @@
 #include <sstream>
 #include <vector>
 
+#include "lock.h"
 #include "log.h"
 
 namespace syncbn {
@@ -24,7 +25,7 @@ constexpr double kSurely = 5, kPerhaps = 20;
 constexpr size_t kWorst = 5;  // number of layers to name
 
 struct Totals {
-    std::mutex mutex;  // guards the rest
+    Mutex mutex;  // guards the rest
     struct OfLayer {
         int64_t meetings = 0;
         double waited = 0;  // seconds, of all replicas

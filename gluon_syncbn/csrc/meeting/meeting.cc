@@ -4,11 +4,11 @@
 #include <atomic>
 #include <chrono>
 #include <mutex>
-#include <new>
 #include <optional>
 #include <sstream>
 #include <utility>
 
+#include "lock.h"
 #include "log.h"
 #include "meeting/diagnosis.h"
 #include "point.h"
@@ -33,7 +33,7 @@ void fail_here(Meeting& meeting, const Failure& failure) {
         step().fail(failure);
     else if (meeting.failure == nullptr)
         meeting.failure = std::make_shared<const Failure>(failure);
-    meeting.changed.notify_all();
+    meeting.changed->notify_all();
 }
 
 std::shared_ptr<const Failure> failure_of(const Meeting& meeting) {
@@ -90,10 +90,10 @@ Underway begin_exchange(const Meeting& meeting, Phase& phase) {
 // lowest rank. `rank`: 0, a forward without a call of a replica; 1, another forward; 2, a backward.
 struct Waits {
     std::atomic<int64_t> count{0};
-    std::mutex mutex;                                    // guards the next one
+    Mutex mutex;                                         // guards the next one
     std::map<std::pair<int, int64_t>, Failure> reasons;  // by rank and number
 };
-Waits& waits = *new Waits;  // outlives the threads that wait at exit
+Renewed<Waits>& waits = *new Renewed<Waits>;  // outlives the threads that wait at exit
 
 // Runs under the rendezvous's lock, also when all have arrived: the last one computes the total, with its own time
 // limit.
@@ -113,8 +113,8 @@ class WaitForReplicas : public Wait {
     [[noreturn]] void give_up(const std::string& text, bool from_outside = false) override {  // (6)
         std::optional<Failure> cause;
         if (!from_outside && !complete_) {
-            std::lock_guard<std::mutex> lock(waits.mutex);
-            if (!waits.reasons.empty()) cause.emplace(waits.reasons.begin()->second);
+            std::lock_guard<std::mutex> lock(waits->mutex);
+            if (!waits->reasons.empty()) cause.emplace(waits->reasons.begin()->second);
         }
         if (cause && (cause->layer != config_.name || cause->call != call_)) fail_and_throw(meeting_, *cause);
         fail_and_throw(meeting_, {config_.name, "", call_, text});
@@ -140,17 +140,17 @@ class WaitForReplicas : public Wait {
     bool all_here() const { return phase_.arrived == meeting_.replicas(); }
     // Replaces the reason of this wait.
     void note(int rank, const Failure* reason) {
-        std::lock_guard<std::mutex> lock(waits.mutex);
-        waits.reasons.erase(key_);
+        std::lock_guard<std::mutex> lock(waits->mutex);
+        waits->reasons.erase(key_);
         key_.first = rank;
-        if (reason != nullptr) waits.reasons.emplace(key_, *reason);
+        if (reason != nullptr) waits->reasons.emplace(key_, *reason);
     }
 
     Meeting& meeting_;
     const LayerConfig& config_ = *meeting_.config;
     Phase& phase_;
     const std::string call_;
-    std::pair<int, int64_t> key_{0, waits.count++};
+    std::pair<int, int64_t> key_{0, waits->count++};
     std::string seen_;  // the replicas that are here, why not all are, and what those wait for that could call them
     double seen_since_ = 0;
     const double began_ = seconds();
@@ -294,7 +294,7 @@ bool Rendezvous::contribute(const Place& place, Part part, double seconds) {
     phase.entries[place.position] = {std::move(part), true, syncbn::seconds()};  // (2)
     if (++phase.arrived < meeting.replicas()) {
         const auto ended = [&] { return phase.done || failure_of(meeting) != nullptr; };
-        meeting.changed.wait_for(lock, std::chrono::duration<double>(seconds), ended);
+        meeting.changed->wait_for(lock, std::chrono::duration<double>(seconds), ended);
         return phase.done;
     }
     phase.last = place.position;
@@ -324,7 +324,7 @@ bool Rendezvous::exchange(Meeting& meeting, Phase& phase, double seconds) const 
     phase.entries.clear();
     phase.row.clear();
     phase.underway = nullptr;
-    meeting.changed.notify_all();
+    meeting.changed->notify_all();
     return true;
 }
 
@@ -340,7 +340,7 @@ Total Rendezvous::total(const Place& place) const {
     if (!phase.done) {
         WaitForReplicas wait(meeting, phase);
         while (!phase.done) {
-            meeting.changed.wait_for(lock, kSlice);
+            meeting.changed->wait_for(lock, kSlice);
             if (!phase.done) wait.look();
         }
     }
@@ -363,12 +363,6 @@ void Rendezvous::forget() {
     open_.clear();
     announced_.clear();
     last_.clear();
-}
-
-void Rendezvous::forked() {
-    new (&mutex_) std::mutex;  // a thread that the child does not have may have held it
-    new (&waits) Waits;
-    forget();
 }
 
 }  // namespace syncbn

@@ -26,7 +26,6 @@
 #pragma once
 
 #include <algorithm>
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -36,6 +35,7 @@
 #include <vector>
 
 #include "exchange/exchange.h"
+#include "lock.h"
 #include "meeting/scope.h"
 #include "pooling/pooling.h"
 #include "types.h"
@@ -108,7 +108,7 @@ struct Meeting {
     const int64_t interrupts = syncbn::interrupts();  // at the first call
     std::shared_ptr<const Failure> failure;           // the meeting's own, if its step has been forgotten
     std::map<int, Phase> phases;
-    std::condition_variable changed;
+    Condition changed;
 
     const std::vector<std::string>& contexts() const { return config->taking_part; }
     size_t replicas() const { return scopes.size(); }
@@ -160,7 +160,6 @@ class Rendezvous {
         Lock lock(mutex_);
         for (auto& [node, calls] : calls_) calls.since_seed = 0;
     }
-    void forked();  // in the child
 
   private:
     using Lock = std::unique_lock<std::mutex>;
@@ -174,7 +173,7 @@ class Rendezvous {
     // many seconds.
     bool exchange(Meeting& meeting, Phase& phase, double seconds) const;
 
-    mutable std::mutex mutex_;
+    mutable Mutex mutex_;
     std::deque<std::shared_ptr<Meeting>> open_;  // until they are settled, too
     std::map<Key, std::deque<Place>> announced_;
     std::map<Key, std::shared_ptr<Scope>> last_;  // the scope of the last call

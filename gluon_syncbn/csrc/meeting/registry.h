@@ -10,11 +10,11 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <new>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "lock.h"
 #include "meeting/meeting.h"
 #include "pooling/pooling.h"
 
@@ -113,12 +113,6 @@ class Registry {
         renew(layer);
     }
 
-    // Called in the child of a fork, whose one thread has nothing in flight.
-    void forked() {
-        new (&mutex_) std::mutex;  // a thread that the child does not have may have held it
-        for (const auto& layer : all()) layer->rendezvous.forked();
-    }
-
   private:
     friend class Layer;
     using Lock = std::lock_guard<std::mutex>;
@@ -142,7 +136,7 @@ class Registry {
         layer.config_ = std::move(config);
     }
 
-    mutable std::mutex mutex_;  // guards everything below, and the settings of the layers
+    mutable Mutex mutex_;  // guards everything below, and the settings of the layers
     std::map<int64_t, std::shared_ptr<Layer>> layers_;
     int64_t next_id_ = 1;
     Settings defaults_;

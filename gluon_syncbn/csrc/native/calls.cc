@@ -1,6 +1,5 @@
 // Brings calls from MXNet's engine to the layer without MXNet's own `Custom`. That one copies arrays in oneDNN's
 // layouts and frees the copies while the operator still runs. It also takes three operations of the engine for one.
-#include <condition_variable>
 #include <exception>
 #include <memory>
 #include <mutex>
@@ -11,6 +10,7 @@
 #include <vector>
 
 #include "failure.h"
+#include "lock.h"
 #include "native/native.h"
 #include "operator/call.h"
 #include "operator/op.h"
@@ -173,22 +173,22 @@ class Execution {
 
 // One thread for each simultaneous call, kept for later ones.
 struct Worker {
-    std::condition_variable given;
+    Condition given;
     std::unique_ptr<Execution> call;
     Worker* next = nullptr;  // the one that was idle before
 };
 
 struct Workers {
-    std::mutex mutex;
+    Mutex mutex;
     Worker* idle = nullptr;  // the last to work comes first again: its memory is in the cache
 };
 
-Workers* workers = new Workers;  // never destroyed: threads may be in it when the process ends
+Renewed<Workers>& workers = *new Renewed<Workers>;  // never destroyed: threads may be in it when the process ends
 
 void serve(Workers* all, Worker* self) {
     std::unique_lock<std::mutex> lock(all->mutex);
     for (;;) {
-        self->given.wait(lock, [self] { return self->call != nullptr; });
+        self->given->wait(lock, [self] { return self->call != nullptr; });
         lock.unlock();
         self->call->run();
         self->call.reset();
@@ -207,7 +207,7 @@ void start(std::unique_ptr<Execution> call) {
         auto worker = std::make_unique<Worker>();
         worker->call = std::move(call);
         try {
-            std::thread(serve, workers, worker.get()).detach();
+            std::thread(serve, &workers.get(), worker.get()).detach();
         } catch (const std::system_error& error) {
             throw Failure(std::string("no thread could be started for this call (") + error.what() +
                           "). The process has no memory for a thread, or has reached its limit of threads (ulimit -v, "
@@ -219,7 +219,7 @@ void start(std::unique_ptr<Execution> call) {
     workers->idle = idle->next;
     idle->call = std::move(call);
     lock.unlock();
-    idle->given.notify_one();
+    idle->given->notify_one();
 }
 
 // ---- MXNet's own custom operators ----------------------------------------------------------------------------
@@ -293,8 +293,6 @@ void complete_with_error(const Completion& complete, const std::exception_ptr& r
         complete(&error);
     }
 }
-
-void forget_workers() { workers = new Workers; }
 
 std::string take_calls(const std::string& device) {
     if (is_naive_engine()) return "MXNET_ENGINE_TYPE=NaiveEngine runs operators in the thread that issues them";

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "failure.h"
+#include "lock.h"
 #include "mxnet_api.h"
 #include "native/native.h"
 #include "tensor.h"
@@ -122,7 +123,7 @@ class Gradients : public Round, public std::enable_shared_from_this<Gradients> {
     }
 
     Sums& sums_;
-    std::mutex mutex_;  // guards the states and the failure
+    Mutex mutex_;  // guards the states and the failure
     std::vector<Item> items_;
     std::exception_ptr failure_;
 };

@@ -37,9 +37,5 @@ bool issue_for(void* array) noexcept;
 // devices of `gpus`. Throws Failure if MXNet refuses.
 void sum_gradients(Sums& sums, Brought brought, size_t contexts, void** arrays);
 
-// Called in the child of a fork, which has no other thread, and so none that calls run in.
-void forget_workers();
-void forget_resources();
-
 }  // namespace native
 }  // namespace syncbn

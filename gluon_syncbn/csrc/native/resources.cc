@@ -16,11 +16,11 @@
 #include <cstring>
 #include <map>
 #include <mutex>
-#include <new>
 #include <thread>
 #include <vector>
 
 #include "failure.h"
+#include "lock.h"
 #include "meeting/scope.h"
 #include "mxnet_api.h"
 #include "native/native.h"
@@ -55,7 +55,7 @@ constexpr size_t kMostCopies = 256;  // with so many, operators take them in tur
 
 // What belonged to threads that have ended. MXNet keeps its objects until the process ends.
 struct Idle {
-    std::mutex mutex;
+    Mutex mutex;
     std::map<int, std::vector<ResourceManager*>> managers;  // by context
     Copies copies;
     Copies last;  // of them, whose operators nothing follows yet
@@ -196,7 +196,7 @@ bool replace(void** table) {
 }  // namespace
 
 std::string separate_resources() {
-    static std::mutex mutex;
+    static Mutex mutex;
     const std::lock_guard<std::mutex> lock(mutex);
     if (get != nullptr) return "";
     const Functions found{find("_ZN5mxnet8resource19ResourceManagerImpl7RequestENS_7ContextERKNS_15ResourceRequestE"),
@@ -234,8 +234,6 @@ bool issue_for(void* array) noexcept {
     of_thread.context = place.number;
     return true;
 }
-
-void forget_resources() { new (&idle->mutex) std::mutex; }  // a thread that the child does not have may have held it
 
 }  // namespace native
 }  // namespace syncbn

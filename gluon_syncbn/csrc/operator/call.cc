@@ -7,6 +7,7 @@
 #include <numeric>
 #include <sstream>
 
+#include "lock.h"
 #include "log.h"
 #include "point.h"
 #include "pooling/statistics.h"
@@ -25,7 +26,7 @@ constexpr double kEngineThreadWaits = 0.005;
 // The last batch that a warning was about. A value that is not finite reaches all later layers and all replicas, and
 // one warning is enough.
 struct Culprit {
-    std::mutex mutex;
+    Mutex mutex;
     std::string replica;  // its context and layer; empty if there is none
     double since = 0;
 };

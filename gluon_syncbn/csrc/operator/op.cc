@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "failure.h"
+#include "lock.h"
 #include "operator/call.h"
 #include "waiting/step.h"
 
@@ -54,7 +55,7 @@ struct Failing {
 // (CustomOperator::Push in src/operator/custom/custom-inl.h). So one of them takes the error. MXNet notes
 // the error once more, for the call. Until then, no other call fails.
 void fail_array(void* array, const char* what) {
-    static std::mutex& mutex = *new std::mutex;
+    static Mutex& mutex = *new Mutex;
     std::lock_guard<std::mutex> lock(mutex);
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
     if (Failing::push(&array, 1, error_with(what)) != 0) throw error_with(what);
@@ -308,7 +309,7 @@ const char* const kGone =
 
 // Those of `create_call`.
 struct Calls {
-    std::mutex mutex;  // guards the rest
+    Mutex mutex;  // guards the rest
     std::map<int64_t, Node> nodes;
     int64_t next = 1;
 };

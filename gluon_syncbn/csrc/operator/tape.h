@@ -7,7 +7,6 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -16,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "lock.h"
 #include "meeting/meeting.h"
 #include "pooling/pooling.h"
 #include "tensor.h"
@@ -37,20 +37,20 @@ class Memo {
     void keep(Outcome outcome) {
         std::lock_guard<std::mutex> lock(mutex_);
         outcome_ = std::make_shared<const Outcome>(std::move(outcome));
-        changed_.notify_all();
+        changed_->notify_all();
     }
     // Waits for the outcome: the recomputation may begin before the whole forward has ended. Throws as the wait does.
     std::shared_ptr<const Outcome> outcome(Wait& wait) const {
         std::unique_lock<std::mutex> lock(mutex_);
-        while (!changed_.wait_for(lock, kSlice, [this] { return outcome_ != nullptr; })) wait.look();
+        while (!changed_->wait_for(lock, kSlice, [this] { return outcome_ != nullptr; })) wait.look();
         return outcome_;
     }
     // Counts earlier repetitions: each meets in its own backwards.
     int repeat() { return repeated_++; }
 
   private:
-    mutable std::mutex mutex_;
-    mutable std::condition_variable changed_;
+    mutable Mutex mutex_;
+    mutable Condition changed_;
     std::shared_ptr<const Outcome> outcome_;
     std::atomic<int> repeated_{0};
 };
@@ -121,14 +121,13 @@ class Forwards {
         std::lock_guard<std::mutex> lock(mutex_);
         known_.erase(known_.lower_bound({layer, ""}), known_.lower_bound({layer + 1, ""}));
     }
-    void forked() { new (&mutex_) std::mutex; }  // a thread that the child does not have may have held it
 
   private:
     struct OfLayer {
         int announced = 0;
         std::shared_ptr<Memo> last;
     };
-    std::mutex mutex_;  // guards the next one
+    Mutex mutex_;  // guards the next one
     std::map<std::pair<int64_t, std::string>, OfLayer> known_;
 };
 inline Forwards& forwards() {

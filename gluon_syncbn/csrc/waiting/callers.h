@@ -3,12 +3,11 @@
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
 #include <mutex>
-#include <new>
 #include <string>
 #include <utility>
 
+#include "lock.h"
 #include "waiting/wait.h"
 
 namespace syncbn {
@@ -19,42 +18,40 @@ struct Callers {
 };
 
 struct QuestionForCallers {
-    std::mutex mutex;  // guards everything here
-    std::condition_variable asked;
+    Mutex mutex;  // guards everything here
+    Condition asked;
     bool open = false;
     Callers answer;
     double last = 0;  // the time of the answer
 
     static constexpr double kGap = 1;  // seconds; whoever waits asks more often
 };
-inline QuestionForCallers& question = *new QuestionForCallers;  // outlives the threads that wait at exit
+inline Renewed<QuestionForCallers>& question =
+    *new Renewed<QuestionForCallers>;  // outlives the threads that wait at exit
 
 inline void ask_for_callers() {
-    std::lock_guard<std::mutex> lock(question.mutex);
-    question.open = true;
-    question.asked.notify_one();
+    std::lock_guard<std::mutex> lock(question->mutex);
+    question->open = true;
+    question->asked->notify_one();
 }
 
 // For Python's thread: returns after `seconds`, or as soon as somebody asks. Whether somebody has asked.
 inline bool asked_for_callers(double seconds) {
-    std::unique_lock<std::mutex> lock(question.mutex);
-    question.asked.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return question.open; });
-    return std::exchange(question.open, false);
+    std::unique_lock<std::mutex> lock(question->mutex);
+    question->asked->wait_for(lock, std::chrono::duration<double>(seconds), [&] { return question->open; });
+    return std::exchange(question->open, false);
 }
 
 inline void answer_callers(std::string wait, bool for_all) {
-    std::lock_guard<std::mutex> lock(question.mutex);
-    question.last = seconds();
-    question.answer = {std::move(wait), for_all};
+    std::lock_guard<std::mutex> lock(question->mutex);
+    question->last = seconds();
+    question->answer = {std::move(wait), for_all};
 }
 
 // The answer, if it came lately, and since this time on the clock of `seconds`.
 inline Callers callers(double since) {
-    std::lock_guard<std::mutex> lock(question.mutex);
-    return question.last < since || seconds() - question.last > question.kGap ? Callers() : question.answer;
+    std::lock_guard<std::mutex> lock(question->mutex);
+    return question->last < since || seconds() - question->last > question->kGap ? Callers() : question->answer;
 }
-
-// In the child of a fork: a thread that the child does not have may have held the lock.
-inline void forget_callers() { new (&question) QuestionForCallers; }
 
 }  // namespace syncbn

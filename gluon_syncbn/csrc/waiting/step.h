@@ -7,6 +7,7 @@
 #include <mutex>
 
 #include "failure.h"
+#include "lock.h"
 
 namespace syncbn {
 
@@ -52,7 +53,7 @@ class Step {
     std::atomic<bool> out_of_batches{false};
 
   private:
-    mutable std::mutex mutex_;  // guards the next one; held for a moment, and without other locks
+    mutable Mutex mutex_;  // guards the next one; held for a moment, and without other locks
     std::shared_ptr<const Failure> failure_;
     const std::shared_ptr<const Failure> no_memory_ = std::make_shared<const Failure>(kNoMemory);
     std::atomic<bool> failed_{false};  // avoids the lock if there is no failure

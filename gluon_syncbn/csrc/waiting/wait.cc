@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "failure.h"
+#include "lock.h"
 #include "log.h"
 #include "waiting/callers.h"
 #include "waiting/step.h"
@@ -90,7 +91,7 @@ const struct sigaction* keep(const struct sigaction& handler) {
 
 // Repeated calls are cheap: a handler that was installed over ours is chained anew.
 void watch_interrupts() {
-    static std::mutex mutex;
+    static Mutex mutex;
     const std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
     if (!lock) return;  // another waiter is at it, or was in the parent of this fork
     struct sigaction current;

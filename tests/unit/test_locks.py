@@ -1,0 +1,61 @@
+"""The child of a fork finds all locks open, whoever held one in its parent."""
+
+import os
+import re
+import subprocess
+import threading
+
+import mxnet as mx
+from environments import shell
+from places import PACKAGE, SOURCES, SUPPORT
+
+import gluon_syncbn  # noqa: F401
+from gluon_syncbn.exchange.base import DeviceExchange
+from gluon_syncbn.nets import checkpoint  # noqa: F401
+from gluon_syncbn.system import locks
+
+
+def test_there_are_no_others():
+    """What a fork does not renew might be held for ever in its child."""
+    others = re.compile(r"(std::|new )(\w*mutex|condition_variable\w*|once_flag|\w*semaphore)\b(?![>&])")
+    for path in [path for path in SOURCES.rglob("*.*") if path.suffix in (".h", ".cc") and path.name != "lock.h"]:
+        assert not others.search(path.read_text("utf-8")), path
+    others = re.compile(r"\b(R?Lock|Condition|Event|Semaphore|Barrier)\(")
+    for path in PACKAGE.rglob("*.py"):
+        assert not others.search(path.read_text("utf-8")), path
+
+
+def test_the_cores(tmp_path):
+    program = tmp_path / "locks"
+    command = ["g++", "-std=c++17", "-pthread", f"-I{SOURCES}", SUPPORT / "locks_driver.cc", "-o", program]
+    subprocess.run(command, check=True, timeout=300, env=shell())
+    subprocess.run([program], check=True, timeout=300)
+
+
+def test_those_of_python():
+    store = DeviceExchange(mx.kvstore.create("local"))
+    held, end = threading.Event(), threading.Event()
+
+    def all_locks():
+        found = [getattr(owner(), name) for owner, name, _ in locks._all if owner() is not None]
+        return [lock for lock in found if hasattr(lock, "acquire")]
+
+    def hold():
+        for lock in all_locks():
+            assert lock.acquire(timeout=60)
+        held.set()
+        end.wait(60)
+        for lock in all_locks():
+            lock.release()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(60)
+    assert not store._lock.acquire(blocking=False)
+    child = os.fork()
+    if child == 0:
+        opened = [lock.acquire(timeout=20) for lock in all_locks()]
+        os._exit(0 if len(opened) >= 4 and all(opened) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    end.set()
+    holder.join()
