@@ -151,23 +151,24 @@ bool Lease::idle() const {
 
 Memory::Memory(Device& device, int64_t size) : device_(&device), size_(size) {
     if (size == 0) return;
+    while (room_ < size) room_ *= 2;
     {
         std::lock_guard<std::mutex> lock(device.mutex_);
-        std::vector<void*>& free = device.memory_[size];
+        std::vector<void*>& free = device.memory_[room_];
         if (!free.empty()) {
             data_ = free.back();
             free.pop_back();
             return;
         }
     }
-    check(driver().allocate(&data_, static_cast<size_t>(size) * sizeof(double)), "cuMemAlloc");
+    check(driver().allocate(&data_, static_cast<size_t>(room_) * sizeof(double)), "cuMemAlloc");
 }
 
 Memory::~Memory() {
     if (data_ == nullptr) return;
     std::lock_guard<std::mutex> lock(device_->mutex_);
     try {
-        device_->memory_[size_].push_back(data_);
+        device_->memory_[room_].push_back(data_);
     } catch (const std::bad_alloc&) {  // then the memory is lost
     }
 }
@@ -176,6 +177,7 @@ Memory& Memory::operator=(Memory&& other) noexcept {
     std::swap(device_, other.device_);
     std::swap(data_, other.data_);
     std::swap(size_, other.size_);
+    std::swap(room_, other.room_);
     return *this;
 }
 

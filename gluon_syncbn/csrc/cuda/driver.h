@@ -60,7 +60,7 @@ class Device {
     std::map<std::string, void*> modules_;  // by the part of kernels.cu
     std::map<std::string, void*> kernels_;
     std::vector<std::pair<Stream, Status*>> streams_;  // free ones, each with its `Status`
-    std::map<int64_t, std::vector<void*>> memory_;     // free memory, by its size
+    std::map<int64_t, std::vector<void*>> memory_;     // free memory, by its room
 };
 
 // Makes a device current on this thread while the object lives. MXNet's threads sometimes have none: cudaSetDevice,
@@ -94,8 +94,9 @@ class Lease {
     Status* status_ = nullptr;
 };
 
-// Float64 memory on a device, kept for the next one of the same size and never given back to the driver. No work on a
-// stream may use it when the object ends. The device has to be current at construction.
+// Float64 memory on a device, never given back to the driver, which would wait for all work of the device. It is kept for
+// others, by the next power of two of its size: batches of many shapes share it. No work on a stream may use it when the
+// object ends. The device has to be current at construction.
 class Memory {
   public:
     Memory() = default;
@@ -116,7 +117,7 @@ class Memory {
   private:
     Device* device_ = nullptr;
     void* data_ = nullptr;
-    int64_t size_ = 0;
+    int64_t size_ = 0, room_ = 1;
 };
 
 void fill_with_zeros(void* to, int64_t bytes, Stream stream);
