@@ -94,11 +94,24 @@ void take_part(size_t rank, int64_t number, uint64_t seed, const std::vector<siz
     for (size_t i = 0; i < kChannels; ++i) rounds[i]->check(static_cast<float>(6 + kRanks * i));
 }
 
+// Two threads report at once why a rank has failed: one reason stays, as it is.
+void fail_at_once() {
+    syncbn::Segment machine(1, 0, std::string(32, 'a'));
+    std::vector<std::thread> threads;
+    for (const char reason : {'a', 'b'})
+        threads.emplace_back(
+            [&machine, reason] { machine.leave(syncbn::Segment::State::kFailed, std::string(1000, reason)); });
+    for (std::thread& thread : threads) thread.join();
+    const std::string kept = machine.reason_of(0);
+    expect(kept == std::string(1000, kept[0]), "a reason is of one thread");
+}
+
 }  // namespace
 
 void summing(Run& run) {
     static int64_t number = 0;
     do {
+        fail_at_once();
         const std::vector<size_t> sizes = {3, run.random.one_of<size_t>({1, 100'000, 300'001}), 70'000, 1};
         const auto seed = static_cast<uint64_t>(number) * 100;
         std::vector<std::thread> threads;

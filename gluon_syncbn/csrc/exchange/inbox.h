@@ -57,16 +57,6 @@ class Inbox : public Mailbox {
         return reasons_[rank];
     }
     int64_t died(size_t rank) const override { return states_[rank] == State::kPresent ? died_[rank].load() : 0; }
-    void leave(State state, const std::string& reason) override {
-        if (!is_own()) return;
-        std::lock_guard<std::mutex> lock(mutex_);
-        if (states_[rank_] != State::kPresent) return;
-        const std::string text = reason.substr(0, 4000);
-        send({{}, state == State::kFailed ? Head::kFailed : Head::kEnded, own(), text.size()}, text.data(), text.size(),
-             without(everybody, rank_));
-        report(rank_, state, text);
-        left();
-    }
 
   protected:
     static constexpr size_t kHead = sizeof(Head) / sizeof(double);
@@ -82,6 +72,14 @@ class Inbox : public Mailbox {
     void write(const Label& label, const void* values, size_t size, const Ranks& readers) override {
         std::lock_guard<std::mutex> lock(mutex_);
         send({label, Head::kVector, own(), size}, values, size, readers);
+    }
+    void tell(State state, const std::string& reason) override {
+        std::lock_guard<std::mutex> lock(mutex_);
+        const std::string text = reason.substr(0, 4000);
+        send({{}, state == State::kFailed ? Head::kFailed : Head::kEnded, own(), text.size()}, text.data(), text.size(),
+             without(everybody, rank_));
+        report(rank_, state, text);
+        left();
     }
     // The caller of the following holds the lock.
     virtual void send(Head head, const void* content, size_t size, const Ranks& to) = 0;

@@ -27,6 +27,12 @@ void Mailbox::post(const Label& label, const void* values, size_t size, const Ra
     sent += static_cast<int64_t>(readers.size());
 }
 
+void Mailbox::leave(State state, const std::string& reason) {
+    if (!is_own()) return;
+    std::lock_guard<std::mutex> lock(posting_);
+    if (state_of(rank_) == State::kPresent) tell(state, reason);
+}
+
 std::optional<std::string> Mailbox::take_bytes(size_t rank, const Label& label) {
     const Found found = find(rank, label);
     if (found.values == nullptr) return std::nullopt;

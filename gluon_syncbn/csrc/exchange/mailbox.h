@@ -112,7 +112,7 @@ class Mailbox {
     virtual void end() {}
     // Reports that this rank has failed, with a reason, or has ended. Wakes all ranks. The first report stays. A child of
     // a fork reports nothing.
-    virtual void leave(State state, const std::string& reason) = 0;
+    void leave(State state, const std::string& reason);
 
     Ranks everybody;
     // Their ranks in the job, and the size of the job: the same if nobody says otherwise.
@@ -125,8 +125,9 @@ class Mailbox {
 
   protected:
     Mailbox(size_t rank, size_t ranks);
-    // See `post`. Called by one thread at a time.
+    // See `post` and `leave`. One thread at a time calls one of the two.
     virtual void write(const Label& label, const void* values, size_t size, const Ranks& readers) = 0;
+    virtual void tell(State state, const std::string& reason) = 0;
 
     const size_t rank_;
     const pid_t process_;

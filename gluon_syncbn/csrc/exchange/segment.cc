@@ -155,9 +155,8 @@ int64_t Segment::died(size_t rank) const {
     return free && state_of(rank) == State::kPresent ? process : 0;
 }
 
-void Segment::leave(State state, const std::string& reason) {
+void Segment::tell(State state, const std::string& reason) {
     Memory::OfRank& own = memory_->of[rank_];
-    if (!is_own() || state_of(rank_) != State::kPresent) return;
     own.reason[reason.copy(own.reason, kReasonSize - 1)] = 0;
     own.state = state;
     for (uint32_t number = 0; number < kEvents + ranks(); ++number) advance(number);

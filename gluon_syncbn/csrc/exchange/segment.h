@@ -52,7 +52,6 @@ class Segment : public Mailbox {
     State state_of(size_t rank) const override { return memory_->of[rank].state; }
     std::string reason_of(size_t rank) const override { return memory_->of[rank].reason; }
     int64_t died(size_t rank) const override;
-    void leave(State state, const std::string& reason) override;
 
     // The part of a rank in long sums: how far it is, and its pieces. Only the rank itself writes there. Counts never
     // decrease.
@@ -65,6 +64,7 @@ class Segment : public Mailbox {
 
   protected:
     void write(const Label& label, const void* values, size_t size, const Ranks& readers) override;
+    void tell(State state, const std::string& reason) override;
 
   private:
     static constexpr size_t kOutboxes = 256;  // of a rank, which limits its simultaneous exchanges
