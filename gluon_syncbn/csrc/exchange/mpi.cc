@@ -103,7 +103,7 @@ class MpiMailbox : public Inbox {
         send_on();
         while (true) {
             int found = 0, count = 0;
-            char message[16], status[256];
+            alignas(std::max_align_t) char message[16], status[256];
             Mpi::check(mpi_.probe(static_cast<int>(mpi_.any_rank), static_cast<int>(mpi_.any_tag), mpi_.communicator,
                                   &found, message, status));
             if (found == 0) break;
@@ -141,8 +141,7 @@ class MpiMailbox : public Inbox {
         while (!outgoing_.empty() && seconds() < until);
     }
 
-    // The lock is also for MPI, which one thread calls at a time.
-    const Mpi mpi_;
+    const Mpi mpi_;  // also called by `Machines`, without this lock
     std::list<Transfer> outgoing_, arriving_;
     std::map<size_t, Message> begun_;  // by the rank that sends it
     bool closed_ = false;
@@ -152,7 +151,7 @@ class MpiMailbox : public Inbox {
 }  // namespace
 
 bool Mpi::has_ended(Request* request) const {
-    char status[256];
+    alignas(std::max_align_t) char status[256];
     int ended = 0;
     check(test(request->memory, &ended, status));
     return ended != 0;

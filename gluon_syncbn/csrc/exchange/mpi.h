@@ -3,6 +3,7 @@
 // docs/architecture.md.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 
@@ -29,7 +30,7 @@ struct Mpi {
     Handle leaders;       // of the leaders of machines; 0 in others
 
     // Memory for an operation, of any MPI. Stays where it is as long as MPI uses it.
-    struct Request {
+    struct alignas(std::max_align_t) Request {
         char memory[16] = {};
     };
     bool has_ended(Request* request) const;
