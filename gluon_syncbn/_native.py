@@ -110,6 +110,9 @@ def _load() -> ctypes.CDLL:
         core = ctypes.CDLL(str(PATH))
         for declared in re.findall(r"^SYNCBN_API\(([^)]*)\)", source, re.MULTILINE):
             result, name, *given = (one.strip() for one in declared.split(","))
+            built = ctypes.string_at(ctypes.addressof(ctypes.c_char.in_dll(core, f"syncbn_declared_{name}"))).decode()
+            if "".join(built.split()).rstrip(",") != "".join(declared.split()):  # it would misread what it is given
+                raise ValueError(f"it was built of another source, which declares ({built})")
             function = core._FuncPtr(ctypes.c_void_p.in_dll(core, f"syncbn_{name}").value or 0)
             function.restype = _type(result, _RESULTS)
             function.argtypes = [_type(one.rpartition(" ")[0], _GIVEN) for one in given]
@@ -118,8 +121,8 @@ def _load() -> ctypes.CDLL:
             setattr(core, f"syncbn_{name}", function)
     except (OSError, ValueError) as error:  # ValueError: the core is older than its source
         raise ImportError(
-            f"gluon_syncbn's native core {PATH} cannot be loaded ({error}); build it with `pip install .` "
-            "in the checkout (needs g++ with C++17 and OpenMP)",
+            f"gluon_syncbn's native core {PATH} cannot be loaded ({error}). Build it with `make core`, or `pip install "
+            "--force-reinstall .`, in the checkout (needs g++ with C++17 and OpenMP)",
             name=__package__,
         ) from None
     return core

@@ -26,11 +26,14 @@
 #include "waiting/callers.h"
 #include "waiting/step.h"
 
-// Begins a function, which Python finds by its name as a pointer.
+// Begins a function, which Python finds by its name as a pointer, beside its declaration, which it compares with this
+// file's.
 #define SYNCBN_API(result, name, ...)                                                      \
     static result api_##name(__VA_ARGS__);                                                 \
     extern "C" {                                                                           \
     __attribute__((visibility("default"))) auto syncbn_##name = &Caught<api_##name>::call; \
+    __attribute__((visibility("default"))) extern const char syncbn_declared_##name[] =    \
+        #result ", " #name ", " #__VA_ARGS__;                                              \
     }                                                                                      \
     static result api_##name(__VA_ARGS__)
 
