@@ -117,6 +117,7 @@ SYNCBN_API(const char*, problem) { return problem; }
 // Registers the operator. `process` begins the name of each layer in graphs, and its number follows. After `find_in`.
 SYNCBN_API(void, register, const char* process) {
     const syncbn::MXNet functions;  // first, because it may throw
+    syncbn::read_environment();
     registry().process = process;
     check(syncbn::register_operator(functions));
 }
@@ -169,6 +170,7 @@ SYNCBN_API(int64_t, call_create, const Span<const char*>& keys, const Span<const
 
 // Sets the contexts that hold a layer's parameters. `misplaced`: why these cannot train; empty if they can.
 SYNCBN_API(void, layer_place, int64_t id, const Span<const char*>& contexts, const char* misplaced) {
+    syncbn::read_environment();
     registry().place(*found(id), {contexts.begin(), contexts.end()}, misplaced);
 }
 

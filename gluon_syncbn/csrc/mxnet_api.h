@@ -4,6 +4,7 @@
 
 #include <dlfcn.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -91,10 +92,14 @@ const struct {
 // FnProperty::kNoSkip: runs although an operation that it waits for has failed, and is never bundled.
 const int kNoSkip = 7;
 
-// Whether the engine runs each operator in the thread that issues it.
-inline bool is_naive_engine() {
-    const char* type = std::getenv("MXNET_ENGINE_TYPE");
-    return type != nullptr && std::strcmp(type, "NaiveEngine") == 0;
+// What MXNet's engine finds in the environment: whether it runs each operator in the thread that issues it, and whether it
+// bundles operators. Read before the first operators run, and not by a thread of the engine's: meanwhile, the user's thread
+// may write to the environment.
+inline std::atomic<bool> is_naive_engine{false}, bundles_operators{true};
+inline void read_environment() {
+    const char *type = std::getenv("MXNET_ENGINE_TYPE"), *bundles = std::getenv("MXNET_EXEC_BULK_EXEC_TRAIN");
+    is_naive_engine = type != nullptr && std::strcmp(type, "NaiveEngine") == 0;
+    bundles_operators = bundles == nullptr || std::atoi(bundles) != 0;
 }
 
 }  // namespace syncbn

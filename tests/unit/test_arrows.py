@@ -181,6 +181,12 @@ def includes():
             yield source, header, path.suffix
 
 
+def test_the_environment_is_read_in_one_function():
+    """And not in each call: a thread that writes to `os.environ` moves it meanwhile."""
+    uses = {path.name: path.read_text("utf-8").count("getenv(") for path in SOURCES.rglob("*.*")}
+    assert {name: count for name, count in uses.items() if count} == {"mxnet_api.h": 2}
+
+
 def test_includes_point_one_way():
     seen = {source.split("/")[0] for source, _, _ in includes()} | {header.split("/")[0] for _, header, _ in includes()}
     assert seen == set(CORE_FLOOR), "a folder or file came or went: this test has to follow"

@@ -1,7 +1,6 @@
 #include "meeting/diagnosis.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <iomanip>
 #include <map>
 #include <mutex>
@@ -10,6 +9,7 @@
 
 #include "lock.h"
 #include "log.h"
+#include "mxnet_api.h"
 
 namespace syncbn {
 
@@ -51,7 +51,6 @@ Cause likely_cause(const Meeting& meeting, const Phase& phase) {
     const bool all_cpu = std::all_of(meeting.contexts().begin(), meeting.contexts().end(),
                                      [](const auto& context) { return context.compare(0, 3, "cpu") == 0; });
     const bool forward = phase.number == 0;
-    const char* const bundles = std::getenv("MXNET_EXEC_BULK_EXEC_TRAIN");
     if (forward && !meeting.full()) return {std::string("Nobody has called the layer there. ") + kCallAll, 0};
     std::string text;
     const auto add = [&](bool applies, const char* cause) { text += applies ? cause : ""; };
@@ -62,7 +61,7 @@ Cause likely_cause(const Meeting& meeting, const Phase& phase) {
         "Perhaps the loss of a replica took no part: call autograd.backward with the losses of all replicas, and read "
         "no "
         "gradient before that.");
-    add(!forward && (bundles == nullptr || std::atoi(bundles) != 0),
+    add(!forward && bundles_operators,
         " Or MXNet bundles an operator outside the replicas (a batch that is split while recording), or of another "
         "replica, with one of them: set MXNET_EXEC_BULK_EXEC_TRAIN=0 before the first operator runs.");
     return {text, forward && all_cpu ? kSurely : kPerhaps};

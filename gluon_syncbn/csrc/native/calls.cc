@@ -295,7 +295,7 @@ void complete_with_error(const Completion& complete, const std::exception_ptr& r
 }
 
 std::string take_calls(const std::string& device) {
-    if (is_naive_engine()) return "MXNET_ENGINE_TYPE=NaiveEngine runs operators in the thread that issues them";
+    if (is_naive_engine) return "MXNET_ENGINE_TYPE=NaiveEngine runs operators in the thread that issues them";
     library = Library();
     replace("Custom", false, device);
     replace("_backward_Custom", true, device);

@@ -188,7 +188,7 @@ void Call::join_meeting() {
     SYNCBN_POINT("before_join");
     if (!place_.meeting) place_ = node_.layer->rendezvous.take(config_, context_, node_.number);
     config_ = place_.meeting->config;
-    if (place_.meeting->replicas() > 1 && is_naive_engine())
+    if (place_.meeting->replicas() > 1 && is_naive_engine)
         throw Failure(
             "MXNET_ENGINE_TYPE=NaiveEngine runs one replica after the other, so they can never meet. Unset it.");
 }

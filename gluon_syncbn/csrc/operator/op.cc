@@ -388,7 +388,7 @@ TurnToFail turn_to_fail() {
 }
 
 int fail_arrays(void** arrays, int64_t count, const char* why) {
-    if (why != nullptr && is_naive_engine()) return 0;  // it has no threads
+    if (why != nullptr && is_naive_engine) return 0;  // it has no threads
     int status = mx.MXEnginePushSyncND([](void*, void*) {}, nullptr, nullptr, &kCpu, arrays, static_cast<int>(count),
                                        nullptr, 0, &kNoSkip, 0, "gluon_syncbn");
     for (int64_t i = 0; i < count && status == 0; ++i)
