@@ -71,9 +71,11 @@ class Script:
     def until_ready(self):
         end = threading.Timer(LIMIT, self.process.kill)
         end.start()
-        line = self.process.stdout.readline()  # ends with the process at the latest
+        line = b""  # and no more, which `communicate` would not see; it ends with the process at the latest
+        while not line.endswith(b"\n") and (more := os.read(self.process.stdout.fileno(), 1)):
+            line += more
         end.cancel()
-        assert line == "ready\n", line + self.process.stderr.read()
+        assert line == b"ready\n", line.decode() + self.process.stderr.read()
 
     def end(self, limit=LIMIT):
         """Exit code, output and errors; fails where the process does not end."""

@@ -14,9 +14,9 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <future>
 #include <map>
 #include <mutex>
-#include <thread>
 #include <vector>
 
 #include "failure.h"
@@ -24,6 +24,7 @@
 #include "meeting/scope.h"
 #include "mxnet_api.h"
 #include "native/native.h"
+#include "operator/op.h"
 #include "point.h"
 
 SYNCBN_COUNTS syncbn_resources{0};  // MXNet's objects that were made for replicas
@@ -93,7 +94,7 @@ ResourceManager* manager_of(ResourceManager* own, int context) {
         }
     }
     if (manager == nullptr) {
-        std::thread([&] { manager = get(); }).join();  // MXNet makes an object where a thread asks for its own
+        manager = std::async(std::launch::async, get).get();  // MXNet makes an object where a thread asks for its own
         ++syncbn_resources;
         mxnets.seed(manager, seed_of(own->seed, context));
     }
@@ -156,15 +157,11 @@ int replica_of(const Place& place, int kind) {
 }
 
 Resource request(ResourceManager* self, Place place, const int& kind) {
-    try {
-        const int replica = replica_of(place, kind);
-        // Operators that MXNet keeps would not give it back. Their graphs take no context that replicas share.
-        if (kind == kTempSpace && place.type != Place::kGpu && new_variable != nullptr && !within_graph && replica < 0)
-            return free_copy();
-        return mxnets.request(replica < 0 ? self : manager_of(self, replica), place, kind);
-    } catch (const std::exception& error) {
-        throw error_with(reason_of(error));
-    }
+    const int replica = replica_of(place, kind);
+    // Operators that MXNet keeps would not give it back. Their graphs take no context that replicas share.
+    if (kind == kTempSpace && place.type != Place::kGpu && new_variable != nullptr && !within_graph && replica < 0)
+        return free_copy();
+    return mxnets.request(replica < 0 ? self : manager_of(self, replica), place, kind);
 }
 
 void seed_all(ResourceManager* self, uint32_t seed) {
@@ -182,7 +179,7 @@ void seed_place(ResourceManager* self, Place place, uint32_t seed) {
 
 // Replaces the functions in the table of the class, which is read-only memory.
 bool replace(void** table) {
-    const Functions ours{request, seed_all, seed_place};
+    const Functions ours{Guarded<request>::call, Guarded<seed_all>::call, Guarded<seed_place>::call};
     const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
     const uintptr_t begin = reinterpret_cast<uintptr_t>(table) / page * page;
     const size_t size = reinterpret_cast<uintptr_t>(table) + sizeof ours - begin;

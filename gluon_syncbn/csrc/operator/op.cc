@@ -8,13 +8,14 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
+#include <cerrno>
 #include <cstring>
+#include <ctime>
 #include <iterator>
 #include <map>
 #include <mutex>
 #include <optional>
-#include <thread>
+#include <utility>
 #include <vector>
 
 #include "failure.h"
@@ -25,10 +26,31 @@
 namespace syncbn {
 namespace {
 
+// MXNet notes this error for an array, and once more for the call that waits for the array. Then it destroys the error,
+// which ends the turn of the call.
+struct ErrorOfCall : dmlc::Error {
+    TurnToFail turn;
+    ErrorOfCall(const dmlc::Error& why, TurnToFail turn) : dmlc::Error(why), turn(std::move(turn)) {}
+};
+
+// A turn, which one at a time has. One that MXNet's engine has lost does not keep the others for good.
+struct Turn {
+    sem_t free;
+    Turn() { sem_init(&free, 0, 1); }
+    TurnToFail taken() {
+        timespec until;
+        clock_gettime(CLOCK_REALTIME, &until);
+        ++until.tv_sec;
+        while (sem_timedwait(&free, &until) != 0)
+            if (errno == ETIMEDOUT) return {nullptr, sem_post};
+        return {&free, sem_post};
+    }
+};
+
 // An operation of MXNet's engine that fails. MXNet deletes its parameter when it has noted the failure.
 struct Failing {
     std::optional<dmlc::Error> why;  // if empty, the failure of the step, if it has failed by then
-    TurnToFail turn = {nullptr, sem_post};
+    TurnToFail turn_of_call = {nullptr, sem_post}, turn = {nullptr, sem_post};
 
     static void run(void*, void* parameter) {
         auto& self = *static_cast<Failing*>(parameter);
@@ -39,12 +61,14 @@ struct Failing {
             self.why = error_with(failure->what());
         }
         self.turn = turn_to_fail();
+        if (self.turn_of_call != nullptr) throw ErrorOfCall(*self.why, std::move(self.turn_of_call));
         throw dmlc::Error(*self.why);
     }
     // Returns MXNet's status. The arrays share the error.
-    static int push(void** arrays, int64_t count, std::optional<dmlc::Error> why) {
+    static int push(void** arrays, int64_t count, std::optional<dmlc::Error> why,
+                    TurnToFail of_call = {nullptr, sem_post}) {
         const auto remove = [](void* parameter) { delete static_cast<Failing*>(parameter); };
-        auto* self = new Failing{std::move(why)};
+        auto* self = new Failing{std::move(why), std::move(of_call)};
         return mx.MXEnginePushSyncND(run, self, remove, &kCpu, nullptr, 0, arrays, static_cast<int>(count), &kNoSkip, 0,
                                      "gluon_syncbn");
     }
@@ -53,12 +77,11 @@ struct Failing {
 // MXNet keeps one exception for all custom operators. If two fail before MXNet reads it, one is lost, and that operator
 // counts as done. Before completion, MXNet also checks the operator's arrays, which belong to this call alone
 // (CustomOperator::Push in src/operator/custom/custom-inl.h). So one of them takes the error. MXNet notes
-// the error once more, for the call. Until then, no other call fails.
+// the error once more, for the call. Until then, no other call fails. Such a turn is not one of `turn_to_fail`: its end
+// takes an operation of the engine, whose thread may wait for one of those.
 void fail_array(void* array, const char* what) {
-    static Mutex& mutex = *new Mutex;
-    std::lock_guard<std::mutex> lock(mutex);
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
-    if (Failing::push(&array, 1, error_with(what)) != 0) throw error_with(what);
+    static Renewed<Turn>& calls = *new Renewed<Turn>;
+    if (Failing::push(&array, 1, error_with(what), calls->taken()) != 0) throw error_with(what);
 }
 
 constexpr int kPropertyCallbacks = 8;
@@ -104,20 +127,7 @@ int run(int size, void** handles, int*, const int* reqs, const int training, Cal
 
 using Callback = int (*)();
 
-// A callback for MXNet, which passes an address for the last parameter. Some of its threads catch only dmlc::Error.
-template <auto function>
-struct Guarded;
-template <typename... Parameters, int (*function)(Parameters...)>
-struct Guarded<function> {
-    static int call(Parameters... parameters) {
-        try {
-            return function(parameters...);
-        } catch (const std::exception& e) {
-            throw error_with(reason_of(e));
-        }
-    }
-};
-
+// MXNet passes an address for the last parameter.
 template <auto function>
 Callback as_callback() {
     return reinterpret_cast<Callback>(reinterpret_cast<void*>(Guarded<function>::call));
@@ -381,10 +391,8 @@ void forget_calls(int64_t layer) {
 bool is_ours(const MXCallbackList& callbacks) { return callbacks.callbacks[0] == as_callback<destroy<Call>>(); }
 
 TurnToFail turn_to_fail() {
-    static sem_t turns;
-    [[maybe_unused]] static const int status = sem_init(&turns, 0, 1);
-    while (sem_wait(&turns) != 0) continue;  // after a signal
-    return {&turns, sem_post};
+    static Renewed<Turn>& turns = *new Renewed<Turn>;
+    return turns->taken();
 }
 
 int fail_arrays(void** arrays, int64_t count, const char* why) {

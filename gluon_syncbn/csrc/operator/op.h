@@ -4,8 +4,10 @@
 #include <semaphore.h>
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 
+#include "failure.h"
 #include "mxnet_api.h"
 
 namespace syncbn {
@@ -18,12 +20,26 @@ int64_t create_call(int count, const char** keys, const char** values);
 // Forgets those of a layer.
 void forget_calls(int64_t layer);
 
+// A function for MXNet, some of whose threads catch only dmlc::Error.
+template <auto function>
+struct Guarded;
+template <typename Result, typename... Parameters, Result (*function)(Parameters...)>
+struct Guarded<function> {
+    static Result call(Parameters... parameters) {
+        try {
+            return function(parameters...);
+        } catch (const std::exception& e) {
+            throw error_with(reason_of(e));
+        }
+    }
+};
+
 // Whether these callbacks of a custom operator belong to a `Call`, which is the state of each.
 bool is_ours(const MXCallbackList& callbacks);
 
 // A turn to fail. MXNet's list of all errors has no lock (AddToGlobalExceptions in src/engine/threaded_engine.h).
 // Simultaneous failures may end the process, so they come one by one. A turn lasts from before a failure reaches MXNet
-// until MXNet has noted it. It may end on another thread.
+// until MXNet has noted it, and 1 s at most. It may end on another thread.
 using TurnToFail = std::unique_ptr<sem_t, int (*)(sem_t*)>;
 TurnToFail turn_to_fail();
 
