@@ -154,9 +154,9 @@ def make_leaky(block: Any) -> None:
 
 def layers_in_place(net: Any) -> List[int]:
     """How many, and of how many."""
-    from gluon_syncbn.mxnet_side.nodes import json_of
+    from gluon_syncbn.mxnet_side.patches import running_graph
 
-    nodes = json_of(net._get_graph()[1])["nodes"]
+    nodes = running_graph(net)[2]["nodes"]
     given = [node["attrs"] for node in nodes if node.get("attrs", {}).get("op_type") == "gluon_syncbn"]
     return [sum(attributes["inplace"] == "1" for attributes in given), len(given)]
 

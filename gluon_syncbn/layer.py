@@ -278,7 +278,6 @@ class SyncBatchNorm(nn.BatchNorm):
         self._inplace = inplace
         self._keeps_x: Optional[bool] = None  # in spite of `inplace`; unknown before the first training call
         self._fuses = False  # with the operators behind it in a graph; see `fusion`
-        self._nodes, self._graph = 0, 0  # number of nodes in the graph that was recorded last, and the number of that
         self._origin: Any = None  # class and settings before `convert`
         self._adopt_parameters(pooling, num_devices, exchange, timeout)
 
@@ -350,10 +349,7 @@ class SyncBatchNorm(nn.BatchNorm):
         if trains and (replicas.problem or not replicas.contexts):
             deferred = self.running_mean._deferred_init  # where a graph is recorded before the first batch
             replicas.check(replicas.contexts or (deferred[1] if deferred else []))
-        node = -1
-        if F is not mx.nd:  # all contexts share the graph: a node meets only itself on the other contexts
-            node = self._nodes if self._graph == session.graphs else 0
-            self._nodes, self._graph = node + 1, session.graphs
+        node = -1 if F is mx.nd else 0  # until the graph is built, which numbers them
         fuses = not frozen and self._fuses and addend is None and self._activation == NONE
         kwargs.update(node=node, unbiased=self.running_variance == "unbiased", frozen=frozen)
         kwargs.update(activation=self._activation, fuses=fuses, inplace=not frozen and self._works_in_place(F))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import sys
 from typing import Any, Callable, Dict, List, Optional
@@ -13,7 +12,7 @@ from mxnet.gluon import SymbolBlock
 from . import layer
 from .mxnet_side import blocks, op, patches
 from .mxnet_side.export import SYNCHRONISED
-from .mxnet_side.nodes import layers_of
+from .mxnet_side.nodes import json_of, layers_of, value_of
 from .nets.graphs import open_graph
 from .system import arguments
 
@@ -128,10 +127,7 @@ def _value(argument: Any) -> Any:
     """Returns a number or a truth value that may be written as text. Other text stays."""
     if not isinstance(argument, str):
         return argument
-    try:
-        value = ast.literal_eval(argument.strip().capitalize())
-    except (ValueError, SyntaxError):
-        return argument
+    value = value_of(argument)
     return value if isinstance(value, (bool, int, float)) else argument
 
 
@@ -143,5 +139,5 @@ def _flag(name: str, argument: Any) -> bool:
 def _opening(construct: Callable[..., None], block: SymbolBlock, *args: Any, **kwargs: Any) -> None:
     construct(block, *args, **kwargs)
     written = {node._replicas for node in _written}
-    if any(replicas in written for replicas, _ in layers_of(block._cached_graph[1])):
+    if any(replicas in written for replicas, _ in layers_of(json_of(block._cached_graph[1]))):
         open_graph(block)

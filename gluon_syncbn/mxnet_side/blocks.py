@@ -14,7 +14,7 @@ from mxnet.gluon.nn.basic_layers import _BatchNorm
 
 from ..activation import BatchNormActivation, BatchNormAdd
 from ..system import arguments
-from .nodes import json_of
+from .nodes import Json, attribute, json_of, operator_of, walk
 from .op import NAME
 
 PARAMETERS = ("gamma", "beta", "running_mean", "running_var")
@@ -38,7 +38,7 @@ def iterate(net: Block, seen: Optional[Set[int]] = None) -> Iterator[Block]:
     for cls in type(net).__mro__:
         slots = vars(cls).get("__slots__", ())
         attributes += [getattr(net, name, None) for name in ([slots] if isinstance(slots, str) else slots)]
-    for block in [*net._children.values(), *_within(attributes, set()), *called.get(net, ())]:
+    for block in [*net._children.values(), *_within(attributes, set()), *called_within(net)]:
         yield from iterate(block, seen)
 
 
@@ -76,7 +76,7 @@ def difference(block: Block) -> str:
 class Recorded(NamedTuple):
     """A node of batch normalisation in a graph."""
 
-    number: int
+    number: int  # in `walk`
     name: str
     operator: str  # for a custom one its type
     frozen: bool
@@ -84,21 +84,16 @@ class Recorded(NamedTuple):
     reason: str = ""  # why no layer stands for it, if `open_graph` has left it
 
 
-def recorded(block: HybridBlock, graph: Optional[Dict[str, Any]] = None) -> List[Recorded]:
+def recorded(block: HybridBlock, graph: Optional[Json] = None) -> List[Recorded]:
     """Returns the nodes of batch normalisation in a block's graph, one for each call of a layer."""
-    nodes: List[Dict[str, Any]] = (graph or json_of(block._cached_graph[1]))["nodes"]
     found = []
-    for number, node in enumerate(nodes):
+    for number, within, node in walk(graph or json_of(block._cached_graph[1])):
         operator = operator_of(node)
         if operator in (*OPERATORS, NAME):
-            inputs = [nodes[at]["name"] for at, *_ in node["inputs"]]
-            frozen = node.get("attrs", {}).get("use_global_stats") in ("1", "True")
+            inputs = [within["nodes"][at]["name"] for at, *_ in node["inputs"]]
+            frozen = bool(attribute(node["attrs"], "use_global_stats", False))
             found.append(Recorded(number, node["name"], operator, frozen, inputs))
     return found
-
-
-def operator_of(node: Dict[str, Any]) -> str:
-    return node["attrs"]["op_type"] if node["op"] == "Custom" else node["op"]
 
 
 def selection(select: Any) -> Callable[..., bool]:
@@ -118,29 +113,39 @@ def selection(select: Any) -> Callable[..., bool]:
 # Gluon knows the blocks that a block itself holds. A layer in an attribute of another object is found when it runs. A
 # block does not know the blocks around it, whose graphs contain its layers.
 
-# Layers by the block within which they have run. They are keys, in the order of their first calls, because processes
-# have to number them alike.
-called: weakref.WeakKeyDictionary[Block, weakref.WeakKeyDictionary[Block, None]] = weakref.WeakKeyDictionary()
-_known: weakref.WeakSet[Block] = weakref.WeakSet()  # layers whose callers are recorded
-with_graph: weakref.WeakSet[HybridBlock] = weakref.WeakSet()
+
+# By the `id` of a block, because a block's class may define ``==``: the layers that have run within it, in the order of
+# their first calls, which processes need to number them alike.
+_called: Dict[int, weakref.WeakValueDictionary[int, Block]] = {}
+callers: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()  # the blocks there
+_known: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()  # layers whose callers are recorded
+with_graph: weakref.WeakValueDictionary[int, HybridBlock] = weakref.WeakValueDictionary()
 
 
 def noting(call: Callable[..., Any], layer: Block, *args: Any) -> Any:
     """Runs in the place of a layer's ``__call__``: its first call within other blocks records these blocks."""
-    if layer not in _known:
+    if id(layer) not in _known:
         for frame, _ in traceback.walk_stack(sys._getframe()):
             caller = frame.f_locals.get("self")
             # A constructor that calls a net records its graph, as those of GluonCV's SymbolBlocks do.
             if isinstance(caller, Block) and caller is not layer and frame.f_code.co_name != "__init__":
-                called.setdefault(caller, weakref.WeakKeyDictionary())[layer] = None
-                _known.add(layer)
+                if id(caller) not in callers:
+                    callers[id(caller)] = caller
+                    weakref.finalize(caller, _called.pop, id(caller), None).atexit = False
+                _called.setdefault(id(caller), weakref.WeakValueDictionary())[id(layer)] = layer
+                _known[id(layer)] = layer
     return call(layer, *args)
+
+
+def called_within(block: Block) -> List[Block]:
+    """Returns the layers that have run within a block."""
+    return list(_called.get(id(block), {}).values())
 
 
 def with_graphs_of(parameters: Set[int]) -> List[HybridBlock]:
     """Returns the blocks whose graphs read one of these parameters, given by their ``id``."""
     return [
         block
-        for block in list(with_graph)
+        for block in list(with_graph.values())
         if any(not is_input and id(given) in parameters for is_input, given in block._cached_op_args)
     ]

@@ -21,8 +21,8 @@ from ..activation import NONE, Activation, BatchNormActivation, BatchNormAdd
 from ..system import arguments, kinds
 from ..training.replicas import Replicas
 from . import blocks, patches
-from .nodes import Entry, Graph, Json, json_of, symbol_of
-from .op import NAME, SYMBOLS
+from .nodes import Entry, Graph, Json, attribute, changed, is_guard, is_ours, json_of, symbol_of, walk
+from .op import SYMBOLS
 
 #: Attribute of a ``BatchNorm`` in a file that was a synchronised node: the arguments of the layer, in JSON. In a node
 #: of this package, those that only executors need.
@@ -42,16 +42,10 @@ def install() -> None:
     patches.replace(_of_plain_operators, mx.visualization, "print_summary", "plot_network")
 
 
-def is_guard(node: Json) -> bool:
-    """Whether the node guards a synchronised node (op.py), and changes nothing."""
-    attributes = node.get("attrs", {})
-    return node["op"] == "SwapAxis" and attributes.get("dim1", "0") == attributes.get("dim2", "0")
-
-
 def plain(symbol: mx.sym.Symbol, tells: bool = False) -> mx.sym.Symbol:
     """Returns the graph with the nodes of plain layers in the places of synchronised ones. ``tells``: they say so."""
     recorded = json_of(symbol)
-    ours = {i: one["attrs"] for i, one in enumerate(recorded["nodes"]) if is_ours(one)}
+    ours = {number: node["attrs"] for number, _, node in walk(recorded) if is_ours(node)}
     if not ours:
         return symbol
     marks = {number: json.dumps(_arguments(attributes)) for number, attributes in ours.items()} if tells else None
@@ -71,10 +65,31 @@ def _plain_layer(attributes: Dict[str, str]) -> BatchNorm:
 def with_layers(
     recorded: Json, layers: Mapping[int, BatchNorm], marks: Optional[Mapping[int, str]] = None, named: bool = True
 ) -> mx.sym.Symbol:
-    """Returns the graph with the nodes of layers in the places of nodes, given by number. Their guards
-    are gone. A plain layer leaves out a mask. ``marks`` has values of `SYNCHRONISED`. ``named``:
-    outputs keep their names, which are those of guards.
+    """Returns the graph with the nodes of layers in the places of nodes, given by number in `walk`. Their guards are
+    gone. A plain layer leaves out a mask. ``marks`` has values of `SYNCHRONISED`. ``named``: outputs keep their names,
+    which are those of guards.
     """
+
+    def change(graph: Json, numbers: List[int]) -> Json:
+        here = {at: number for at, number in enumerate(numbers) if number in layers}
+        own = {at: layers[number] for at, number in here.items()}
+        plain_ones = [graph["nodes"][at] for at, layer in own.items() if not hasattr(layer, "_replicas")]
+        masked = [node["name"] for node in plain_ones if node["attrs"].get("masks") == "1"]
+        if masked and "attrs" not in graph:
+            raise ValueError(
+                f"{arguments.some(masked, ', ')}: a mask was given in the body of F.contrib.foreach, while_loop or "
+                "cond, expected none there: plain operators take none, and MXNet cannot leave out an input of a body"
+            )
+        marked = None if marks is None else {at: marks[number] for at, number in here.items()}
+        return _with_layers(graph, own, marked, named) if own else graph
+
+    return symbol_of(changed(recorded, change))
+
+
+def _with_layers(
+    recorded: Json, layers: Mapping[int, BatchNorm], marks: Optional[Mapping[int, str]], named: bool
+) -> Json:
+    """Does so in one graph, with nodes given by number there."""
     nodes = recorded["nodes"]
     behind = {node["inputs"][0][0]: number for number, node in enumerate(nodes) if is_guard(node)}
     serving = {at for number in layers for at, *_ in nodes[number]["inputs"]}
@@ -87,7 +102,7 @@ def with_layers(
             return None
         layer = layers[number]
         name = nodes[behind.get(number, number) if named else number]["name"]
-        attributes = {k: v for k, v in node.get("attrs", {}).items() if k.startswith("__") and k != SYNCHRONISED}
+        attributes = {k: v for k, v in node["attrs"].items() if k.startswith("__") and k != SYNCHRONISED}
         parameters = [layer._reg_params[parameter].name for parameter in blocks.PARAMETERS]
         data = _DATA[: len(inputs) - len(parameters)]
         if not hasattr(layer, "_replicas"):
@@ -101,13 +116,13 @@ def with_layers(
         for at, part in enumerate(written["nodes"]):
             if part["op"] != "null":  # an output is called after its node
                 part["name"] = name if at == last else f"{name}_{part['name']}"
-                part.setdefault("attrs", {}).update(attributes)
+                part["attrs"].update(attributes)
                 if marks and part["op"] == "BatchNorm":
                     part["attrs"][SYNCHRONISED] = marks[number]
         return graph.append(written, lambda _, part, __: [given[part["name"]]] if part["op"] == "null" else None)
 
     graph = Graph()
-    return symbol_of(graph.rewrite(recorded, unfold))
+    return graph.rewrite(recorded, unfold)
 
 
 _DATA = [f"input {number} of the layer" for number in range(3)]
@@ -115,20 +130,15 @@ _DATA = [f"input {number} of the layer" for number in range(3)]
 
 def settings_of(prefix: str, attributes: Dict[str, str]) -> Json:
     """Arguments of ``nn.BatchNorm`` for what a node of batch normalisation computes, with MXNet's defaults."""
-    true = ("1", "True")
     return dict(
-        axis=int(attributes.get("axis", 1)),
-        momentum=float(attributes.get("momentum", 0.9)),
-        epsilon=float(attributes.get("eps", 1e-3)),
-        scale=attributes.get("fix_gamma", "True") not in true,
-        use_global_stats=attributes.get("use_global_stats") in true,
+        axis=attribute(attributes, "axis", 1),
+        momentum=attribute(attributes, "momentum", 0.9),
+        epsilon=attribute(attributes, "eps", 1e-3),
+        scale=not attribute(attributes, "fix_gamma", True),
+        use_global_stats=bool(attribute(attributes, "use_global_stats", False)),
         prefix=prefix,
         params=ParameterDict(),  # nothing to share: the constructor's own parameters are thrown away
     )
-
-
-def is_ours(node: Json) -> bool:
-    return node["op"] == "Custom" and node["attrs"]["op_type"] == NAME
 
 
 def _arguments(attributes: Dict[str, str]) -> Json:
@@ -188,18 +198,26 @@ def _of_plain_graphs(export: Callable, block: HybridBlock, *args: Any, **kwargs:
 
 def gammas_without_effect(graph: Json) -> List[str]:
     """Returns the variables of a graph that are a gamma without effect, and nothing else."""
-    nodes = graph["nodes"]
-    ignored: Set[int] = set()
-    counted = {at for at, *_ in graph["heads"]}
-    for node in nodes:
+    ignored: Dict[str, None] = {}
+    counted: Set[str] = set()
+    for _, within, node in walk(graph):
+        nodes = within["nodes"]
+        passed_on = {one["name"] for body in node.get("subgraphs", ()) for one in body["nodes"]}
+        counted.update(nodes[at]["name"] for at, *_ in within["heads"])
         for place, (at, *_) in enumerate(node["inputs"]):
-            (ignored if place == 1 and has_fixed_gamma(node) else counted).add(at)
-    return [nodes[at]["name"] for at in sorted(ignored - counted) if nodes[at]["op"] == "null"]
+            name = nodes[at]["name"]
+            if nodes[at]["op"] != "null" or name in passed_on:  # a body has variables of the same names
+                continue
+            if place == 1 and has_fixed_gamma(node):
+                ignored[name] = None
+            else:
+                counted.add(name)
+    return [name for name in ignored if name not in counted]
 
 
 def has_fixed_gamma(node: Json) -> bool:
     """Whether the node is a batch normalisation whose gamma counts as 1, which is also the default."""
-    return node["op"] in blocks.OPERATORS and node.get("attrs", {}).get("fix_gamma", "True") in ("1", "True")
+    return node["op"] in blocks.OPERATORS and bool(attribute(node["attrs"], "fix_gamma", True))
 
 
 def warn_of_ones(verb: str, written: List[str], stacklevel: int) -> None:

@@ -27,6 +27,8 @@ _MXNET, _PACKAGE = os.path.dirname(mx.__file__), os.path.dirname(_native.__file_
 _PACKAGES = (sysconfig.get_path("purelib"), os.path.dirname(_MXNET), _PACKAGE)
 _STANDARD = sysconfig.get_path("stdlib")
 _WAITS = ("asnumpy", "wait_to_read", "waitall", "save", "__getstate__", "_to_shared_mem", "to_dlpack_for_write")
+#: Where MXNet waits before an operator is issued: for a condition, or a shape that depends on data.
+_ISSUES = {"__call__": "the call of a graph", "_imperative_invoke": "the call of an operator"}
 _JOINS = ("join", "_wait_for_tstate_lock")  # of Python 3.13, and before
 
 
@@ -92,9 +94,10 @@ def _what_callers_wait_for() -> Tuple[str, bool]:
         if not frames or thread is threading.current_thread():
             continue
         name = frames[0].f_code.co_name
-        if _is_of(frames[0], _MXNET) and name in _WAITS:
+        if _is_of(frames[0], _MXNET) and name in (*_WAITS, *_ISSUES):
             if trains:
-                waits.append((f"thread '{thread.name}' waits in {name} ({_line(frames)})", name == "waitall"))
+                where = _ISSUES.get(name, name)
+                waits.append((f"thread '{thread.name}' waits in {where} ({_line(frames)})", name == "waitall"))
         elif frames[0].f_code.co_filename == threading.__file__ and name in _JOINS:
             continue
         elif _is_users(frames) or (trains and _is_of(frames[0], *_PACKAGES)):

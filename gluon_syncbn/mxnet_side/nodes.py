@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
 import json
+import re
 from collections import Counter
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
 
 import mxnet as mx
 
 from ..training.replicas import Replicas
+from .op import NAME
 
 Json = Dict[str, Any]
 Entry = List[int]  # an output: its node, its number there, and the version of the array that the node overwrites
@@ -49,7 +53,39 @@ class Graph:
         """Returns another graph with the replacements."""
         heads = self.append(graph, rule)
         variables = [number for number, node in enumerate(self.nodes) if node["op"] == "null"]
-        return {"nodes": self.nodes, "arg_nodes": variables, "heads": heads, "attrs": graph["attrs"]}
+        return {**graph, "nodes": self.nodes, "arg_nodes": variables, "heads": heads}
+
+
+def walk(graph: Json) -> Iterator[Tuple[int, Json, Json]]:
+    """Yields each node, its number in the walk, and the graph that it is in.
+
+    The body of a loop or a condition is a graph in the node that runs it. Its nodes come before that node.
+    """
+    return ((number, *place) for number, place in enumerate(_places(graph)))
+
+
+def _places(graph: Json) -> Iterator[Tuple[Json, Json]]:
+    for node in graph["nodes"]:
+        for body in node.get("subgraphs", ()):
+            yield from _places(body)
+        yield graph, node
+
+
+def changed(graph: Json, change: Callable[[Json, List[int]], Json]) -> Json:
+    """Returns the graph with what ``change`` makes of each body and of the graph itself. ``change`` also gets the
+    numbers of the nodes in `walk`. It must keep the inputs of a body in their order, which the node that runs it knows.
+    """
+    numbers = itertools.count()
+
+    def within(one: Json) -> Json:
+        nodes, own = [], []
+        for node in one["nodes"]:
+            bodies = {"subgraphs": [within(body) for body in node["subgraphs"]]} if "subgraphs" in node else {}
+            nodes.append({**node, **bodies})
+            own.append(next(numbers))
+        return change({**one, "nodes": nodes}, own)
+
+    return within(graph)
 
 
 def json_of(symbol: mx.sym.Symbol) -> Json:
@@ -58,8 +94,9 @@ def json_of(symbol: mx.sym.Symbol) -> Json:
     By default, MXNet's ``Symbol.tojson`` removes the latter from a copy of the graph, which it never frees.
     """
     recorded: Json = json.loads(_tojson(symbol, remove_amp_cast=False))
-    for node in recorded["nodes"]:
-        if node["op"] == "Custom" and "call" in node["attrs"]:  # an eager call; see op.py
+    for _, _, node in walk(recorded):
+        node.setdefault("attrs", {})
+        if is_ours(node) and "call" in node["attrs"]:  # an eager call; see op.py
             number = node["attrs"].pop("call")
             layer = Replicas.by_call.get(number)
             if layer is None:
@@ -67,6 +104,23 @@ def json_of(symbol: mx.sym.Symbol) -> Json:
                 raise mx.MXNetError(gone)
             node["attrs"].update(layer.attributes[number])
     return recorded
+
+
+def number_nodes(graph: Json) -> bool:
+    """Numbers the nodes of each layer from 0, in the order of the graph, and says whether this changed one.
+
+    A node meets the nodes with its number on other contexts and in other processes. So all processes have the same
+    numbers, whatever else some of them have recorded.
+    """
+    count: Counter = Counter()
+    changes = False
+    for _, _, node in walk(graph):
+        if is_ours(node):
+            layer, before = node["attrs"]["layer"], node["attrs"]["node"]
+            node["attrs"]["node"] = str(count[layer])
+            changes |= before != node["attrs"]["node"]
+            count[layer] += 1
+    return changes
 
 
 def symbol_of(graph: Json) -> mx.sym.Symbol:
@@ -79,11 +133,54 @@ def uses(graph: Json) -> Counter:
     return Counter((number, output) for number, output, *_ in entries)
 
 
-def layers_of(symbol: mx.sym.Symbol) -> List[Tuple[Replicas, Dict[str, str]]]:
+def layers_of(graph: Json) -> List[Tuple[Replicas, Dict[str, str]]]:
     """Returns the layers of this process in a graph, each with the attributes of its node."""
-    given = [node.get("attrs", {}) for node in json_of(symbol)["nodes"]]
-    found = [(Replicas.by_token.get(attributes.get("layer", "")), attributes) for attributes in given]
+    given = [node["attrs"] for _, _, node in walk(graph) if is_ours(node)]
+    found = [(Replicas.by_token.get(attributes["layer"]), attributes) for attributes in given]
     return [(layer, attributes) for layer, attributes in found if layer is not None]
+
+
+# ---- nodes ----------------------------------------------------------------------------------------------------
+
+
+def operator_of(node: Json) -> str:
+    """Returns the operator of a node, for a custom one its ``op_type``."""
+    operator: str = node["attrs"]["op_type"] if node["op"] == "Custom" else node["op"]
+    return operator
+
+
+def is_ours(node: Json) -> bool:
+    return operator_of(node) == NAME
+
+
+def is_guard(node: Json) -> bool:
+    """Whether the node guards a synchronised node (op.py), and changes nothing."""
+    attributes = node["attrs"]
+    return node["op"] == "SwapAxis" and attribute(attributes, "dim1", 0) == attribute(attributes, "dim2", 0)
+
+
+def gives_moments(graph: Json, node: Json) -> bool:
+    """Whether the graph uses the mean or the variance that its node of batch normalisation puts out."""
+    entries = [entry for one in graph["nodes"] for entry in one["inputs"]] + graph["heads"]
+    return any(output in (1, 2) and graph["nodes"][at] is node for at, output, *_ in entries)
+
+
+def attribute(attributes: Mapping[str, str], name: str, default: Any = None) -> Any:
+    """Returns the value of an attribute, whose text is read as `value_of` does."""
+    return value_of(attributes.get(name, default))
+
+
+def value_of(text: Any) -> Any:
+    """Returns the number, truth value, tuple or None that MXNet reads in a text. Other text stays.
+
+    MXNet takes ``true`` as ``True``. Files of Python 2 have tuples such as ``(3L, 3L)``.
+    """
+    if not isinstance(text, str):
+        return text
+    try:
+        return ast.literal_eval(re.sub(r"(?<=\d)l", "", text.strip().capitalize()))
+    except (ValueError, SyntaxError):
+        return text
 
 
 class Synchronised(mx.sym.Symbol):

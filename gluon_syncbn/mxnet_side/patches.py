@@ -19,7 +19,8 @@ from ..training import steps
 from ..training.replicas import IN_GRAPH, Replicas, executing
 from ..training.session import session
 from . import blocks, trainer
-from .nodes import layers_of
+from .fusion import fused
+from .nodes import Json, json_of, layers_of, number_nodes, symbol_of
 
 _originals: Dict[Tuple[Any, str, Callable], Any] = {}  # None if the owner inherits the function
 
@@ -40,9 +41,7 @@ def install() -> None:
     replace(_giving_states, mx.optimizer.Updater, "get_states")
     replace(_raising, mx.base, "get_last_ffi_error")
     replace(blocks.noting, _BatchNorm, "__call__")
-    replace(_issuing, mx.nd, "CachedOp")
-    replace(_once, gluon.HybridBlock, "_build_cache")
-    replace(_numbering, gluon.HybridBlock, "_get_graph")
+    replace(_building, gluon.HybridBlock, "_build_cache")
 
 
 def replace(around: Callable, owner: Any, *names: str) -> None:
@@ -178,15 +177,32 @@ def _has_parameters(block: gluon.Block) -> bool:
 
 class _Issuing(mx.nd.CachedOp):
     """A graph with layers, or one whose operators MXNet keeps. Threads issue the operators of layers on one context one
-    after the other: see `Session.issuing`.
+    after the other: see `Session.issuing`. With ``static_shape``, the layers cannot see that they are called, so the
+    graph announces its calls.
     """
 
-    layers: List[Replicas]  # until they have run
-    lock: Callable[[mx.Context], ContextManager]  # of a context
-    keeps: bool  # MXNet makes its operators once, and executes them again
-    calls: Tuple[List[int], List[int], List[gluon.Parameter]]  # those layers, their nodes and running statistics
+    def __init__(self, symbol: mx.sym.Symbol, flags: List[Tuple[str, Any]], graph: Json) -> None:
+        super().__init__(symbol, flags)
+        found = layers_of(graph)
+        self.layers = [layer for layer, _ in found]  # until they have run
+        self.lock: Callable[[mx.Context], ContextManager] = session.issuing if found else nullcontext
+        self.keeps = bool(dict(flags).get("static_shape"))  # MXNet makes its operators once, and executes them again
+        loops = [node for node in graph["nodes"] if node["op"] in ("_foreach", "_while_loop", "_cond")]
+        bodies = [body for node in loops for body in node["subgraphs"]]
+        self.in_bodies = [layer.name for body in bodies for layer, _ in layers_of(body)]
+        meeting = [(layer, int(of["node"])) for layer, of in found if _meets(layer, of)]
+        # An operator takes the call that was announced first: one call must not overtake another on its context.
+        running = [parameter for layer, _ in meeting for parameter in list(layer.running)[:1]]
+        self.calls = [layer.id for layer, _ in meeting], [node for _, node in meeting], running
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.in_bodies and autograd.is_recording():
+            # The check of CachedOp::Backward in src/imperative/cached_op.cc forgets auxiliary states.
+            raise mx.MXNetError(
+                f"{arguments.some(self.in_bodies, ', ')}: MXNet cannot compute the gradient of batch normalisation "
+                "in the body of F.contrib.foreach, while_loop or cond of a hybridized block, nor of nn.BatchNorm: "
+                "call hybridize(False) on the block that has the loop, or use autograd.train_mode() without gradients"
+            )
         training, context = autograd.is_training(), args[0].ctx
         if training:
             for layer in self.layers:
@@ -195,50 +211,77 @@ class _Issuing(mx.nd.CachedOp):
         with self.lock(context), executing(context, *self.calls if training else ()) if self.keeps else nullcontext():
             return super().__call__(*args, **kwargs)
 
-
-def _issuing(cached_op: Any, sym: mx.sym.Symbol, flags: Any = ()) -> mx.nd.CachedOp:
-    """With ``static_shape``, the layers cannot see that they are called, so the graph announces its calls."""
-    found, keeps = layers_of(sym), bool(dict(flags).get("static_shape"))
-    if not found and not (keeps and sym.list_inputs()):
-        return cached_op(sym, flags)
-    graph = _Issuing(sym, flags)
-    graph.layers, graph.keeps = [layer for layer, _ in found], keeps
-    graph.lock = session.issuing if found else nullcontext
-    meeting = [(layer, int(of["node"])) for layer, of in found if _meets(layer, of)]
-    # An operator takes the call that was announced first: one call must not overtake another on its context.
-    running = [parameter for layer, _ in meeting for parameter in list(layer.running)[:1]]
-    graph.calls = [layer.id for layer, _ in meeting], [node for _, node in meeting], running
-    return graph
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a hybridized net that was called holds operators of MXNet's, which cannot be copied or pickled: call "
+            "net.hybridize() before, which drops them"
+        )
 
 
 def _meets(layer: Replicas, attributes: Dict[str, str]) -> bool:
     return layer.pooling.mode != "local" and attributes["use_global_stats"] != "1"
 
 
-def _once(build: Callable, block: gluon.HybridBlock, *args: Any) -> None:
-    """Records a graph once, in one thread at a time. In MXNet, threads that record one net at once take each other's
-    name scopes. Or they make graphs of their own, whose nodes do not meet.
+class _Draft:
+    """Stands in for a block while MXNet makes the operator of its graph: other threads call that as soon as they see it
+    in the block.
     """
-    with session.tracing:
-        if block._cached_op is None:
-            build(block, *args)
-            blocks.with_graph.add(block)
+
+    def __init__(self, block: gluon.HybridBlock, graph: Tuple[List[mx.sym.Symbol], mx.sym.Symbol]) -> None:
+        self._block = block
+        self._get_graph = lambda *args: graph
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._block, name)
 
 
-def _numbering(record: Callable, block: gluon.HybridBlock, *args: Any) -> Any:
-    """Numbers the nodes of a layer in each graph from 0. So all processes have the same numbers, whatever else some of
-    them have recorded, as where one loads parameters and another one has to infer their shapes.
+def _building(build: Callable, block: gluon.HybridBlock, *args: Any) -> None:
+    """Records a graph once, in one thread at a time, numbers its nodes, and fuses. MXNet makes its operator of the
+    result. The block keeps the graph that was recorded, which files are written from.
+
+    In MXNet, threads that record one net at once take each other's name scopes. Or they make graphs of their own, whose
+    nodes do not meet.
     """
+    before = block._cached_op  # that of an earlier ``optimize_for``
     with session.tracing:
-        session.graphs += not block._cached_graph
-        return record(block, *args)
+        if block._cached_op is not before:
+            return
+        inputs, symbol, graph = running_graph(block, *args)
+        draft = _Draft(block, (inputs, symbol))
+        build(draft, *args)
+        made = {name: value for name, value in vars(draft).items() if name.startswith("_cached")}
+        if "_cached_graph" in made:  # the parts that a backend has made of it
+            symbol = made["_cached_graph"][1]
+            graph = json_of(symbol)
+        flags = [("data_indices", []), ("param_indices", []), *block._flags]
+        for place, (is_input, _) in enumerate(made["_cached_op_args"]):
+            flags[0 if is_input else 1][1].append(place)
+        if layers_of(graph) or (dict(flags).get("static_shape") and symbol.list_inputs()):
+            made["_cached_op"] = _Issuing(symbol, flags, graph)
+        for name in sorted(made, key="_cached_op".__eq__):  # which other threads look for comes last
+            setattr(block, name, made[name])
+        blocks.with_graph[id(block)] = block
+
+
+def running_graph(block: gluon.HybridBlock, *args: Any) -> Tuple[List[mx.sym.Symbol], mx.sym.Symbol, Json]:
+    """Returns the inputs of the graph that a block records, and the graph that it runs for these arguments, in the form
+    of files too.
+    """
+    inputs, symbol = block._get_graph(*args)
+    recorded = json_of(symbol)
+    is_other = number_nodes(recorded)
+    graph = fused(symbol, recorded, dict(zip([one.name for one in inputs], kinds.arrays_of(args))))
+    if is_other or graph is not recorded:
+        symbol = kinds.like(symbol_of(graph), symbol)
+        graph = json_of(symbol)  # without the nodes that were absorbed
+    return inputs, symbol, graph
 
 
 def _noting_layers(grad: Callable, heads: Any, *args: Any, **kwargs: Any) -> Any:
     """Notes the layers whose gradient may be differentiated again: MXNet's error would not name them."""
     if kwargs.get("create_graph") or any(args[3:4]):
         for head in heads if isinstance(heads, (list, tuple)) else [heads]:
-            _differentiated.update(layer for layer, _ in layers_of(autograd.get_symbol(head)))
+            _differentiated.update(layer for layer, _ in layers_of(json_of(autograd.get_symbol(head))))
         if _differentiated:
             replace(_naming_layers, mx.nd.NDArray, "backward")
             replace(_naming_layers, autograd, "backward")

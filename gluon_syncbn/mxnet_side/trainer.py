@@ -311,10 +311,10 @@ def _run_within(parameters: Sequence[gluon.Parameter]) -> List[str]:
     """
     known = {id(parameter) for parameter in parameters}
     found: Dict[str, None] = {}
-    for block, layers in list(blocks.called.items()):
+    for block in list(blocks.callers.values()):
         plain = [
             layer.name
-            for layer in list(layers)
+            for layer in blocks.called_within(block)
             if id(layer.running_mean) not in known
             and not followers_of([layer.running_mean])
             and layer.gamma.grad_req != "null"

@@ -21,8 +21,7 @@ from mxnet.ndarray import NDArray
 from .. import _native
 from ..layer import SyncBatchNorm
 from ..mxnet_side import blocks, patches
-from ..mxnet_side.nodes import json_of
-from ..mxnet_side.op import NAME
+from ..mxnet_side.nodes import Json, is_ours, json_of, walk
 from ..system import arguments, kinds, locks
 from ..system.kinds import arrays_of, is_float, map_arrays
 from .convert import forget_graphs
@@ -321,7 +320,7 @@ def _may_be_random(block: Block, within: List[Block], forward: Callable[..., Any
         count = itertools.count()
         try:
             traced = arrays_of(forward(*map_arrays(lambda a: kinds.like(mx.sym.var(f"data{next(count)}"), a), args)))
-            known = any(map(_is_random, json_of(mx.sym.Group(traced))["nodes"]))
+            known = any(_is_random(node) for _, _, node in walk(json_of(mx.sym.Group(traced))))
         except Exception:  # the user's code fails; the only consequence here is that it cannot be traced
             known = True
         block._draws_random = now, known
@@ -339,11 +338,9 @@ def _settings(within: List[Block]) -> List[Any]:
     return found
 
 
-def _is_random(node: Dict[str, Any]) -> bool:
-    if any(_is_random(within) for graph in node.get("subgraphs", []) for within in graph["nodes"]):
-        return True
+def _is_random(node: Json) -> bool:
     if node["op"] == "Custom":
-        return blocks.operator_of(node) != NAME
+        return not is_ours(node)
     return _RANDOM.fullmatch(node["op"]) is not None
 
 

@@ -24,7 +24,6 @@ from ..mxnet_side.export import settings_of
 from ..mxnet_side.op import NAME
 from ..system import arguments
 from ..training.replicas import Pooling
-from . import fusion
 from .graphs import close_graph, open_graph
 
 if TYPE_CHECKING:
@@ -100,7 +99,6 @@ def convert(
         for block, new in [(block, _successor(block, norm_layer, kwargs)) for block in plain]:
             _replace(block, new)
         if fuse:
-            fusion.install()
             for block in chosen:
                 if isinstance(block, SyncBatchNorm):
                     block._fuses = True

@@ -23,9 +23,18 @@ from mxnet.module.executor_group import DataParallelExecutorGroup
 from .. import _native
 from ..layer import SyncBatchNorm
 from ..mxnet_side import patches
-from ..mxnet_side.export import SYNCHRONISED, gammas_without_effect, is_ours, plain, settings_of, with_layers
-from ..mxnet_side.nodes import Json, Synchronised, json_of, uses
-from ..system import arguments
+from ..mxnet_side.export import SYNCHRONISED, gammas_without_effect, plain, settings_of, with_layers
+from ..mxnet_side.nodes import (
+    Json,
+    Synchronised,
+    gives_moments,
+    is_ours,
+    json_of,
+    number_nodes,
+    symbol_of,
+    walk,
+)
+from ..system import arguments, kinds
 from ..training import steps
 from ..training.replicas import IN_GRAPH, Replicas, executing, issuing
 from ..training.session import session
@@ -139,18 +148,19 @@ def _synchronised(symbol: mx.sym.Symbol, choose: Callable[[Json], Optional[SyncB
     if isinstance(symbol, Synchronised):
         return symbol
     recorded = json_of(symbol)
-    nodes, used = recorded["nodes"], uses(recorded)
+    is_other = number_nodes(recorded)
     chosen: Dict[int, SyncBatchNorm] = {}
+    means: List[Tuple[str, SyncBatchNorm]] = []
     stay: List[str] = []
-    for number, node in enumerate(nodes):
-        takes = node["op"] in operators or (node["op"] == "BatchNorm" and SYNCHRONISED in node.get("attrs", {}))
-        if takes and (used[number, 1] or used[number, 2]):
+    for number, within, node in walk(recorded):
+        takes = node["op"] in operators or (node["op"] == "BatchNorm" and SYNCHRONISED in node["attrs"])
+        if takes and gives_moments(within, node):
             stay.append(node["name"])
         elif takes or is_ours(node):
             layer = choose(node)
             if layer is not None:
-                layer._nodes = 0  # a layer is one node here, also in the graphs of executors that are bound one by one
                 chosen[number] = layer
+                means.append((within["nodes"][node["inputs"][-2][0]]["name"], layer))
     if stay:
         warnings.warn(
             f"{arguments.some(stay, ', ')}: mx.sym.contrib.SyncBatchNorm remains MXNet's own operator, because the "
@@ -158,9 +168,8 @@ def _synchronised(symbol: mx.sym.Symbol, choose: Callable[[Json], Optional[SyncB
             stacklevel=5,
         )
     if not chosen:
-        return symbol
+        return kinds.like(symbol_of(recorded), symbol) if is_other else symbol
     patches.replace(_calling, Executor, "forward")
-    means = [(nodes[nodes[number]["inputs"][-2][0]]["name"], layer) for number, layer in chosen.items()]
     return Synchronised.from_symbol(with_layers(recorded, chosen), means)
 
 

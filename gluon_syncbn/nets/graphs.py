@@ -19,25 +19,26 @@ from ..layer import SyncBatchNorm, SyncBatchNormAdd
 from ..mxnet_side import blocks
 from ..mxnet_side.blocks import Recorded
 from ..mxnet_side.export import settings_of, with_layers
-from ..mxnet_side.nodes import Json, json_of, uses
+from ..mxnet_side.nodes import Json, gives_moments, json_of, walk
 from ..mxnet_side.op import NAME
 from ..system import kinds
 from ..training.replicas import Replicas
+from ..training.session import session
 
 
 class Opened(SymbolBlock):
     """A ``SymbolBlock`` whose nodes of batch normalisation are layers."""
 
-    # By number of node in the recorded graph. Gluon warns of attributes that hold blocks, unless they have such a name.
+    # By number in `walk`. Gluon warns of attributes that hold blocks, unless they have such a name.
     __layers__: Dict[int, BatchNorm]
     _settings: Dict[int, Json]  # of the layers with which an operator of MXNet's computes the same
     _recorded: Json
     _left: List[Recorded]
 
     def forward(self, x: Any, *args: Any) -> Any:
-        if isinstance(x, mx.sym.Symbol) or self._cached_op is None:
-            # A node meets itself on other contexts, so no two graphs may share a node.
-            _write(self)
+        with session.tracing:
+            if isinstance(x, mx.sym.Symbol) or self._cached_op is None:
+                _write(self)
         return super().forward(x, *args)
 
 
@@ -47,19 +48,20 @@ def open_graph(block: SymbolBlock) -> List[Recorded]:
         return block._left
     graph = json_of(block._cached_graph[1])
     parameters = {parameter.name: parameter for parameter in block._reg_params.values()}
-    used = uses(graph)
+    places = {number: (within, recorded) for number, within, recorded in walk(graph)}
     layers: Dict[int, BatchNorm] = {}
     left: List[Recorded] = []
     for node in blocks.recorded(block, graph):
         given = [parameters[name] for name in (*node.inputs[1:3], *node.inputs[-2:]) if name in parameters]
+        within, recorded = places[node.number]
         layer = None
         if len(given) < len(blocks.PARAMETERS):
             reason = "its gamma, beta or running statistics are not parameters of the graph"
-        elif node.operator != NAME and (used[node.number, 1] or used[node.number, 2]):
+        elif node.operator != NAME and gives_moments(within, recorded):
             reason = "the graph uses its mean or variance"
         else:
             reason = "the layer that recorded it no longer exists"
-            layer = _layer(node, graph["nodes"][node.number].get("attrs", {}), given)
+            layer = _layer(node, recorded["attrs"], given)
         if layer is None:
             left.append(node._replace(reason=reason))
         else:

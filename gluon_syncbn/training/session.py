@@ -45,7 +45,6 @@ class Session:
         self.tracing: Any  # held by a thread that records the graph of a net
         locks.give(self, beginning=threading.RLock, tracing=threading.RLock)
         locks.give(self, _issuing=lambda: defaultdict(threading.Lock))
-        self.graphs = 0  # that were recorded
         self.training_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that have opened a scope
         self.trainers: weakref.WeakSet[Any] = weakref.WeakSet()  # of Gluon
         self.raised = ""  # the last failure that went through a scope as an exception

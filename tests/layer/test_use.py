@@ -23,7 +23,7 @@ from replicas import (
 )
 
 from gluon_syncbn import SyncBatchNorm, configure, convert, reference
-from gluon_syncbn.mxnet_side.nodes import json_of
+from gluon_syncbn.mxnet_side.nodes import json_of, number_nodes
 
 
 def train(net, shards, heads, contexts, dtype="float64"):
@@ -84,6 +84,7 @@ def test_nodes_of_one_layer_meet_themselves_only():
     """In a static graph MXNet may run two nodes of one layer in either order."""
     layer = SyncBatchNorm(in_channels=5)
     graph = json_of(Branches(layer)(mx.sym.var("x")))
+    assert number_nodes(graph)
     assert [node["attrs"]["node"] for node in graph["nodes"] if node["op"] == "Custom"] == ["0", "1"]
 
 

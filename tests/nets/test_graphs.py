@@ -14,8 +14,8 @@ from replicas import forward_and_backward, on_devices
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, convert, freeze, revert
-from gluon_syncbn.mxnet_side.export import is_ours, with_layers
-from gluon_syncbn.mxnet_side.nodes import json_of
+from gluon_syncbn.mxnet_side.export import with_layers
+from gluon_syncbn.mxnet_side.nodes import is_ours, json_of
 from gluon_syncbn.nets.graphs import Opened
 
 SIZES = (3, 2)
@@ -204,6 +204,15 @@ def test_a_copy_trains_by_itself(contexts, rng):
     want = whole(recorded(body(), contexts[:1]), arrays, heads)
     for one in (twin, net):
         assert_same(step(one, arrays, heads, contexts), want)
+
+
+def test_a_net_with_a_graph_is_not_copied(contexts):
+    """Nor by MXNet, whose error leaves half an operator behind."""
+    net = prepared(within(SyncBatchNorm(in_channels=3), True), contexts[:1], "float32")
+    with pytest.raises(TypeError, match=r"cannot be copied or pickled: call net\.hybridize\(\) before"):
+        copy.deepcopy(net)
+    net.hybridize()
+    assert (copy.deepcopy(net)(nd.ones((1, 3))).asnumpy() == net(nd.ones((1, 3))).asnumpy()).all()
 
 
 def test_a_selection(contexts, capsys):

@@ -229,8 +229,7 @@ class Specification:
         number = layer._replicas.id
         use = self._uses[number]
         self._uses[number] += 1
-        # A graph has a node for each use, and the latest one has the latest numbers.
-        node = -1 if self.eager else layer._nodes - _count(self.net, layer) + use
+        node = -1 if self.eager else use  # a graph has a node for each use
         call = self._calls[number, node]
         self._calls[number, node] += 1
         filled = sum(part.size > 0 for x in xs for part in np.array_split(x, slots))
@@ -243,11 +242,6 @@ def _settings(layer: nn.BatchNorm) -> Dict[str, Any]:
     activation = getattr(layer, "_activation", NONE)._asdict()  # a reverted one without any is a BatchNorm
     settings = {"axis": kwargs["axis"], "epsilon": kwargs["eps"], "momentum": momentum}
     return {**settings, **activation, "scale": not kwargs["fix_gamma"]}
-
-
-def _count(block: Any, layer: nn.BatchNorm) -> int:
-    """How often the layer is used in a forward of the block."""
-    return int(block is layer) + sum(_count(child, layer) for child in block._children.values())
 
 
 def _added(xs: Values, ys: Values) -> Values:

@@ -188,7 +188,7 @@ class Trial:
         for shard, mask in zip(batch.shards, batch.masks):
             for part, where in zip(self.truth.cut(shard), self.truth.counting(shard, mask)):
                 filled += part.size > 0 if where is None else bool(where.any())
-        node = -1 if self.case.way == "eager" else self.layer._nodes - 1
+        node = -1 if self.case.way == "eager" else 0
         call, self.calls = self.calls, self.calls + 1
         return derangement(self.case.seed, self.layer._replicas.id, node, call, filled)
 

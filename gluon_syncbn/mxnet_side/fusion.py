@@ -6,33 +6,26 @@ the operator that follows.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Optional, Set, Tuple
+from typing import Any, Dict, List, Optional, Set
 
 import mxnet as mx
-from mxnet.gluon import HybridBlock
 
 from ..activation import RELU, RELU6, SLOPES, Activation, described, invertible
-from ..mxnet_side import patches
-from ..mxnet_side.export import is_guard, is_ours
-from ..mxnet_side.nodes import Entry, Graph, Json, json_of, symbol_of, uses
 from ..system import kinds
 from ..training.replicas import Replicas
+from .nodes import Entry, Graph, Json, attribute, is_guard, is_ours, json_of, symbol_of, uses
 
 
-def install() -> None:
-    """Changes ``HybridBlock._get_graph``, from which Gluon takes a graph that it runs, and has no hook there."""
-    patches.replace(_as_fused, HybridBlock, "_get_graph")
-
-
-def fused(symbol: mx.sym.Symbol, inputs: Dict[str, mx.nd.NDArray]) -> mx.sym.Symbol:
-    """Returns the graph in which layers with ``fuses`` have absorbed the operators behind them."""
-    recorded = json_of(symbol)
-    if not any(node.get("attrs", {}).get("fuses") == "1" for node in recorded["nodes"]):
-        return symbol
+def fused(symbol: mx.sym.Symbol, recorded: Json, inputs: Dict[str, mx.nd.NDArray]) -> Json:
+    """Returns a graph in which layers with ``fuses`` have absorbed the operators behind them. In the body of a loop or
+    a condition they absorb nothing. ``symbol`` is the same graph.
+    """
+    if not any(is_ours(node) and node["attrs"]["fuses"] == "1" for node in recorded["nodes"]):
+        return recorded
     casts = _alike(symbol, recorded, inputs, "amp_multicast")
     if casts:
         recorded = Graph().rewrite(recorded, lambda number, _, given: given if number in casts else None)
-        symbol = kinds.like(symbol_of(recorded), symbol)
+        symbol = symbol_of(recorded)
     sums = {number for number, node in enumerate(recorded["nodes"]) if node["op"] == "elemwise_add"}
     sums |= _alike(symbol, recorded, inputs, "_npi_add")  # which may mix shapes or types
     nodes, used = recorded["nodes"], uses(recorded)
@@ -71,7 +64,7 @@ def fused(symbol: mx.sym.Symbol, inputs: Dict[str, mx.nd.NDArray]) -> mx.sym.Sym
             return [[at if guard is None else graph.add(nodes[guard], [[at, 0, 0]]), 0, 0]]
         return None
 
-    return kinds.like(symbol_of(graph.rewrite(recorded, fold)), symbol)
+    return graph.rewrite(recorded, fold)
 
 
 def _alike(symbol: mx.sym.Symbol, graph: Json, inputs: Dict[str, mx.nd.NDArray], *operators: str) -> Set[int]:
@@ -94,18 +87,12 @@ def _alike(symbol: mx.sym.Symbol, graph: Json, inputs: Dict[str, mx.nd.NDArray],
 
 def _activation_of(node: Json) -> Optional[Activation]:
     """Returns the activation of a node, if layers support it."""
-    attributes = node.get("attrs", {})
+    attributes = node["attrs"]
     if node["op"] in ("relu", "_npx_relu") or (node["op"] == "Activation" and attributes.get("act_type") == "relu"):
         return RELU
-    if node["op"] == "clip" and (float(attributes["a_min"]), float(attributes["a_max"])) == (0, RELU6.ceiling):
+    if node["op"] == "clip" and (attribute(attributes, "a_min"), attribute(attributes, "a_max")) == (0, RELU6.ceiling):
         return RELU6
     if node["op"] == "LeakyReLU" and attributes.get("act_type", "leaky") == "leaky":
-        slope = float(attributes.get("slope", 0.25))
+        slope = float(attribute(attributes, "slope", 0.25))
         return Activation(slope) if SLOPES[0] <= slope <= SLOPES[1] else None
     return None
-
-
-def _as_fused(get: Callable, block: HybridBlock, *args: Any) -> Tuple[List[mx.sym.Symbol], mx.sym.Symbol]:
-    """The block keeps the other graph, which files are written from."""
-    inputs, symbol = get(block, *args)
-    return inputs, fused(symbol, dict(zip([one.name for one in inputs], kinds.arrays_of(args))))

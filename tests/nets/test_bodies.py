@@ -1,0 +1,231 @@
+"""Layers in the bodies of F.contrib.foreach, while_loop and cond, and the attributes of MXNet's graphs."""
+
+import json
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+
+from gluon_syncbn import (
+    SyncBatchNorm,
+    assert_synchronised,
+    configure,
+    convert,
+    freeze,
+    install,
+    revert,
+    summary,
+    uninstall,
+)
+from gluon_syncbn.mxnet_side.nodes import is_ours, json_of, value_of, walk
+from gluon_syncbn.mxnet_side.patches import running_graph
+
+LOOPS = {
+    "foreach": lambda F, run, x: F.contrib.foreach(lambda row, state: (run(row), state + 1), x, F.zeros((1,)))[0],
+    "while_loop": lambda F, run, x: F.contrib.while_loop(
+        lambda i, _: i < 2, lambda i, y: (run(y), (i + 1, 2 * y)), (F.zeros((1,)), x), max_iterations=2
+    )[0][0],
+    "cond": lambda F, run, x: F.contrib.cond(F.sum(x) > -1e9, lambda: run(x), lambda: 2 * x),
+}
+IMAGE = (3, 3, 4, 4)  # a foreach runs over the first axis of several
+
+# A loop hands its arrays on without a type.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments:UserWarning"),
+    pytest.mark.filterwarnings("ignore:export wrote 1 into gammas:UserWarning"),
+]
+
+
+class Loop(nn.HybridBlock):
+    """A layer outside of the body, and twice the same in it."""
+
+    def __init__(self, kind, norm=SyncBatchNorm):
+        super().__init__()
+        self._kind = kind
+        with self.name_scope():
+            self.before, self.within = norm(in_channels=3), norm(in_channels=3, scale=False)
+
+    def hybrid_forward(self, F, x):
+        x = self.before(x)
+        return LOOPS[self._kind](F, lambda y: self.within(self.within(y) * 3 + 1), x)
+
+
+def data(kind, contexts):
+    shape = (2, *IMAGE) if kind == "foreach" else IMAGE
+    return [nd.random.normal(2, 3, shape=shape, ctx=context) for context in contexts]
+
+
+def ready(kind, contexts, norm=SyncBatchNorm):
+    net = Loop(kind, norm)
+    net.initialize(ctx=contexts)
+    for parameter in net.collect_params().values():
+        parameter.set_data(nd.random.uniform(0.5, 2, shape=parameter.shape))
+    net.hybridize()
+    return net
+
+
+def operators(symbol):
+    return [node["op"] for _, _, node in walk(json_of(symbol)) if node["op"] in ("BatchNorm", "Custom")]
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_files_hold_plain_operators(kind, contexts, tmp_path):
+    net, (x,) = ready(kind, contexts[:2]), data(kind, contexts[:1])
+    y = net(x).asnumpy()
+    net.export(str(tmp_path / "net"))
+    for text in ((tmp_path / "net-symbol.json").read_text(), net._cached_graph[1].tojson()):
+        assert "Custom" not in text and "gluon_syncbn" not in text.replace("__gluon_syncbn__", "")
+        assert operators(mx.sym.load_json(text)) == ["BatchNorm"] * 3
+    files = str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params")
+    np.testing.assert_allclose(gluon.SymbolBlock.imports(*files)(x).asnumpy(), y, rtol=1e-5, atol=1e-5)
+    assert operators(net._cached_graph[1]) == ["Custom"] * 3
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_a_recorded_graph(kind, contexts, capsys):
+    x, symbol = data(kind, contexts[:1])[0], mx.sym.var("data", dtype="float32")
+    source = ready(kind, contexts[:2], nn.BatchNorm)
+    y = source(x).asnumpy()
+    net = gluon.SymbolBlock(source(symbol), symbol, params=source.collect_params())
+    text = net._cached_graph[1].tojson()
+    with pytest.raises(AssertionError, match="3 of 3 layers of batch normalisation are not synchronised"):
+        assert_synchronised(net)
+    convert(net)
+    assert_synchronised(net)
+    np.testing.assert_allclose(net(x).asnumpy(), y, rtol=1e-5, atol=1e-5)
+    nodes = [node["attrs"] for _, _, node in walk(running_graph(net, x)[2]) if is_ours(node)]
+    assert sorted((of["layer"], of["node"]) for of in nodes) == sorted((of["layer"], "0") for of in nodes)
+    assert "3, synchronised: 3" in repr(summary(net))
+    assert operators(revert(net)._cached_graph[1]) == ["BatchNorm"] * 3
+    assert json.loads(net._cached_graph[1].tojson()) == json.loads(text)
+    capsys.readouterr()
+
+
+def test_nodes_are_numbered_in_the_whole_graph(contexts):
+    net, (x,) = ready("foreach", contexts[:1]), data("foreach", contexts[:1])
+    numbers = {}
+    for _, _, node in walk(running_graph(net, x)[2]):
+        if is_ours(node):
+            numbers.setdefault(node["attrs"]["layer"], []).append(node["attrs"]["node"])
+    assert sorted(numbers.values()) == [["0"], ["0", "1"]]
+
+
+def test_a_call_of_the_operator_in_a_body_is_seen(contexts, capsys):
+    class Bare(nn.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            with self.name_scope():
+                self.norm = nn.BatchNorm(in_channels=3)
+            for name in ("g", "b", "mean", "var"):
+                setattr(self, name, self.params.get(name, shape=(3,), init="ones", grad_req="null"))
+
+        def hybrid_forward(self, F, x, **own):
+            return LOOPS["foreach"](F, lambda y: F.BatchNorm(self.norm(y), *own.values(), name="bare"), x)
+
+    net = convert(Bare())
+    net.initialize(ctx=contexts[:2])
+    net.hybridize()
+    net(*data("foreach", contexts[:1]))
+    assert "bare" in str(summary(net)) and "2, synchronised: 1" in repr(summary(net))
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_no_gradient_of_a_body(kind, contexts):
+    """MXNet has none for any BatchNorm there. On two contexts, a loop waits for its condition before the second one is
+    called.
+    """
+    net, xs = ready(kind, contexts[:2]), data(kind, contexts[:2])
+    with pytest.raises(mx.MXNetError, match=r"batchnorm1: MXNet cannot compute the gradient of"):
+        with autograd.record():
+            [net(x) for x in xs]
+    if kind == "foreach":  # the others read their conditions, and one thread cannot call both contexts
+        net.hybridize(False)
+        with autograd.record():
+            losses = [net(x).sum() for x in xs]
+        autograd.backward(losses)
+        assert all(np.isfinite(net.within.beta.grad(context).asnumpy()).all() for context in contexts[:2])
+
+
+def test_a_loop_that_waits_for_its_condition(contexts):
+    net, xs = ready("while_loop", contexts[:2]), data("while_loop", contexts[:2])
+    configure(timeout=600)  # pytest ends earlier
+    try:
+        with pytest.raises(
+            mx.MXNetError, match="Nobody has called the layer there, and thread 'MainThread' waits in the call"
+        ):
+            with autograd.train_mode():
+                [net(x) for x in xs]
+            nd.waitall()
+    finally:
+        configure(timeout=300)
+
+
+# ---- attributes ------------------------------------------------------------------------------------------------
+
+
+def test_values():
+    texts = [
+        "1",
+        "True",
+        "true",
+        " TRUE ",
+        "false",
+        "0",
+        "(3L, 3L)",
+        "(3, 3)",
+        "None",
+        "1e-05",
+        "-1",
+        "relu",
+        "",
+        "f,x",
+    ]
+    values = [1, True, True, True, False, 0, (3, 3), (3, 3), None, 1e-5, -1, "relu", "", "f,x"]
+    assert [value_of(text) for text in texts] == values
+
+
+@pytest.mark.parametrize("true", ["1", "True", "true"])
+def test_truth_values_of_a_file(true, contexts, tmp_path):
+    """The one layer has a gamma that does not count, the other one is frozen."""
+    text = json.loads(
+        mx.sym.BatchNorm(
+            mx.sym.BatchNorm(mx.sym.var("data", dtype="float32"), name="one", fix_gamma=True),
+            name="frozen",
+            fix_gamma=False,
+            use_global_stats=True,
+        ).tojson()
+    )
+    for node in text["nodes"]:
+        node["attrs"] = {key: true if value == "True" else value for key, value in node.get("attrs", {}).items()}
+    symbol = mx.sym.load_json(json.dumps(text))
+    x = nd.random.normal(3, 2, shape=(4, 3))
+    answers = []
+    for change in (lambda net: net, convert, freeze):
+        net = gluon.SymbolBlock(symbol, mx.sym.var("data", dtype="float32"))
+        net.initialize(ctx=contexts[:2])
+        net(x)
+        for name, parameter in net.collect_params().items():
+            parameter.set_data((7 if name == "one_gamma" else 2) * nd.ones(3))
+        change(net)
+        with autograd.predict_mode():
+            answers.append(net(x).asnumpy())
+        if change is convert:
+            rows = {row.layer.split()[0]: row.statistics for row in summary(net)}
+            assert rows["frozen"].startswith("plain, because it is frozen") and rows["one"].startswith("synchronised")
+    net.export(str(tmp_path / "net"))
+    assert (nd.load(str(tmp_path / "net-0000.params"))["arg:one_gamma"].asnumpy() == 1).all()
+    np.testing.assert_allclose(answers[1:], answers[:1] * 2, rtol=1e-5)
+
+
+def test_a_node_without_attributes(contexts):
+    """It has MXNet's defaults."""
+    install(convert=True)
+    try:
+        module = mx.mod.Module(mx.sym.BatchNorm(mx.sym.var("data"), name="bn"), label_names=None, context=contexts[:2])
+        module.bind([("data", (4, 3))])
+    finally:
+        uninstall()
+    assert operators(module._exec_group.symbol) == ["Custom"]
