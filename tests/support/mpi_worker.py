@@ -300,7 +300,22 @@ class Branches(gluon.HybridBlock):
 
 
 def prepares_otherwise():
-    """The processes initialise branches in different orders, as by a file and by a forward, and record more graphs."""
+    """The processes initialise branches in different orders, as by a file and by a forward, and record more graphs. One
+    of them runs another net before the first step, as for a preview.
+    """
+    data = mx.sym.var("data", dtype="float32")
+    recorded = gluon.SymbolBlock(mx.sym.BatchNorm(data, momentum=0, fix_gamma=False, name="recorded"), data)
+    recorded.initialize(ctx=CONTEXTS[:1])
+    gluon_syncbn.convert(recorded, kvstore=kv)
+    for _ in range(kv.rank):
+        preview = nn.Dense(1, in_units=1)
+        preview.initialize()
+        preview.hybridize()
+        preview(nd.ones((1, 1)))
+    with autograd.record():
+        recorded(nd.ones((3, 2)) * kv.rank)
+    mean = recorded.collect_params()["recorded_moving_mean"].data().asnumpy()
+    np.testing.assert_allclose(mean, (kv.num_workers - 1) / 2, rtol=1e-6)
     net = Branches()
     for layer in [net.first, net.second][:: 1 - 2 * (kv.rank % 2)]:
         layer.initialize(ctx=CONTEXTS[:1])
