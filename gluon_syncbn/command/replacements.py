@@ -21,6 +21,7 @@ from mxnet.gluon.nn.basic_layers import _BatchNorm
 from .. import _native, layer, parallel
 from ..exchange import named
 from ..mxnet_side import blocks, compatibility, lifetime, patches
+from ..mxnet_side.trainer import expect_synchronised
 from ..nets import checkpoint, executors
 from ..nets.convert import convert as convert_layers
 from ..system import arguments, logs
@@ -171,6 +172,7 @@ def _synchronising(construct: Callable[..., None], block: SymbolBlock, *args: An
 def _converting(construct: Callable[..., None], trainer: gluon.Trainer, *args: Any, **kwargs: Any) -> None:
     construct(trainer, *args, **kwargs)
     if _settings.get("convert"):
+        expect_synchronised(trainer)
         for block in _with_parameters(trainer._params):
             convert_layers(block)
 

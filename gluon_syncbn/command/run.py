@@ -13,8 +13,9 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 from typing import Any, Callable, Iterator, List, NoReturn, Optional, Tuple
 
-from ..mxnet_side.trainer import left_alone
+from ..mxnet_side.trainer import left_alone, unsynchronised
 from ..nets import executors
+from ..system.arguments import some
 from ..system.distribution import __version__
 from ..training.replicas import Replicas
 from ..training.session import session
@@ -85,7 +86,10 @@ def _what_met(script: str, convert: bool) -> Iterator[str]:
     if not between and not within:
         remedy = "try run --convert, if the script has no option of its own for it"
         if convert:
-            remedy = "its nets have no batch normalisation, or no gluon.Trainer or Module trains them"
+            remedy = "no gluon.Trainer or Module trains a net in which batch normalisation was found"
+        if convert and unsynchronised:
+            named = some(list(unsynchronised), ", ")
+            remedy = f"--convert changes layers, and no operator that a block calls: call a layer there ({named})"
         if Replicas.any_ran:
             remedy = "its layers had one device each"
         yield f"{script} has trained, and nothing was synchronised: {remedy}"

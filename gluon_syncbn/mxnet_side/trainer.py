@@ -250,18 +250,20 @@ def _surprises(trainer: gluon.Trainer) -> Iterator[str]:
             f"Trainer stay in this one, with kvstore={trainer._kvstore_params['kvstore']!r}. Write "
             "gluon.Trainer(..., kvstore=kv) with the KVStore of the layers, unless the script adds gradients itself"
         )
-    if any(one.meets() for one in replicas):
+    on_several = several or any(len(one._data or ()) > 1 for one in parameters)
+    if any(one.meets() for one in replicas) or (trainer in _to_synchronise and on_several):
         # Layers whose gamma is not trained are frozen and do not count. Layers that the trainer does not know count
         # where they have run within a block of the net, or are operators in its graph.
         synchronised = [stem for stem, (mean, *_) in layers.items() if followers_of([mean])]
         trained = [stem for stem, (_, gamma, _) in layers.items() if gamma is not None and gamma.grad_req != "null"]
         plain = [stem for stem in trained if stem not in synchronised] + _run_within(parameters) + _called(parameters)
+        unsynchronised.update(dict.fromkeys(plain))
         if plain:
             yield (
                 f"{len(synchronised)} of {len(synchronised) + len(plain)} layers of batch normalisation are "
                 f"synchronised, and these are not: {some(plain, ', ')}. gluon_syncbn.convert(net) reaches layers that "
-                "norm_layer= does not, and after a forward those in attributes of other objects; "
-                "gluon_syncbn.summary(net) lists all"
+                "norm_layer= does not, and after a forward those in attributes of other objects, but no operator that "
+                "a block calls: call a layer there. gluon_syncbn.summary(net) lists all"
             )
     # Nothing is fused without a graph. Some layers may stay outside of graphs on purpose.
     eager = [one.name for one in replicas if one.ran == UNFUSED]
@@ -282,6 +284,17 @@ def _surprises(trainer: gluon.Trainer) -> Iterator[str]:
             "not computed. Something else normalises in their places: call the layers, and if the graph of the net was "
             "loaded or is out of date, call net.hybridize() again"
         )
+
+
+#: Trainers whose nets are to be synchronised, as `install(convert=True)` says.
+_to_synchronise: weakref.WeakSet[gluon.Trainer] = weakref.WeakSet()
+#: The names of the layers and operators that are not, although others are, or were to be.
+unsynchronised: Dict[str, None] = {}
+
+
+def expect_synchronised(trainer: gluon.Trainer) -> None:
+    """Lets the first step warn of batch normalisation that is plain, also if all of it is."""
+    _to_synchronise.add(trainer)
 
 
 def _layers(parameters: Sequence[gluon.Parameter]) -> Dict[str, List[Any]]:

@@ -245,6 +245,51 @@ def test_a_script_in_two_processes(job, kvstore):
         assert errors.count("gluon_syncbn: This is one of 2 processes (PMI_SIZE), but its layers meet no replica") == 2
 
 
+#: Two nets that call the operator, one eager, which its parameters tell, one hybridized, whose graph tells.
+OPERATORS = """
+import warnings
+
+import mxnet as mx
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+
+
+class Own(nn.HybridBlock):
+    def __init__(self, names, **kwargs):
+        super().__init__(**kwargs)
+        for name, own in zip(("gamma", "beta", "mean", "var"), names):
+            req = "null" if name in ("mean", "var") else "write"
+            setattr(self, name, self.params.get(own, shape=(3,), init="ones", grad_req=req))
+
+    def hybrid_forward(self, F, x, gamma, beta, mean, var):
+        return F.BatchNorm(x, gamma, beta, mean, var, fix_gamma=False, name="bare")
+
+
+contexts = [mx.gpu(0), mx.gpu(1)]
+named, graph = Own(("gamma", "beta", "running_mean", "running_var"), prefix="named_"), Own("gbmv", prefix="other_")
+graph.hybridize()
+for net in (named, graph):
+    net.initialize(ctx=contexts)
+    trainer = gluon.Trainer(net.collect_params(), "sgd")
+    with autograd.record():
+        losses = [net(number + mx.nd.random.normal(shape=(4, 3), ctx=c)) for number, c in enumerate(contexts)]
+    autograd.backward(losses)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.step(8)
+    print(*(str(one.message).partition(". ")[0] for one in told))
+"""
+
+
+def test_a_script_that_calls_the_operator(job):
+    code, output, errors = job.run(OPERATORS, *RUN, "--cpus", "2", "--convert", TRAIN)
+    assert code == 0, errors
+    said = "0 of 1 layers of batch normalisation are synchronised, and these are not:"
+    assert output.splitlines() == [f"{said} named", f"{said} other_bare"]
+    last = errors.splitlines()[-1]
+    assert last.endswith("no operator that a block calls: call a layer there (named, other_bare)"), errors
+
+
 def test_the_script_finds_what_it_finds_by_itself(job):
     text = """
 import json, os, sys
