@@ -43,7 +43,7 @@ class Case:
     @property
     def meets(self) -> bool:
         """Whether a replica waits for others."""
-        return self.mode != "local" and len(self.places) > 1 and not self.settings["use_global_stats"]
+        return self.mode != "local" and len(self.contexts) > 1 and not self.settings["use_global_stats"]
 
     @property
     def axis(self) -> int:

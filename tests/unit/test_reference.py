@@ -32,11 +32,10 @@ def problem(shapes, axis=1, seed=0):
 
 
 def layer_of(seed):
-    """A random layer that the specification knows: one replica on each context, in float64."""
+    """A random layer that the specification knows, in float64."""
     case = draw(seed)
-    pooling = {"mode": "sync"} if case.per_context > 1 else case.pooling
-    shape = {"per_context": 1, "pooling": pooling, "dtype": "float64", "offset": case.offset and 30.0}
-    return replace(case, **shape, addend=case.addend and "own", inplace=False, fused=False)
+    exact = {"dtype": "float64", "offset": case.offset and 30.0}
+    return replace(case, **exact, addend=case.addend and "own", inplace=False, fused=False)
 
 
 def forward_of(case, truth, shards, addends, masks, permutation):
@@ -97,7 +96,7 @@ def assert_same_layers(seeds):
                 assert not given.dgammas[i].any()
             assert_near(given.dbetas[i], wanted.betas[i])
         truth.move(want)
-        for i, context in enumerate(case.places if not frozen else []):
+        for i, context in enumerate(case.contexts if not frozen else []):
             for running, value in zip((got.running_mean[i], got.running_var[i]), truth.running[context]):
                 assert_near(running, value)
 

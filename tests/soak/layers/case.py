@@ -65,7 +65,7 @@ class Case:
 
     def shards(self) -> List[np.ndarray]:
         """A batch: of each replica another size, mean and spread."""
-        count = len(self.places)
+        count = len(self.contexts)
         samples = self.rng.choice((1, 2, 3, 5), count)
         if self.empty:
             samples[self.rng.permutation(count)[: self.rng.randint(1, count)]] = 0
