@@ -378,8 +378,13 @@ def fails(spoil):
     before = [p.data(OWN[0]).asnumpy() for p in parameters]
     try:
         step()
+        if spoil is ends:
+            nd.waitall()
         raise KeyboardInterrupt  # as Ctrl-C, with the step in flight
-    except (mx.MXNetError, KeyboardInterrupt):
+    except (mx.MXNetError, KeyboardInterrupt) as error:
+        if spoil is ends:  # mpiexec ends this rank as soon as rank 1, at its end, knows that this one has failed
+            report(kv.rank, since, error)
+            raise SystemExit(3) from None
         with tempfile.TemporaryDirectory() as folder:
             files = [os.path.join(folder, name) for name in ("net", "trainer", "arrays")]
             net.save_parameters(files[0])
