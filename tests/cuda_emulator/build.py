@@ -33,7 +33,7 @@ LIBRARIES = {
     "libcudart.so.11.0": (["cudart"], r"(__)?cuda[A-Z]"),
     "libnvrtc.so.11.2": (["nvrtc"], "nvrtc"),
     "libnccl.so.2": (["nccl"], "nccl"),
-    "libcudnn.so.8": (["handles"], "cudnn"),
+    "libcudnn.so.8": (["cudnn"], "cudnn"),
     "libcublas.so.11": (["handles"], "cublas"),
     "libcusolver.so.11": (["handles"], "cusolver"),
     "libcusparse.so.11": ([], "cusparse"),
