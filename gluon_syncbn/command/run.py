@@ -25,7 +25,7 @@ from .replacements import MOST_CPUS, install
 USAGE = """usage: gluon-syncbn check
            tells what serves on this machine, and whether it works
        gluon-syncbn check --report [FILE]
-           the same, and a net on all GPUs against one, and the layer's speed there, into a file to send
+           the same, and trainings on all GPUs against one, and the layer's speed there, into a file to send
        gluon-syncbn run [--cpus N] [--convert] script.py [arguments of the script]
            runs a training script as it is, with the SyncBatchNorm and the parallel helpers of gluon_syncbn in the
            places of contrib's and GluonCV's; --cpus N lets mx.gpu(0) to mx.gpu(N - 1) be N CPU contexts; --convert

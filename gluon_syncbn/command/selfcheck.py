@@ -161,7 +161,7 @@ def live_gpu() -> str:
 
 
 def net_gpu() -> str:
-    return on_gpus(report.net_on_all)
+    return on_gpus(lambda contexts: INDENT.join(report.trained_on_all(contexts)))
 
 
 def times_gpu() -> str:
@@ -218,7 +218,7 @@ def step(contexts: Sequence[mx.Context], stores: Mapping[Optional[str], str]) ->
 
 
 def main(file: Optional[str] = None) -> int:
-    """Runs and prints all checks. A report in a file also has those of a net on all GPUs, and of the layer's speed."""
+    """Runs and prints all checks. A report in a file also has those of trainings on all GPUs, and of the layer's speed."""
     checks = [versions, names, core, libraries, gpus, stores, processes, opencv, live, live_gpu]
     checks += [net_gpu, times_gpu] if file else []
     broken = 0
