@@ -1,0 +1,68 @@
+"""tests/gpu/train_on_any_gpu.py on CPU contexts or, in `make test-gpu-emulated`, on the emulator."""
+
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import train_on_any_gpu as program
+from environments import ended
+from gpus import EMULATED, GPUS
+from places import SUPPORT, TESTS
+
+PROGRAM = TESTS / "gpu" / "train_on_any_gpu.py"
+if GPUS and not EMULATED:
+    pytest.skip("a GPU's owner runs the program itself", allow_module_level=True)
+
+
+def run(*arguments):
+    return ended([sys.executable, "-W", "ignore", *arguments], CUDA_EMULATOR_MACHINE="one", timeout=400)
+
+
+def test_each_training_is_the_one_beside_it(tmp_path):
+    pytest.importorskip("mpi4py", reason="processes need mpi4py")
+    if GPUS:
+        chosen, steps = ["processes", "shuffle"], 1
+        where = []
+    else:
+        chosen, steps = ["local", "processes"], 10
+        where = ["--dry-run"]
+    options = ["--gpus", 2, "--steps", steps, "--ways", *chosen, "--out", tmp_path, "--commit", "this one"]
+    done = run(PROGRAM, *where, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = (tmp_path / "real_gpu.md").read_text("utf-8")
+    rows = [line for line in text.splitlines() if re.match(r"\| .* \| +0 \|$", line)]
+    assert [row.split(" |")[0][2:].strip() for row in rows] == [program.ways(2)[way].title for way in chosen]
+    assert "!" not in "".join(rows)
+    assert "- commit: this one\n" in text and "gluon_syncbn works here." in text
+
+
+def test_what_differs_is_marked():
+    want = {"losses": np.full(10, 24.0), "accuracy": 1.0, "skipped": 0, "seconds": [1.0]}
+    want.update({f"{step}/{name}": np.ones(100) for step in (1, 10) for name in ("gamma", "running_mean")})
+    way = program.ways(1)["processes"]
+    got = [{**want, "losses": want["losses"] / 2, "1/gamma": want["1/gamma"] * 1.001, "accuracy": 0.5}] * 2
+    row = program.compared(way, got, want, 10)
+    assert row[2:] == ["0e+00, 1e-03 !, 0e+00", "0e+00, 0e+00, 0e+00", "-", "1 to 1", "0.500, 1.000 !", "1000.0", "0"]
+
+
+@pytest.mark.skipif(not GPUS, reason="MXNet's kernels are on GPUs")
+def test_a_step_that_needs_a_kernel_of_mxnet_s_ends_the_program(tmp_path):
+    skips = tmp_path / "skip_launches.so"
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", SUPPORT / "skip_launches.c", "-o", skips, "-ldl"], check=True, timeout=60
+    )
+    work = {"way": "inplace", "beside": False, "gpus": 1, "steps": 1, "dry": False, "out": str(tmp_path / "none")}
+    text = f"""
+        import sys; sys.path.insert(0, {str(PROGRAM.parent)!r})
+        import mxnet as mx, train_on_any_gpu as program
+        step = program.Training.step
+        program.Training.step = lambda one, *batch: (mx.nd.ones((2,), ctx=one.contexts[0]), step(one, *batch))[1]
+        program.train({json.dumps(work).replace("false", "False")})
+        """
+    command = [sys.executable, "-W", "ignore", "-c", "\n".join(line.strip() for line in text.splitlines())]
+    done = ended(command, LD_PRELOAD=str(skips))
+    assert done.returncode != 0
+    assert "step 1 launched 1 kernels that this GPU has no code for" in done.stderr
