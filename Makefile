@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .ONESHELL:
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help docs quickstart demo demo-contrastive demo-distributed check test test-newest test-custom test-horovod test-torch test-gpu-emulated test-cu112 sanitize gluoncv lint format bench compare slow nightly soak clean core dev dist test-dist
+.PHONY: help docs quickstart demo demo-contrastive demo-distributed check test test-newest test-custom test-horovod test-torch test-gpu-emulated test-cu112 gpu-day gpu-day-files sanitize gluoncv lint format bench compare slow nightly soak clean core dev dist test-dist
 
 VENV ?= .venv
 PYTHON ?=
@@ -30,6 +30,8 @@ help:
 	make test-torch     installs PyTorch for CPUs into .venv-torch, then compares with it (about 4 minutes)
 	make test-gpu-emulated  the GPU path of the unchanged mxnet-cu112 on stand-ins for CUDA (about 6 minutes)
 	make test-cu112  fetches the CUDA libraries of mxnet-cu112 (2 GB) and starts it with them
+	make gpu-day  on this machine's GPU: the tests, a training, compute-sanitizer, the benchmark (8 minutes, needs no network)
+	make gpu-day-files  fetches the packages for that (1.3 GB) and makes them small, for a machine without a network
 	make dist     the source archive and the wheel for Linux with glibc 2.17 or later, into dist/ (2 minutes)
 	make test-dist  that, and installs it into empty environments on each Python from 3.8 to 3.13 (about 20 minutes)
 	make sanitize  the native core under ThreadSanitizer, AddressSanitizer and UBSan (at most 2 minutes)
@@ -96,6 +98,15 @@ test-gpu-emulated: dev
 
 test-cu112: dev
 	@$(PY) -m pytest -v -m cuda_packages --timeout 3600 tests/gpu $(ARGS)
+
+# On a machine without a network there is no .venv: the packages are those of its own Python.
+gpu-day:
+	@if [ -x $(PY) ]; then python=$(PY); else python=python3; fi
+	"$$python" tools/gpu_day.py $(ARGS)
+
+gpu-day-files: dev
+	@$(PY) -m pip install --quiet lz4
+	$(PY) tools/gpu_day_files.py $(ARGS)
 
 # Needs g++ 11 or later and no Python. Both sanitizers run at once, each to its end: most of a run is waiting.
 sanitize:

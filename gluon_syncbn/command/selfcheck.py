@@ -218,7 +218,7 @@ def step(contexts: Sequence[mx.Context], stores: Mapping[Optional[str], str]) ->
 
 
 def main(file: Optional[str] = None) -> int:
-    """Runs and prints all checks. A report in a file also has those of trainings on all GPUs, and of the layer's speed."""
+    """Runs and prints all checks. A report in a file also has trainings on all GPUs, and the layer's speed."""
     checks = [versions, names, core, libraries, gpus, stores, processes, opencv, live, live_gpu]
     checks += [net_gpu, times_gpu] if file else []
     broken = 0
