@@ -6,15 +6,17 @@ It fetches the wheels of requirements/gpu_day.txt (1.3 GB, once), leaves out wha
 for, and writes the parts `build/gpu_day/1` and `build/gpu_day/2`. It prints the size of each file, and fails if a part
 has more than 60 MiB. On the other machine, `python3 tools/gpu_day.py --unpack build/gpu_day/1` unpacks one.
 
-Left out are machine code for other GPUs, cuDNN's recurrent nets, and NCCL, cuBLAS, cuFFT, cuRAND and cuSOLVER. In their
-places are libraries that make handles, and that answer everything else with an error. The machine code that stays is
-stored plainly, because xz compresses it better than NVIDIA's LZ4 does.
+Left out are machine code for other GPUs, recurrent nets of cuDNN, and its modules for tensor cores alone, as the net
+computes in float32 without them. In the places of NCCL, cuBLAS, cuFFT, cuRAND and cuSOLVER are libraries that make
+handles, and that answer everything else with an error. The machine code that stays is stored plainly, because xz
+compresses it better than NVIDIA's LZ4 does.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import lzma
 import re
 import shutil
 import struct
@@ -63,6 +65,7 @@ int {name}(void** out) {{
 #endif
 }}
 """
+FILTERS = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 64 << 20}]
 MAGIC = b"\x50\xed\x55\xba"
 
 
@@ -89,10 +92,11 @@ def only_for(capability: int, library: bytearray) -> int:
             kind, _, its_head, its_size, _ = struct.unpack_from("<HHIQI", library, entry)
             (architecture,) = struct.unpack_from("<I", library, entry + 28)
             if kind == 2 and architecture == capability:
-                packed += library[entry : entry + its_head + its_size]
-                chosen += plain(
-                    library[entry : entry + its_head], library[entry + its_head : entry + its_head + its_size]
-                )
+                code = plain(library[entry : entry + its_head], library[entry + its_head : entry + its_head + its_size])
+                kernels = re.findall(rb"\0\.text\.(\w+)", code)
+                if not kernels or not all(b"cutlass_tensorop" in kernel for kernel in kernels):
+                    packed += library[entry : entry + its_head + its_size]
+                    chosen += code
             entry += its_head + its_size
         if len(chosen) > size:
             chosen = packed
@@ -169,7 +173,7 @@ def pack(site: Path, out: Path) -> Dict[Path, int]:
 
     def write(name: str) -> Path:
         archive = out / f"{name}.tar.xz"
-        with tarfile.open(archive, "w:xz", preset=6) as tar:
+        with lzma.open(archive, "wb", filters=FILTERS) as file, tarfile.open(fileobj=file, mode="w") as tar:
             for path in groups[name]:
                 tar.add(str(path), str(path.relative_to(site)))
         return archive

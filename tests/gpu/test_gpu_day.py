@@ -72,6 +72,7 @@ def test_code_for_one_capability_is_left():
         return gpu_day_files.MAGIC + struct.pack("<HHQ", 1, 16, sum(map(len, codes))) + b"".join(codes)
 
     ours, other, intermediate = code(2, 90, b"H" * 40), code(2, 80, b"A" * 56), code(1, 90, b"P" * 24)
+    other += code(2, 90, b"\0.text._ZN7cutlass_tensorop_h884")
     library = bytearray(
         b"before " + container(other, ours, intermediate) + b" between " + container(other) + b" behind"
     )
