@@ -102,9 +102,12 @@ def _raising(make: Callable) -> Exception:
 
 
 def _saving(reduce: Callable, parameter: gluon.Parameter) -> mx.nd.NDArray:
-    """A copy of an array with an error has no values. A failed step leaves its error in running statistics."""
-    steps.settle(parameter._data or ())
-    steps.tell()
+    """A copy of an array with an error has no values. A failed step leaves its error in running statistics. Within a
+    step, ``reset_ctx`` must not wait for replicas that are still to be called.
+    """
+    if not session.depth():
+        steps.settle(parameter._data or ())
+        steps.tell()
     return reduce(parameter)
 
 
