@@ -184,7 +184,13 @@ def _of_plain_graphs(export: Callable, block: HybridBlock, *args: Any, **kwargs:
     written = [one for one in given if any((array.asnumpy() != 1).any() for array in one.list_data())]
     for parameter in written:
         parameter.set_data(np.ones(parameter.shape, parameter.dtype))
-    warn_of_ones("export", [one.name for one in written], stacklevel=4)
+    if written:
+        names = arguments.some([one.name for one in written], ", ")
+        warnings.warn(
+            f"export wrote 1 into gammas that were not 1: {names}. Their layers have scale=False (fix_gamma): MXNet "
+            "uses 1 for them, but ONNX and other exporters use the stored values",
+            stacklevel=3,
+        )
     block._cached_graph = recorded[0], symbol
     try:
         return export(block, *args, **kwargs)
@@ -218,12 +224,3 @@ def gammas_without_effect(graph: Json) -> List[str]:
 def has_fixed_gamma(node: Json) -> bool:
     """Whether the node is a batch normalisation whose gamma counts as 1, which is also the default."""
     return node["op"] in blocks.OPERATORS and bool(attribute(node["attrs"], "fix_gamma", True))
-
-
-def warn_of_ones(verb: str, written: List[str], stacklevel: int) -> None:
-    if written:
-        warnings.warn(
-            f"{verb} wrote 1 into gammas that were not 1: {arguments.some(written, ', ')}. Their layers have "
-            "scale=False (fix_gamma): MXNet uses 1 for them, but ONNX and other exporters use the stored values",
-            stacklevel=stacklevel,
-        )

@@ -48,10 +48,10 @@ def heard(function, *args, **kwargs):
     return result, [str(one.message) for one in caught]
 
 
-def expected(verb, *names):
+def expected(*names):
     names = ", ".join(f"net_batchnorm{name}_gamma" for name in names)
     return (
-        f"{verb} wrote 1 into gammas that were not 1: {names}. Their layers have scale=False (fix_gamma): MXNet uses "
+        f"export wrote 1 into gammas that were not 1: {names}. Their layers have scale=False (fix_gamma): MXNet uses "
         "1 for them, but ONNX and other exporters use the stored values"
     )
 
@@ -63,7 +63,7 @@ def test_export(norm, contexts, tmp_path):
     net = filled(net_of(norm), contexts[:1])
     net.hybridize()
     want = net(x).asnumpy()
-    assert heard(net.export, str(tmp_path / "net"))[1] == [expected("export", 1, 2)]
+    assert heard(net.export, str(tmp_path / "net"))[1] == [expected(1, 2)]
     assert heard(net.export, str(tmp_path / "net"))[1] == []  # once
     arrays = nd.load(str(tmp_path / "net-0000.params"))
     for number, value in enumerate((3, 1, 1)):
