@@ -384,8 +384,8 @@ SYNCBN_API(void, gate, const Span<NDArrayHandle>& arrays) {
 }
 
 // See operator/op.h.
-SYNCBN_API(void, forgive, NDArrayHandle marker, const Span<NDArrayHandle>& arrays) {
-    check(syncbn::forgive_arrays(marker, arrays.values, arrays.count));
+SYNCBN_API(void, share_failure, const Span<NDArrayHandle>& arrays) {
+    check(syncbn::share_failure(arrays.values, arrays.count));
 }
 
 // Lets readers of these arrays fail.

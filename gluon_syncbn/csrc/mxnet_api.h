@@ -71,7 +71,6 @@ struct MXNet {
     int (*MXNDArrayGetData)(void* handle, void** data) = needed("MXNDArrayGetData");
     int (*MXNDArrayGetContext)(void* handle, int* device_type, int* number) = needed("MXNDArrayGetContext");
     int (*MXNDArrayFree)(void* handle) = needed("MXNDArrayFree");
-    int (*MXNDArrayWaitToRead)(void* handle) = needed("MXNDArrayWaitToRead");
     using Push = int(void (*run)(void* context, void* parameter), void* parameter, void (*deleter)(void* parameter),
                      const void* context, void** reads, int read_count, void** writes, int write_count,
                      const void* property, int priority, const char* name);

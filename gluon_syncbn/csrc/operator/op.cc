@@ -404,19 +404,7 @@ int fail_arrays(void** arrays, int64_t count, const char* why) {
     return status;
 }
 
-int forgive_arrays(void* marker, void** arrays, int64_t count) {
-    std::vector<void*> all(arrays, arrays + count);
-    all.push_back(marker);
-    int status = Failing::push(all.data(), count + 1, std::nullopt);
-    void* own = nullptr;
-    if (status == 0) status = mx.MXShallowCopyNDArray(marker, &own);
-    if (status != 0) return status;
-    // The marker is there, so that nothing waits. Reading the error removes it from all.
-    const auto read = [](void*, void* marker) { mx.MXNDArrayWaitToRead(marker); };
-    const auto remove = [](void* marker) { mx.MXNDArrayFree(marker); };
-    return mx.MXEnginePushSyncND(read, own, remove, &kCpu, &marker, 1, arrays, static_cast<int>(count), &kNoSkip, 0,
-                                 "gluon_syncbn");
-}
+int share_failure(void** arrays, int64_t count) { return Failing::push(arrays, count, std::nullopt); }
 
 int register_operator(const MXNet& functions) {
     mx = functions;

@@ -48,9 +48,9 @@ TurnToFail turn_to_fail();
 // one operation would share its exception, and the first reader would remove it from the others. Returns MXNet's status.
 int fail_arrays(void** arrays, int64_t count, const char* why);
 
-// If the step has failed when these arrays are available, removes their errors: an update that was left out has not
-// touched them. Two operations of the engine wait for all: one gives them and the marker an error that nothing else has,
-// in the place of theirs, and one removes it. The marker is new, and the arrays do not share memory. Returns MXNet's status.
-int forgive_arrays(void* marker, void** arrays, int64_t count);
+// If the step has failed when these arrays are available, gives them one error in the place of theirs. An update that was
+// left out has not touched them, and the first reader removes the error from all. They do not share memory. Returns MXNet's
+// status.
+int share_failure(void** arrays, int64_t count);
 
 }  // namespace syncbn
