@@ -30,8 +30,8 @@ SYNCHRONISED = "__gluon_syncbn__"
 
 
 def install() -> None:
-    """Changes the functions that write graphs, or show their layers, which have no hook. A layer within a net cannot
-    know that the net is exported. Nothing is changed before there is a layer.
+    """Changes the functions that write graphs, which have no hook. A layer within a net cannot know that the net is
+    exported. Nothing is changed before there is a layer.
 
     ``Block.save`` writes a graph by ``tojson``, and ``Block.load`` puts it into the net. There it would take the places
     of the net's layers, and train without them.
@@ -39,7 +39,6 @@ def install() -> None:
     patches.replace(_of_plain_graphs, HybridBlock, "export")
     patches.replace(_as_plain_graph, mx.sym.Symbol, "save", "tojson")
     patches.replace(_without_graphs, Block, "load")
-    patches.replace(_of_plain_operators, mx.visualization, "print_summary", "plot_network")
 
 
 def plain(symbol: mx.sym.Symbol, tells: bool = False) -> mx.sym.Symbol:
@@ -155,10 +154,6 @@ def _arguments(attributes: Dict[str, str]) -> Json:
 
 def _as_plain_graph(save: Callable[..., Any], symbol: mx.sym.Symbol, *args: Any, **kwargs: Any) -> Any:
     return save(plain(symbol, tells=True), *args, **kwargs)
-
-
-def _of_plain_operators(show: Callable[..., Any], symbol: mx.sym.Symbol, *args: Any, **kwargs: Any) -> Any:
-    return show(plain(symbol) if isinstance(symbol, mx.sym.Symbol) else symbol, *args, **kwargs)  # else an error
 
 
 def _without_graphs(load: Callable[..., None], block: Block, *args: Any, **kwargs: Any) -> None:
