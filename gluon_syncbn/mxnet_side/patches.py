@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, Callable, ContextManager, Dict, Iterator, List, Tuple
@@ -29,7 +28,6 @@ def install() -> None:
     """Changes MXNet for all programs. `replace` changes what only some need, at its first use."""
     replace(_entering, autograd._RecordingStateScope, "__enter__")
     replace(_leaving, autograd._RecordingStateScope, "__exit__")
-    replace(_noting_layers, autograd, "grad")
     replace(trainer.constructing, gluon.Trainer, "__init__")
     replace(trainer.connecting, gluon.Trainer, "_init_kvstore")
     replace(trainer.initialising, gluon.Trainer, "_init_params")
@@ -278,30 +276,3 @@ def running_graph(block: gluon.HybridBlock, *args: Any) -> Tuple[List[mx.sym.Sym
         symbol = kinds.like(symbol_of(graph), symbol)
         graph = json_of(symbol)  # without the nodes that were absorbed
     return inputs, symbol, graph
-
-
-def _noting_layers(grad: Callable, heads: Any, *args: Any, **kwargs: Any) -> Any:
-    """Notes the layers whose gradient may be differentiated again: MXNet's error would not name them."""
-    if kwargs.get("create_graph") or any(args[3:4]):
-        for head in heads if isinstance(heads, (list, tuple)) else [heads]:
-            _differentiated.update(layer for layer, _ in layers_of(json_of(autograd.get_symbol(head))))
-        if _differentiated:
-            replace(_naming_layers, mx.nd.NDArray, "backward")
-            replace(_naming_layers, autograd, "backward")
-    return _naming_layers(grad, heads, *args, **kwargs)
-
-
-_differentiated: weakref.WeakSet[Replicas] = weakref.WeakSet()
-
-
-def _naming_layers(backward: Callable, *args: Any, **kwargs: Any) -> Any:
-    try:
-        return backward(*args, **kwargs)
-    except mx.MXNetError as error:
-        if _differentiated and "_backward_Custom is non-differentiable" in str(error):
-            names = arguments.some(sorted({layer.name for layer in _differentiated}), ", ")
-            raise mx.MXNetError(
-                f"SyncBatchNorm has no second derivative (layers of the graph: {names}), and neither has MXNet's "
-                "BatchNorm. A gradient penalty (autograd.grad with create_graph=True) needs a net without them"
-            ) from error
-        raise

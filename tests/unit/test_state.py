@@ -73,10 +73,6 @@ gluon_syncbn.checkpoint(net)
 trained(net)
 symbol = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("data"), name="bn")
 mx.mod.Module(symbol, label_names=None, context=contexts).bind([("data", (4, 3))])
-for x in xs:
-    x.attach_grad()
-with autograd.record():
-    autograd.grad([layer(x) for x in xs], xs, create_graph=True)
 gluon_syncbn.install(convert=True)
 stage("everything")
 
