@@ -33,7 +33,6 @@ def install() -> None:
     replace(trainer.initialising, gluon.Trainer, "_init_params")
     replace(trainer.adding, gluon.Trainer, "_allreduce_grads")
     replace(trainer.updating, gluon.Trainer, "_update")
-    replace(trainer.updating_apart, gluon.Trainer, "update")
     replace(_saving, gluon.Parameter, "_reduce")
     replace(_writing, mx.base._LIB, "MXNDArraySave")
     replace(_giving_states, mx.optimizer.Updater, "get_states")

@@ -157,6 +157,7 @@ def adding(add: Callable, trainer: gluon.Trainer) -> None:
             _compare_beginning(trainer, store)
         gradients = {p.name: p.list_grad() for p in _in_order(trainer) if p.grad_req != "null"}
         store.add_gradients(trainer, gradients, update_of(trainer) + _loaded(trainer))
+        _summed_for[trainer] = trainer._optimizer.rescale_grad
     else:
         with _gated(trainer) if trainer._update_on_kvstore else nullcontext():  # the store updates while it adds
             add(trainer)
@@ -189,15 +190,18 @@ def update_of(trainer: gluon.Trainer) -> str:
 
 
 def updating(update: Callable, trainer: gluon.Trainer, *args: Any, **kwargs: Any) -> None:
+    """``trainer.update`` comes after ``allreduce_grads``, whose sums are there before anybody knows what they will be
+    divided by. It sets the divisor, as `step` does before the sums.
+    """
+    store, divisor = trainer._kvstore, trainer._optimizer.rescale_grad
+    if isinstance(store, ProcessStore) and divisor is not _summed_for.pop(trainer, None):
+        store.compare_divisor(trainer, round(trainer._scale / divisor, 6))
     with nullcontext() if trainer._update_on_kvstore else _gated(trainer):
         update(trainer, *args, **kwargs)
 
 
-def updating_apart(update: Callable, trainer: gluon.Trainer, batch_size: Any, *args: Any, **kwargs: Any) -> None:
-    """After ``allreduce_grads``, whose sums are there before anybody knows what they will be divided by."""
-    if isinstance(trainer._kvstore, ProcessStore):
-        trainer._kvstore.compare_divisor(trainer, float(batch_size))
-    update(trainer, batch_size, *args, **kwargs)
+#: The divisors that were set when gradients were added: the objects, because a new one may be as large.
+_summed_for: weakref.WeakKeyDictionary[gluon.Trainer, float] = weakref.WeakKeyDictionary()
 
 
 def _gated(trainer: gluon.Trainer) -> ContextManager[None]:
