@@ -30,7 +30,6 @@ def install() -> None:
     replace(_leaving, autograd._RecordingStateScope, "__exit__")
     replace(trainer.constructing, gluon.Trainer, "__init__")
     replace(trainer.connecting, gluon.Trainer, "_init_kvstore")
-    replace(trainer.initialising, gluon.Trainer, "_init_params")
     replace(trainer.adding, gluon.Trainer, "_allreduce_grads")
     replace(trainer.updating, gluon.Trainer, "_update")
     replace(_saving, gluon.Parameter, "_reduce")

@@ -47,11 +47,28 @@ def constructing(construct: Callable, trainer: gluon.Trainer, *args: Any, **kwar
 
 
 def connecting(connect: Callable, trainer: gluon.Trainer) -> None:
-    """Before its first step: the layers may have got their store since the Trainer was made."""
+    """Before its first step: the layers may have got their store since the Trainer was made. The Trainer sees the whole
+    net now, and warns of layers that compute something else than they were asked for.
+
+    MXNet would copy the first context's running statistics to all. ``save_states`` and ``load_states`` come here, too,
+    maybe in one process alone. So a store of processes compares weights in the first sum.
+    """
     _share_store(trainer)
     connect(trainer)
+    if trainer._kvstore is not None and _watches(trainer):
+        _native.gate([a for p in trainer._params for a in (p._data if p.grad_req == "null" else p._grad) or ()])
+    if isinstance(trainer._kvstore, ProcessStore):
+        trainer._params_to_init = []  # what MXNet would copy
+        _to_compare.add(trainer)
+    if trainer not in _connected:
+        _connected.add(trainer)
+        for text in _surprises(trainer):
+            warnings.warn(text, stacklevel=4)
+        _tell_who_meets(trainer._params)
 
 
+_connected: weakref.WeakSet[gluon.Trainer] = weakref.WeakSet()
+_to_compare: weakref.WeakSet[gluon.Trainer] = weakref.WeakSet()  # their weights
 _with_chosen_store: weakref.WeakSet[gluon.Trainer] = weakref.WeakSet()
 
 
@@ -82,22 +99,6 @@ def _share_store(trainer: gluon.Trainer) -> None:
             log.info("layers without a KVStore of their own use that of the Trainer: %r", store)
 
 
-def initialising(initialise: Callable, trainer: gluon.Trainer) -> None:
-    """Before its first update, a Trainer sees the whole net, and warns of layers that compute something else than they
-    were asked for. MXNet copies the first context's running statistics to all. ``save_states`` and ``load_states`` come
-    here, too, maybe in one process alone. So a store of processes compares weights in the first sum.
-    """
-    if trainer not in _initialised:
-        _initialised.add(trainer)
-        for text in _surprises(trainer):
-            warnings.warn(text, stacklevel=4)
-        _tell_who_meets(trainer._params)
-    if trainer._kvstore is not None and _watches(trainer):
-        _native.gate([a for p in trainer._params for a in (p._data if p.grad_req == "null" else p._grad) or ()])
-    if not isinstance(trainer._kvstore, ProcessStore):
-        initialise(trainer)
-
-
 def _compare_beginning(trainer: gluon.Trainer, store: ProcessStore) -> None:
     """Compares the weights with those of the other processes, and the states of the optimizer that were loaded. MXNet
     would copy rank 0's weights, after a forward and a backward with others.
@@ -106,11 +107,8 @@ def _compare_beginning(trainer: gluon.Trainer, store: ProcessStore) -> None:
     for one, following in zip(ordered, ordered[1:]):
         if one.name == following.name:  # the gradients go by their names
             arguments.refuse("params", one.name, "parameters with different names: give the nets other prefixes")
-    known = [p for p in ordered if p in trainer._params_to_init and not p._deferred_init]
-    trainer._params_to_init = [p for p in trainer._params_to_init if p._deferred_init]
-    if known:
-        weights = {p.name: (p.list_data(), p._differentiable) for p in known}
-        store.compare_weights(trainer, weights, dict(zip((p.name for p in ordered), _states(trainer))))
+    weights = {p.name: (p.list_data(), p._differentiable) for p in ordered}
+    store.compare_weights(trainer, weights, dict(zip(weights, _states(trainer))))
 
 
 def _states(trainer: gluon.Trainer) -> List[bytes]:
@@ -134,7 +132,6 @@ def _loaded(trainer: gluon.Trainer) -> str:
 _with_states: weakref.WeakKeyDictionary[gluon.Trainer, Dict[int, Any]] = weakref.WeakKeyDictionary()
 
 
-_initialised: weakref.WeakSet[gluon.Trainer] = weakref.WeakSet()
 #: The places of a Trainer's parameters, sorted by their names. A parameter would keep its Trainer.
 _order: weakref.WeakKeyDictionary[gluon.Trainer, List[int]] = weakref.WeakKeyDictionary()
 
@@ -153,8 +150,9 @@ def adding(add: Callable, trainer: gluon.Trainer) -> None:
     devices.settle_gradients(trainer._params)
     store = trainer._kvstore
     if isinstance(store, ProcessStore):
-        if trainer._params_to_init:
+        if trainer in _to_compare:
             _compare_beginning(trainer, store)
+            _to_compare.remove(trainer)
         gradients = {p.name: p.list_grad() for p in _in_order(trainer) if p.grad_req != "null"}
         store.add_gradients(trainer, gradients, update_of(trainer) + _loaded(trainer))
         _summed_for[trainer] = trainer._optimizer.rescale_grad
