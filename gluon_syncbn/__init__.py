@@ -45,10 +45,12 @@ import functools as _functools
 import typing as _typing
 
 from . import contrastive, parallel, symbol
-from .command import replacements as _replacements
-from .command.replacements import install, uninstall
 from .layer import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd
+from .mxnet_side import lifetime as _lifetime
+from .mxnet_side import patches as _patches
+from .nets import executors as _executors
 from .nets.checkpoint import checkpoint
+from .nets.checkpoint import install as _follow_seeds
 from .nets.convert import convert, freeze, revert
 from .nets.parameters import broadcast_parameters, from_torch, to_torch
 from .nets.statistics import average_running_stats, update_bn_stats
@@ -58,7 +60,10 @@ from .training.join import join
 from .training.session import configure, kvstore
 from .training.steps import reset
 
-_replacements.begin()
+_lifetime.begin()
+_patches.install()
+_executors.install()
+_follow_seeds()
 for _module in (contrastive, parallel, symbol):  # `dir` shows their public names alone
     vars(_module)["__dir__"] = _functools.partial(list, _module.__all__)
 
@@ -96,10 +101,16 @@ def __dir__() -> _typing.List[str]:
     return __all__
 
 
-if not _typing.TYPE_CHECKING:  # a checker would take every name for one of the module
+if _typing.TYPE_CHECKING:  # a checker would take every name for one of the module
+    from .command.replacements import install, uninstall
+else:
 
     def __getattr__(name: str) -> _typing.Any:
-        """Says what to write in the place of what earlier versions had."""
+        """Loads what few programs call, and says what to write in the place of what earlier versions had."""
+        if name in ("install", "uninstall"):
+            from .command import replacements
+
+            return getattr(replacements, name)
         instead = {name: f"gluon_syncbn.contrastive.{name}" for name in contrastive.__all__}
         instead["unpatch"] = "gluon_syncbn.uninstall(everything=True)"
         instead["fold"] = (

@@ -1,6 +1,5 @@
-"""Replaces contrib's SyncBatchNorm and GluonCV's parallel helpers, so that scripts run unmodified.
-
-It also holds the changes that ``import gluon_syncbn`` makes in a process, and reverts all. docs/state.md lists them.
+"""Replaces contrib's SyncBatchNorm and GluonCV's parallel helpers, so that scripts run unmodified. `uninstall` reverts
+all changes, those of the import too. docs/state.md lists them.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from mxnet.gluon.nn.basic_layers import _BatchNorm
 
 from .. import _native, layer, parallel
 from ..exchange import named
-from ..mxnet_side import blocks, compatibility, lifetime, patches
+from ..mxnet_side import blocks, compatibility, patches
 from ..mxnet_side.trainer import expect_synchronised
-from ..nets import checkpoint, executors
+from ..nets import executors
 from ..nets.convert import convert as convert_layers
-from ..system import arguments, logs
+from ..system import arguments
 from ..training import steps
 from ..training.session import session
 
@@ -32,17 +31,6 @@ MOST_CPUS = 1024
 HELPERS = "gluoncv.utils.parallel"
 OPERATOR = "_contrib_SyncBatchNorm"
 _OWN = __name__.partition(".")[0]
-
-
-def begin() -> None:
-    """Makes all changes of the import, but for the names that MXNet needs to be imported at all."""
-    logs.start()
-    steps.follow_level()
-    _native.register()
-    patches.install()
-    executors.install()
-    checkpoint.install()
-    lifetime.watch()
 
 
 class SyncBatchNorm(layer.SyncBatchNorm):

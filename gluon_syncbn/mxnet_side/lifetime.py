@@ -16,6 +16,7 @@ from typing import List, Tuple
 import mxnet as mx
 
 from .. import _native
+from ..system import logs
 from ..system.logs import log
 from ..training import steps
 from ..training.session import session
@@ -169,8 +170,11 @@ def _after_fork_in_child() -> None:
     _start_threads()
 
 
-def watch() -> None:
-    """Installs the handlers of exits and forks for good: Python cannot remove a handler of forks."""
+def begin() -> None:
+    """Starts the core, and installs the handlers of exits and forks for good: Python cannot remove one of forks."""
+    logs.start()
+    steps.follow_level()
+    _native.register()
     atexit.register(_at_exit)
     os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
     _start_threads()

@@ -32,7 +32,9 @@ def state():
     return {"threads": threads, "environment": {name: os.environ[name] for name in os.environ},
             "excepthook": id(sys.excepthook), "hooks": len(sys.meta_path),
             "interrupt": id(signal.getsignal(signal.SIGINT)),
-            "filters": len(warnings.filters), "files": sorted(os.listdir())}
+            "filters": len(warnings.filters),
+            "command": [name for name in sys.modules if name.startswith("gluon_syncbn.command")],
+            "files": sorted(os.listdir())}
 
 import json, logging, os, threading, warnings
 plain, stages = functions(), {}
@@ -113,6 +115,7 @@ def stages(tmp_path_factory):
 def test_functions(stages):
     assert stages["before"]["functions"] == []
     assert set(stages["import"]["functions"]) == AT_IMPORT
+    assert stages["import"]["command"] == [], "the import has loaded the command line"
     of_layers = {"Block.__call__", "HybridBlock.export", "Block.load", "Symbol.save", "Symbol.tojson"}
     assert set(stages["step"]["functions"]) == AT_IMPORT | of_layers | {"Parameter._init_impl"}
     replaced = {"nn.SyncBatchNorm", "basic_layers.SyncBatchNorm"}  # what `install` puts there, as the page says
