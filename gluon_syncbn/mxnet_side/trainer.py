@@ -192,7 +192,7 @@ def updating(update: Callable, trainer: gluon.Trainer, *args: Any, **kwargs: Any
     divided by. It sets the divisor, as `step` does before the sums.
     """
     store, divisor = trainer._kvstore, trainer._optimizer.rescale_grad
-    if isinstance(store, ProcessStore) and divisor is not _summed_for.pop(trainer, None):
+    if isinstance(store, ProcessStore) and divisor is not _summed_for.get(trainer):
         store.compare_divisor(trainer, round(trainer._scale / divisor, 6))
     with nullcontext() if trainer._update_on_kvstore else _gated(trainer):
         update(trainer, *args, **kwargs)
