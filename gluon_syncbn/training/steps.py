@@ -43,8 +43,8 @@ def drain() -> List[str]:
 
 @contextlib.contextmanager
 def gated(gradients: Sequence[mx.nd.NDArray], weights: Sequence[mx.nd.NDArray]) -> Iterator[None]:
-    """Within the block, an update is issued. If the step fails, it changes nothing. The first reader of a weight gets the
-    error, and the next one the values, which are as they were.
+    """Within the block, an update is issued. If the step fails, it changes nothing. The first reader of a weight gets
+    the error, and the next one the values, which are as they were.
 
     In MXNet a failed operator and all operators that are skipped because of it share one exception. The first reader of
     any of their results removes the exception. Then operators that are still queued run. An update that was issued
