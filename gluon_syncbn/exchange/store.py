@@ -331,7 +331,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         ``equal``: an array of another shape or type than ours is an error. ValueError: ``array`` is of another kind.
         """
         if not isinstance(array, np.ndarray) or array.dtype.hasobject or len(_head_of(array)) > _HEAD:
-            expected = f"a NumPy array of numbers (an NDArray has asnumpy(); names of a type take at most {_HEAD} bytes)"
+            expected = f"a NumPy array of numbers (an NDArray has asnumpy(); a type's names take at most {_HEAD} bytes)"
             arguments.refuse("array", array, expected)
         return self.exchange(self.next_round(f"exchange {key!r}"), [array], equal)
 
