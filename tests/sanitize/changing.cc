@@ -4,7 +4,7 @@
 #include "core.h"
 #include "exchange.h"
 #include "figures.h"
-#include "pools.h"
+#include "results.h"
 #include "runs.h"
 
 namespace driver {

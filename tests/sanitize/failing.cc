@@ -1,7 +1,7 @@
 #include "core.h"
 #include "exchange.h"
 #include "figures.h"
-#include "pools.h"
+#include "results.h"
 #include "runs.h"
 
 namespace driver {
@@ -89,10 +89,7 @@ void check_failure(const Trial& trial, const std::string& reason) {
         }
     });
     expect(told, "somebody hears '" + reason + "'");
-    for (const Placed& placed : trial.layer.placed) {
-        check_values(placed.parameters.running_mean, syncbn::kWrite, false);
-        check_values(placed.parameters.running_var, syncbn::kWrite, false);
-    }
+    check_running_statistics(trial.layer);
 }
 
 }  // namespace

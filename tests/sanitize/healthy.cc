@@ -1,7 +1,7 @@
 #include <thread>
 
 #include "figures.h"
-#include "pools.h"
+#include "results.h"
 #include "runs.h"
 
 namespace driver {

@@ -40,7 +40,7 @@ Layer::Layer(Random& random, const Spec& spec, const std::string& name)
     if (syncbn::sharing_of({spec.mode, spec.virtual_devices, spec.group, {}}) == syncbn::Sharing::kEach) gathers(id);
     const auto vector = [&](double value) { return make_array(spec.parameter_type(), spec.channels, value); };
     for (int i = 0; i < spec.contexts; ++i) {
-        placed.push_back({"cpu(" + std::to_string(i) + ")", {vector(1), vector(0), vector(0), vector(1)}, {}, {}});
+        placed.push_back({"cpu(" + std::to_string(i) + ")", {vector(1), vector(0), vector(0), vector(1)}});
         for (int c = 0; c < spec.channels; ++c) {
             placed[i].parameters.gamma->set(c, 0.5 + random.whole(0, 8) / 8.0);
             placed[i].parameters.beta->set(c, random.whole(-4, 4) / 8.0);
@@ -48,7 +48,6 @@ Layer::Layer(Random& random, const Spec& spec, const std::string& name)
     }
     place(spec.contexts);
     for (int node = 0; node < kNodes; ++node) graph_[node] = property(node);
-    take_running_statistics();
 }
 
 std::shared_ptr<Property> Layer::property(int node) const {
@@ -58,8 +57,8 @@ std::shared_ptr<Property> Layer::property(int node) const {
         {"layer", token_},
         {"node", std::to_string(node)},
         {"axis", spec.channels_last ? "-1" : "1"},
-        {"eps", std::to_string(kEpsilon)},
-        {"momentum", std::to_string(kMomentum)},
+        {"eps", "1e-5"},
+        {"momentum", "0.9"},
         {"fix_gamma", spec.fix_gamma ? "1" : "0"},
         {"on_cpus", "1"},
         {"activation", spec.activates() ? "rectifier" : "identity"},
@@ -94,18 +93,6 @@ void Layer::restore() {
     set_exchange(spec.exchange != nullptr ? spec.exchange : exchange_in_memory());
     set_timeout(0);
     syncbn_seed(kSeed);
-    take_running_statistics();
-}
-
-void Layer::take_running_statistics() {
-    for (Placed& place : placed) {
-        place.running_mean.clear();
-        place.running_var.clear();
-        for (int c = 0; c < spec.channels; ++c) {
-            place.running_mean.push_back(place.parameters.running_mean->get(c));
-            place.running_var.push_back(place.parameters.running_var->get(c));
-        }
-    }
 }
 
 }  // namespace driver

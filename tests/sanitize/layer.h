@@ -15,7 +15,6 @@ namespace driver {
 
 using syncbn::Mode;
 
-constexpr double kEpsilon = 1e-5, kMomentum = 0.9;
 constexpr double kPatience = 100;  // seconds: more than any right step takes under a sanitizer
 
 struct Spec {
@@ -45,7 +44,6 @@ struct Parameters {
 struct Placed {
     std::string context;  // "cpu(1)"
     Parameters parameters;
-    std::vector<double> running_mean, running_var;  // what those have to be
 };
 
 class Layer {
@@ -64,7 +62,6 @@ class Layer {
     // Python holds on to it no longer. What is in flight goes on.
     void drop() const;
     // Settings as they were, after a step that has failed. Those that were left alone stay alone: `syncbn_reset` has to do.
-    // Nobody knows how far things got: the running statistics are what they are, and the permutations start over.
     void restore();
 
     const Spec spec;
@@ -73,8 +70,6 @@ class Layer {
     std::vector<Placed> placed;  // [contexts]
 
   private:
-    void take_running_statistics();
-
     const std::string token_;
     mutable std::atomic<bool> replaced_{false};
     std::map<int, std::shared_ptr<Property>> graph_;

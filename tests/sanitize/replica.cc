@@ -28,11 +28,6 @@ Replica::Replica(Random& random, Layer& layer, size_t context, int node, bool tr
     fill(random, layer.spec.type, backwards);
 }
 
-int64_t Replica::at(int64_t sample, int64_t position, int64_t channel) const {
-    return layer.spec.channels_last ? (sample * height + position) * channels + channel
-                                    : (sample * channels + channel) * height + position;
-}
-
 void Replica::fill(Random& random, Type type, int count) {
     const int64_t size = samples * channels * height;
     const double scale = 1 + random.whole(0, 3), offset = random.whole(-2, 2);

@@ -35,9 +35,6 @@ class Replica {
     // Data of another type or with other channels than the layer's, and parameters of its own that go with it.
     void become(Random& random, Type type, int channels);
 
-    double scale(int64_t channel) const { return layer.spec.fix_gamma ? 1 : parameters.gamma->get(channel); }
-    int64_t at(int64_t sample, int64_t position, int64_t channel) const;  // in an array like x
-
     Layer& layer;
     size_t context;            // index into layer.placed
     std::string context_name;  // what MXNet says it is called on

@@ -3,7 +3,7 @@
 #include <thread>
 
 #include "figures.h"
-#include "pools.h"
+#include "results.h"
 
 namespace driver {
 

@@ -7,7 +7,7 @@
 #include "figures.h"
 #include "interrupts.h"
 #include "operator/tape.h"
-#include "pools.h"
+#include "results.h"
 #include "runs.h"
 
 namespace driver {
