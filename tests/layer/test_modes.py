@@ -11,7 +11,7 @@ import pytest
 from environments import ended
 from mxnet import autograd, nd
 from mxnet.gluon import nn
-from poolings import POOLINGS, each_way_and_type, fits, permutation, specification
+from poolings import POOLINGS, beside_random_cases, fits, permutation, specification
 from replicas import (
     ON_CPUS,
     WAYS,
@@ -27,12 +27,12 @@ from replicas import (
 )
 
 import gluon_syncbn
-from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, _native, convert, reference
+from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, _native, reference
 
 # ---- numbers -----------------------------------------------------------------------------------------------
 
 
-@each_way_and_type
+@beside_random_cases
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_equals_the_specification(contexts, rng, pooling, way, dtype):
     for replicas in (1, 2, 3, 4, 8):
@@ -44,22 +44,6 @@ def test_equals_the_specification(contexts, rng, pooling, way, dtype):
         got = step(layer, batch, contexts, dtype)
         want = specification(layer, batch, node=-1 if way == "eager" else 0)
         assert_same(got, want, ON_CPUS[dtype])
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("settings", [{}, {"mode": "local", "virtual_devices": 2}, {"group_size": 2}], ids=str)
-def test_unbiased_running_variance(contexts, rng, settings, way):
-    """Of a slot of one value per channel too, and in graphs."""
-    batch = make_batch(rng, 4, spatial=())
-    assert min(map(len, batch.shards)) == 1
-    layer = prepare(
-        convert(nn.BatchNorm(in_channels=5), running_variance="unbiased", **settings),
-        batch,
-        contexts[:4],
-        "float64",
-        WAYS[way],
-    )
-    assert_same(step(layer, batch, contexts, "float64"), specification(layer, batch), 1e-9)
 
 
 @pytest.mark.parametrize("axis", [1, -1])
@@ -103,19 +87,6 @@ def test_kvstore_gives_the_same_numbers(contexts, rng, pooling, kvstore):
 
 
 # ---- the permutation ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_each_call_draws_a_new_permutation(contexts, rng, way):
-    batch = make_batch(rng, 8)
-    layer = prepare(ShuffleBatchNorm(in_channels=5), batch, contexts, "float64", WAYS[way])
-    node = -1 if way == "eager" else 0
-    permutations = [permutation(layer, batch, 1, call=call, node=node) for call in range(5)]
-    assert len({tuple(p) for p in permutations}) == 5
-    for call in range(5):
-        outputs = step(layer, batch, contexts, "float64").outputs
-        want = specification(layer, batch, call=call, node=node).outputs
-        np.testing.assert_allclose(np.concatenate(outputs), np.concatenate(want), rtol=0, atol=1e-10)
 
 
 def test_a_seed_starts_over(contexts, rng):
@@ -294,21 +265,6 @@ def test_two_forwards_before_one_backward(contexts, rng, pooling, way, replica_b
             np.testing.assert_allclose(xs[call][i].grad.asnumpy(), want.dxs[i], rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("groups", [[[0, 2], [1, 3]], [[3, 0], [2], [1]], [range(1, 4), (0,)]], ids=str)
-def test_members_of_a_named_group_have_the_same_bits(contexts, rng, groups):
-    """They are a layer of their own, whatever the order in which they are called."""
-    batch = make_batch(rng, 4, dtype="float32")
-    named = prepare(SyncBatchNorm(in_channels=5, groups=groups), batch, contexts[:4], "float32")
-    got = step(named, batch, contexts, "float32")
-    for group in map(sorted, groups):
-        part = batch._replace(shards=[batch.shards[i] for i in group], heads=[batch.heads[i] for i in group])
-        places = [contexts[i] for i in group]
-        want = step(prepare(SyncBatchNorm(in_channels=5), part, places, "float32"), part, places, "float32")
-        for name in ("outputs", "dxs", "running_mean", "running_var"):
-            for i, w in zip(group, getattr(want, name)):
-                np.testing.assert_array_equal(getattr(got, name)[i], w)
-
-
 def test_named_groups_and_fewer_devices(contexts, rng):
     batch = make_batch(rng, 4)
     layer = prepare(SyncBatchNorm(in_channels=5, groups=[[0, 2], [1, 3]]), batch, contexts[:4], "float64")
@@ -318,71 +274,12 @@ def test_named_groups_and_fewer_devices(contexts, rng):
     assert_same(step(layer, batch, contexts, "float64"), specification(layer, batch), 1e-11)
 
 
-def test_named_groups_through_convert_and_norm_kwargs(contexts, rng):
-    batch, groups = make_batch(rng, 4), [[0, 2], [1, 3]]
-    converted = convert(nn.BatchNorm(in_channels=5), groups=groups)
-    twin = copy.deepcopy(converted)
-    norm_layer, norm_kwargs = SyncBatchNorm, {"groups": groups, "num_devices": 4}
-    for layer in (converted, twin, norm_layer(in_channels=5, **norm_kwargs)):
-        got = step(prepare(layer, batch, contexts[:4], "float64"), batch, contexts, "float64")
-        assert_same(got, specification(layer, batch), 1e-11)
-
-
 def make_net(**settings):
     net = nn.HybridSequential(prefix="net_")
     with net.name_scope():
         for channels in (6, 8):
             net.add(nn.Conv2D(channels, 3, padding=1), SyncBatchNorm(**settings), nn.Activation("tanh"))
     return net
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_local_convolutional_net_is_right_every_time(contexts, rng, way):
-    """Two contexts of two virtual devices are four contexts of plain BatchNorm; oneDNN's layouts do no harm."""
-    net, plain = make_net(mode="local", virtual_devices=2), gluon_syncbn.revert(make_net())
-    x = rng.randn(8, 3, 12, 12).astype("float32")
-    plain.initialize(mx.init.Xavier(), ctx=contexts[:4])
-    plain(nd.array(x[:2], ctx=contexts[0]))
-    net.initialize(ctx=contexts[:2])
-    net(nd.array(x[:2], ctx=contexts[0]))
-    for p, q in zip(net.collect_params().values(), plain.collect_params().values()):
-        p.set_data(q.data(contexts[0]))
-    if WAYS[way] is not None:
-        net.hybridize(**WAYS[way])
-    for _ in range(10):
-        x, head = rng.randn(8, 3, 12, 12).astype("float32"), rng.randn(8, 8, 12, 12).astype("float32")
-        results = []
-        for block, count in ((net, 2), (plain, 4)):
-            xs, heads = (on_devices(np.split(a, count), contexts, "float32") for a in (x, head))
-            ys = forward_and_backward(block, xs, heads)
-            weight = block[0].weight
-            results.append(
-                [
-                    np.concatenate([y.asnumpy() for y in ys]),
-                    np.concatenate([part.grad.asnumpy() for part in xs]),
-                    sum(g.asnumpy() for g in weight.list_grad()),
-                    np.mean([v.asnumpy() for v in block[1].running_var.list_data()], axis=0),
-                ]
-            )
-        for got, want in zip(*results):
-            np.testing.assert_allclose(got, want, rtol=0, atol=1e-4 * np.abs(want).max())
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_shuffled_convolutional_net_is_the_same_every_time(contexts, rng, way):
-    net = make_net(mode="shuffle", virtual_devices=2)
-    net.initialize(mx.init.Xavier(), ctx=contexts[:2])
-    x, head = rng.randn(8, 3, 12, 12), rng.randn(8, 8, 12, 12)
-    if WAYS[way] is not None:
-        net.hybridize(**WAYS[way])
-    results = []
-    for _ in range(10):
-        gluon_syncbn.configure(seed=1)
-        xs, heads = (on_devices(np.split(a, 2), contexts, "float32") for a in (x, head))
-        ys = forward_and_backward(net, xs, heads)
-        results.append(np.concatenate([a.asnumpy() for a in [*ys, *[part.grad for part in xs]]], axis=1))
-    for result in results[1:]:
-        np.testing.assert_allclose(result, results[0], rtol=0, atol=1e-5 * np.abs(results[0]).max())
 
 
 @pytest.mark.parametrize("settings", [{}, {"virtual_devices": 4}], ids=str)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from permutations import derangement
-from replicas import ON_CPUS, WAYS, Result
+from replicas import ON_CPUS, Result
 
 from gluon_syncbn import reference
 
@@ -24,14 +24,13 @@ POOLINGS = {
 }
 
 
-#: Each way of running with each type, two of which hold for GPUs: there the one has nothing to do with the other.
-ON_GPUS = [("eager", "float64"), ("static_shape", "float16")]
-each_way_and_type = pytest.mark.parametrize(
+#: tests/layer/test_random_cases.py draws the ways and the types, but for bfloat16, up to 4 replicas and 4 slots.
+beside_random_cases = pytest.mark.parametrize(
     "way, dtype",
     [
-        pytest.param(way, dtype, marks=[pytest.mark.on_gpus] if (way, dtype) in ON_GPUS else [])
-        for dtype in ON_CPUS
-        for way in WAYS
+        pytest.param("eager", "float64", marks=pytest.mark.on_gpus),
+        pytest.param("static_shape", "float16", marks=pytest.mark.on_gpus),
+        *((way, "bfloat16") for way in ("eager", "hybrid") if "bfloat16" in ON_CPUS),
     ],
 )
 
