@@ -9,7 +9,6 @@ import mxnet as mx
 import numpy as np
 import pytest
 from environments import ended
-from moments import moments
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from places import SUPPORT
@@ -37,40 +36,16 @@ from gluon_syncbn.mxnet_side import op
 from gluon_syncbn.training.session import session
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", ON_CPUS)
-@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.on_gpus), 3, 4, 8])
+@pytest.mark.parametrize(
+    "replicas, way", [*(pytest.param(2, way, marks=pytest.mark.on_gpus) for way in WAYS), (8, "hybrid")]
+)
 def test_equals_one_device(contexts, rng, replicas, dtype, way):
     batch = make_batch(rng, replicas, dtype=dtype)
     layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:replicas], dtype, WAYS[way])
     for _ in range(3):  # a state that is used again must not be one step behind
         result = step(layer, batch, contexts, dtype)
     assert_same(result, truth(batch, steps=3), ON_CPUS[dtype])
-
-
-@pytest.mark.parametrize("dtype", ON_CPUS)
-@pytest.mark.parametrize(
-    "spatial, axis",
-    [
-        ((), 1),
-        ((7,), 1),
-        ((3, 3), 1),
-        ((33, 37), 1),
-        ((2, 3, 4), 1),
-        ((3, 11, 9), 1),
-        ((7,), -1),
-        ((3, 5), -1),
-        ((3, 5), 2),
-        ((19, 23), 3),
-        ((2, 3, 4), -1),
-        ((2, 3, 20), 3),
-    ],
-    ids=str,
-)
-def test_every_layout(contexts, rng, spatial, axis, dtype):
-    batch = make_batch(rng, 3, channels=7, spatial=spatial, axis=axis, dtype=dtype)
-    layer = prepare(SyncBatchNorm(axis=axis, in_channels=7), batch, contexts[:3], dtype)
-    assert_same(step(layer, batch, contexts, dtype), truth(batch, axis=axis), ON_CPUS[dtype])
 
 
 @pytest.mark.skipif("bfloat16" not in ON_CPUS, reason="MXNet has no bfloat16 on GPUs")
@@ -90,30 +65,10 @@ def test_bfloat16_is_rounded_once(contexts, rng, spatial, axis, way):
     assert_same(got._replace(**nothing), want._replace(**nothing), TOLERANCE["float32"])
 
 
-@pytest.mark.parametrize("axis", [1, -1])
-def test_many_channels_and_rows(contexts, rng, axis):
-    """More columns than a tile of the column kernels and more rows than one of their blocks."""
-    batch = make_batch(rng, 2, channels=600, spatial=(10, 13), axis=axis, dtype="float32")
-    layer = prepare(SyncBatchNorm(axis=axis, in_channels=600), batch, contexts[:2], "float32")
-    assert_same(step(layer, batch, contexts, "float32"), truth(batch, axis=axis), 1e-5)
-
-
-def test_each_replica_keeps_its_part_of_the_parameter_gradients(contexts, rng):
-    batch = make_batch(rng, 3)
-    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:3], "float64")
-    step(layer, batch, contexts, "float64")
-    state = reference.forward(batch.shards, batch.gamma, batch.beta, np.zeros(5), np.ones(5))
-    gradients = reference.backward(batch.shards, batch.heads, batch.gamma, state)
-    for ctx, dgamma, dbeta in zip(contexts, gradients.dgammas, gradients.dbetas):
-        np.testing.assert_allclose(layer.gamma.grad(ctx).asnumpy(), dgamma, rtol=1e-11)
-        np.testing.assert_allclose(layer.beta.grad(ctx).asnumpy(), dbeta, rtol=1e-11)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("momentum", [0, 1, 0.0, 1.0, 0.3])
-def test_momentum(contexts, rng, momentum, way):
+@pytest.mark.parametrize("momentum", [0, 1])
+def test_a_momentum_without_a_point(contexts, rng, momentum):
     batch = make_batch(rng, 2)
-    layer = prepare(SyncBatchNorm(in_channels=5, momentum=momentum), batch, contexts[:2], "float64", WAYS[way])
+    layer = prepare(SyncBatchNorm(in_channels=5, momentum=momentum), batch, contexts[:2], "float64")
     step(layer, batch, contexts, "float64")
     result = step(layer, batch, contexts, "float64")
     assert_same(result, truth(batch, steps=2, momentum=momentum), 1e-11)
@@ -125,21 +80,6 @@ def test_use_global_stats_set_later(contexts, rng):
     layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:2], "float64")
     layer._kwargs["use_global_stats"] = True
     assert_same(step(layer, batch, contexts, "float64"), truth(batch, use_global_stats=True), 1e-11)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("axis", [1, -1])
-def test_large_offset(contexts, rng, axis, dtype):
-    batch = make_batch(rng, 3, axis=axis, dtype=dtype, offset=1e5)
-    layer = prepare(SyncBatchNorm(axis=axis, in_channels=5, momentum=0), batch, contexts[:3], dtype)
-    result = step(layer, batch, contexts, dtype)
-    _, variance, _ = moments(batch.shards, axis)
-    for got in result.running_var:
-        np.testing.assert_allclose(got, variance, rtol=1e-6)
-    want = reference.forward(batch.shards, batch.gamma, batch.beta, np.zeros(5), np.ones(5), axis=axis)
-    gradients = reference.backward(batch.shards, batch.heads, batch.gamma, want)
-    for got, expected in zip(result.outputs + result.dxs, want.outputs + gradients.dxs):
-        np.testing.assert_allclose(got, expected, atol=1e-4 if dtype == "float32" else 1e-9)
 
 
 def test_a_single_value_in_all(contexts, rng):
@@ -172,20 +112,6 @@ def test_same_bits_on_repetition(contexts, rng, replicas):
     first = run()
     for _ in range(5):
         assert_same_bits(run(), first)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_predict_uses_the_running_statistics_and_waits_for_nobody(contexts, rng, way):
-    batch = make_batch(rng, 3)
-    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:3], "float64", WAYS[way])
-    step(layer, batch, contexts, "float64")
-    mean, variance = (p.data(contexts[0]).asnumpy() for p in (layer.running_mean, layer.running_var))
-    want = reference.forward(batch.shards[1:2], batch.gamma, batch.beta, mean, variance, use_global_stats=True).outputs[
-        0
-    ]
-    alone = nd.array(batch.shards[1], ctx=contexts[1], dtype="float64")
-    np.testing.assert_allclose(layer(alone).asnumpy(), want, rtol=1e-10, atol=1e-12)
-    np.testing.assert_array_equal(layer.running_var.data(contexts[1]).asnumpy(), variance)
 
 
 @pytest.mark.parametrize("way", WAYS)

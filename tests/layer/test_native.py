@@ -188,7 +188,7 @@ def test_the_other_way_takes_bfloat16():
     """Through `Custom`, or, where this process takes that, through the engine. The random layers take either way with
     the other types; `make test-custom` runs all tests of the layer."""
     way = "native" if _native.why_custom() == "GLUON_SYNCBN_OPERATOR=custom" else "custom"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "test_every_layout and bfloat16"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "test_bfloat16_is_rounded_once"]
     run = ended([*command, TESTS / "layer" / "test_layer.py"], timeout=300, GLUON_SYNCBN_OPERATOR=way)
     assert run.returncode == 0, run.stdout[-3000:]
 
