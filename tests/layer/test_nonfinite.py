@@ -56,12 +56,6 @@ def test_the_next_batch_counts(contexts, rng, replicas):
     assert_same(step(layer, batch, contexts, "float64"), specification(layer, batch), 1e-11)
 
 
-def test_by_default_it_propagates(contexts, rng):
-    batch = spoilt(make_batch(rng, 2))
-    got = step(prepare(SyncBatchNorm(in_channels=5), batch, contexts[:2], "float64"), batch, contexts, "float64")
-    assert np.isnan(got.running_mean[0][2]) and np.isfinite(got.running_mean[0][1])
-
-
 def two_layers(contexts):
     net = nn.HybridSequential()
     net.add(SyncBatchNorm(in_channels=5, prefix="front_"), nn.Activation("tanh"), SyncBatchNorm(in_channels=5))
