@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <new>
+#include <string>
 
 #include "core.h"
 #include "figures.h"
@@ -42,12 +43,16 @@ void starving(Run& run) {
             run.engine.wait_for_all();
             const bool failed = allocation_has_failed();
             fail_allocation(0);
-            bool told = false;
+            bool told = false, otherwise = false;  // than by a replica that was late, as on a busy machine
+            const auto hear = [&](const std::string& error) {
+                told = told || !error.empty();
+                otherwise = otherwise || (!error.empty() && error.find(" arrived") == std::string::npos);
+            };
             step.each([&](Replica& replica) {
-                told = told || !replica.forward.error.empty();
-                for (const Backward& backward : replica.backwards) told = told || !backward.outcome.error.empty();
+                hear(replica.forward.error);
+                for (const Backward& backward : replica.backwards) hear(backward.outcome.error);
             });
-            expect(told == failed, "a step fails where an allocation fails, and nowhere else");
+            expect(failed ? told : !otherwise, "a step fails where an allocation fails, and nowhere else");
             syncbn_reset();
             layer.restore();
             right_step(run, layer);
