@@ -1,7 +1,6 @@
 """`make gpu-day`: its list, what it says of a step, and what is carried to a machine without a network."""
 
 import struct
-import subprocess
 import sys
 
 import pytest
@@ -93,4 +92,4 @@ def test_parts_come_back(tmp_path, monkeypatch):
     assert sorted(archive for part in parts for archive in part) == sorted(out.iterdir())
     monkeypatch.setattr(gpu_day, "SITE", tmp_path / "there")
     gpu_day.unpack([out])
-    assert subprocess.run(["diff", "-r", site, tmp_path / "there"]).returncode == 0
+    assert ended(["diff", "-r", site, tmp_path / "there"]).returncode == 0

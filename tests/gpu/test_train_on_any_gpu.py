@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 
 import numpy as np
@@ -51,9 +50,7 @@ def test_what_differs_is_marked():
 @pytest.mark.skipif(not GPUS, reason="MXNet's kernels are on GPUs")
 def test_a_step_that_needs_a_kernel_of_mxnet_s_ends_the_program(tmp_path):
     skips = tmp_path / "skip_launches.so"
-    subprocess.run(
-        ["gcc", "-shared", "-fPIC", SUPPORT / "skip_launches.c", "-o", skips, "-ldl"], check=True, timeout=60
-    )
+    ended(["gcc", "-shared", "-fPIC", SUPPORT / "skip_launches.c", "-o", skips, "-ldl"]).check_returncode()
     work = {"way": "inplace", "beside": False, "gpus": 1, "steps": 1, "dry": False, "out": str(tmp_path / "none")}
     text = f"""
         import sys; sys.path.insert(0, {str(PROGRAM.parent)!r})

@@ -7,7 +7,8 @@ from pathlib import Path
 from environments import shell
 from places import TESTS
 
-PROGRAMS = ("soak", "families", "cuda_emulator", "support/environments.py")  # started by a user, or by this helper
+# Started by a user, or by this helper.
+PROGRAMS = ("soak", "families", "cuda_emulator", "gpu/train_on_any_gpu.py", "support/environments.py")
 STARTS = {"Popen", "run", "call", "check_call", "check_output"}
 COPIES = re.compile(r"(\*\*|dict\(|=)os\.environ\b(?![.\[])|\bos\.environ\.copy\(")
 

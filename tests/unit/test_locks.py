@@ -2,11 +2,10 @@
 
 import os
 import re
-import subprocess
 import threading
 
 import mxnet as mx
-from environments import shell
+from environments import ended
 from places import PACKAGE, SOURCES, SUPPORT
 
 import gluon_syncbn  # noqa: F401
@@ -28,8 +27,8 @@ def test_there_are_no_others():
 def test_the_cores(tmp_path):
     program = tmp_path / "locks"
     command = ["g++", "-std=c++17", "-pthread", f"-I{SOURCES}", SUPPORT / "locks_driver.cc", "-o", program]
-    subprocess.run(command, check=True, timeout=300, env=shell())
-    subprocess.run([program], check=True, timeout=300)
+    ended(command, timeout=300).check_returncode()
+    ended([program], timeout=300).check_returncode()
 
 
 def test_those_of_python():
