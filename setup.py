@@ -7,7 +7,6 @@ per platform (``py3-none-linux_x86_64``) serves every Python version. ``CXX``, `
 
 import hashlib
 import os
-import re
 import runpy
 import shlex
 import shutil
@@ -42,18 +41,6 @@ NEEDS = "g++ 8 or later, with its headers and OpenMP: apt-get install g++ libgom
 NEEDS += "dnf install gcc-c++ libgomp"
 # Without importing the package, which needs MXNet.
 DISTRIBUTION = runpy.run_path(str(PACKAGE / "system" / "distribution.py"))
-VERSION, REPOSITORY = DISTRIBUTION["__version__"], DISTRIBUTION["REPOSITORY"]
-
-
-def description(text):
-    """The README for readers who do not have the files that it links to: with whole addresses, or, as long as there is
-    no public repository, with the text of such links alone and without pictures."""
-    image = rf"![\1]({REPOSITORY}/raw/v{VERSION}/\2)" if REPOSITORY else ""
-    link = rf"[\1]({REPOSITORY}/blob/v{VERSION}/\2)" if REPOSITORY else r"\1"
-    here = r"\((?![a-z]+:|#)([^()\s]+)\)"  # what has no scheme and is not within the page
-    text = re.sub(r"!\[([^\]]*)\]" + here, image, text)
-    text = re.sub(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]" + here, link, text)
-    return re.sub(r"\n{3,}", "\n\n", text)
 
 
 def fail(message):
@@ -175,9 +162,7 @@ class BdistWheel(bdist_wheel):
 
 
 setup(
-    version=VERSION,
-    long_description=description((ROOT / "README.md").read_text(encoding="utf-8")),
-    long_description_content_type="text/markdown",
+    version=DISTRIBUTION["__version__"],
     scripts=["bin/gluon-syncbn"],
     license="Apache-2.0",
     packages=find_packages(include=["gluon_syncbn*"]),

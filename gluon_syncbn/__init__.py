@@ -114,8 +114,7 @@ else:
         instead = {name: f"gluon_syncbn.contrastive.{name}" for name in contrastive.__all__}
         instead["unpatch"] = "gluon_syncbn.uninstall(everything=True)"
         instead["fold"] = (
-            "net.export(PATH), and SymbolBlock.imports(...).optimize_for(x, backend='MKLDNN'), which fuses BatchNorm "
-            "(docs/deploying.md)"
+            "net.export(PATH), and SymbolBlock.imports(...).optimize_for(x, backend='MKLDNN'), which fuses BatchNorm"
         )
         remedy = f": write {instead[name]}" if name in instead else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{remedy}")

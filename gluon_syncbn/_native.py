@@ -213,7 +213,8 @@ class Tape:
         if left:
             raise MXNetError(
                 f"the second forward called {abs(left)} layer{'s' if abs(left) > 1 else ''} of SyncBatchNorm "
-                f"{'fewer' if left > 0 else 'more'} than the first"
+                f"{'fewer' if left > 0 else 'more'} than the first. A block of gluon_syncbn.checkpoint must "
+                "compute the same each time."
             )
 
 

@@ -37,6 +37,7 @@ def cells(text: str) -> list:
 if __name__ == "__main__":
     os.environ["PYTHONWARNINGS"] = "ignore"
     notebook = v4.new_notebook(cells=cells(SCRIPT.read_text(encoding="utf-8")))
+    notebook.metadata.kernelspec = {"display_name": "Python 3", "language": "python", "name": "python3"}
     for number, cell in enumerate(notebook.cells):
         cell.id = f"cell-{number}"  # the same in each run
     with tempfile.TemporaryDirectory() as folder:

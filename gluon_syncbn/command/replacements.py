@@ -54,9 +54,8 @@ def install(cpus: Optional[int] = None, convert: bool = False) -> str:
     """Replaces contrib's layer and operator, GluonCV's parallel helpers, and MXNet's KVStores by the names of those of
     `gluon_syncbn.kvstore`, by those of this package.
 
-    `uninstall` restores them. docs/migrating.md lists what becomes what. Names in all loaded modules are replaced. If
-    GluonCV is not imported yet, its import replaces those of its helpers. A second call with the same arguments changes
-    nothing.
+    `uninstall` restores them. Names in all loaded modules are replaced. If GluonCV is not imported yet, its import
+    replaces those of its helpers. A second call with the same arguments changes nothing.
 
     Parameters
     ----------
@@ -116,7 +115,7 @@ def uninstall(everything: bool = False) -> None:
         Whether MXNet's functions and classes that the import has wrapped also become the original ones. Call it so
         between two steps. Afterwards a layer of this package predicts. A training step raises an error until a new
         process begins, because a failed step could hang. The operator, threads, handlers of exits and forks, and
-        settings that MXNet has read stay: see docs/state.md.
+        settings that MXNet has read stay.
 
     Raises
     ------

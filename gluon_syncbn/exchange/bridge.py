@@ -183,7 +183,9 @@ class BridgedTransport(Transport):
             end.setblocking(True)
             self._connection, _ = _introduce(end, *steps, lambda connection: connection.send_bytes(name))
         except _STRANGE as error:
-            raise mx.MXNetError(f"no connection to the relay in rank 0, at {host}:{port}: {error!r}") from error
+            raise mx.MXNetError(
+                f"no connection to rank 0, at {host}:{port} ({error!r}). Every process has to reach any port there."
+            ) from error
 
     def open(self, handle: _native.Handle) -> None:
         super().open(handle)

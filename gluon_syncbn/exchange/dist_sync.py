@@ -56,7 +56,9 @@ class DistSyncTransport(BridgedTransport):
         if missing:
             raise mx.MXNetError(
                 f"kvstore 'dist_sync': {', '.join(missing)} is not set in the environment. MXNet's launch.py "
-                "sets it for all processes; docs/distributed.md shows how to do it by hand."
+                "sets it for all processes. By hand: DMLC_ROLE is scheduler, server or worker; DMLC_PS_ROOT_URI and "
+                "DMLC_PS_ROOT_PORT are the address where the scheduler listens; DMLC_NUM_WORKER and DMLC_NUM_SERVER "
+                "are the numbers of workers and servers. A scheduler or server runs `python -c 'import mxnet'`."
             )
         limit, scheduler = _native.timeout_of(), (read("DMLC_PS_ROOT_URI"), int(read("DMLC_PS_ROOT_PORT")))
         deadline = time.monotonic() + limit
@@ -68,7 +70,9 @@ class DistSyncTransport(BridgedTransport):
             except ConnectionRefusedError:
                 if time.monotonic() > deadline:
                     where = "{}:{} (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT)".format(*scheduler)
-                    raise mx.MXNetError(f"{late}: the scheduler is not there: nobody listens at {where}.") from None
+                    raise mx.MXNetError(
+                        f"{late}: the scheduler is not there: nobody listens at {where}. Start it before the workers."
+                    ) from None
                 time.sleep(_POLL)
             except OSError:  # nobody knows whether it listens
                 break

@@ -18,6 +18,7 @@ import mxnet as mx
 import numpy as np
 
 from .. import _native
+from ..system.distribution import HOROVOD
 from ..system.environment import read
 from .base import leave, result_of
 from .bridge import BYTES, BridgedTransport, readers_of
@@ -40,8 +41,7 @@ class HorovodTransport(BridgedTransport):
             import horovod.mxnet as hvd
         except ImportError as error:
             raise ImportError(
-                f"kvstore 'horovod' needs Horovod 0.28.1, built with MXNet and gloo ({error}): docs/distributed.md "
-                "has the command"
+                f"kvstore 'horovod' needs Horovod 0.28.1, compiled with MXNet and gloo ({error}): {HOROVOD}"
             ) from None
         if not hvd.is_initialized():
             if threading.current_thread() is not threading.main_thread():

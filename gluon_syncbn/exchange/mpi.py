@@ -48,7 +48,7 @@ class MPITransport(Transport):
         MPI, color = self._MPI, 0 if self.rank in leaders else self._MPI.UNDEFINED
         done = result_of("gluon_syncbn-mpi", lambda: MPI.COMM_WORLD.Split(color, self.rank))
         if not futures.wait([done], _native.timeout_of()).done:
-            raise mx.MXNetError("kvstore 'mpi': not every process has come to MPI_Comm_split.")
+            raise mx.MXNetError("kvstore 'mpi': not every process has created one. Create it in all, at the start.")
         self._leaders = done.result()
         self.mpi[-1] = MPI._handleof(self._leaders)
 

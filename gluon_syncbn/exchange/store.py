@@ -172,7 +172,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         targets = values if out is None else _given("out", out)
         what = f"gradient {key!r}"
         if values[0].dtype == np.int64:  # the core adds float64, which has 53 bits
-            parts = self.allgather(f"integers of {what}", sum(array.asnumpy() for array in values))
+            parts = self.allgather(f"the integers of {what}", sum(array.asnumpy() for array in values))
             total = mx.nd.array(sum(parts), dtype="int64")
             for target in targets:
                 total.astype(target.dtype).copyto(kinds.classic(target))
@@ -280,7 +280,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         """
         number = self.expect(trainer).number
         digests = [(_hash(arrays[0].asnumpy().tobytes()), _hash(states[p])) for p, (arrays, _) in parameters.items()]
-        everyone = self.allgather(f"digests of the weights of trainer {number}", np.array(digests, np.int64))
+        everyone = self.allgather(f"the comparison of the weights of trainer {number}", np.array(digests, np.int64))
         for i, (name, (arrays, trained)) in enumerate(parameters.items()):
             differing, in_states = (
                 [rank for rank, theirs in enumerate(everyone) if theirs[i, of] != everyone[0][i, of]] for of in (0, 1)

@@ -149,7 +149,10 @@ def _recorded(block: Block, forward: Callable[..., Any], seed: Optional[int], ar
                 outputs = forward(*args)
         computed = [array for array in arrays_of(outputs) if is_float(array)]
         if len(computed) != len(heads):
-            raise mx.MXNetError(f"the second forward had {len(computed)} outputs, the first {len(heads)}")
+            raise mx.MXNetError(
+                f"the second forward had {len(computed)} outputs, the first {len(heads)}. A block of "
+                "gluon_syncbn.checkpoint must compute the same each time."
+            )
         found = autograd.grad(computed, [a for a, _, _ in asked], heads, train_mode=training)
         for (_, gradient, request), array in zip(asked, found):
             value = kinds.classic(array)
@@ -234,7 +237,10 @@ def _record_use(data: Callable[..., NDArray], parameter: Parameter, ctx: Optiona
         if given is not None:
             array = given.get(id(parameter))
             if array is None:
-                raise mx.MXNetError(f"the second forward used the parameter '{parameter.name}', the first did not")
+                raise mx.MXNetError(
+                    f"the second forward used the parameter '{parameter.name}', the first did not. A block of "
+                    "gluon_syncbn.checkpoint must compute the same each time."
+                )
     if array is None:
         array = data(parameter, ctx)
     for given, used in frames:

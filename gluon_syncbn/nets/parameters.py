@@ -201,7 +201,10 @@ def _pairs(net: Block, module: Any, state: Mapping[str, Any]) -> List[Tuple[Any,
         theirs = modules.get(owner) if normalises else None
         known = hasattr(theirs, "running_mean")  # else it is another layer, whose parameters do not fit
         if theirs is not None and known and (theirs.momentum is None or theirs.running_mean is None):
-            raise ValueError(f"module: {theirs!r} was given, but a cumulative mean, or none, has no counterpart")
+            raise ValueError(
+                f"module: {theirs!r} was given, but a cumulative mean, or none, has no counterpart: give the layer a "
+                "momentum and running statistics"
+            )
         keys = {_AFFINE.get(name, name) if "gamma" in ours else name: key for name, key in names.items()}
         layout = getattr(block, "_kwargs", {}).get("layout", "NC")
         optional = {name for name in _WITHOUT_AFFINE if normalises and not ours[name]._differentiable}

@@ -3,6 +3,7 @@
 Everything is built in temporary copies: the checkout stays as it is.
 """
 
+import ast
 import ctypes
 import os
 import re
@@ -180,6 +181,8 @@ def test_wheel_metadata_names_mxnet_in_extras_only(wheel):
     ]
     assert mxnet == [f"mxnet-cu112==1.9.1;{early}cu112", f"mxnet==1.9.1;{early}cpu"]
     assert metadata["License"] == "Apache-2.0"
+    links = re.findall(r"\]\(([^)]*)\)", metadata.get_payload())
+    assert "gluon-syncbn check" in metadata.get_payload() and all("://" in link for link in links)
     assert "3.8" in metadata["Requires-Python"]
 
 
@@ -496,36 +499,24 @@ def test_make_leaves_a_foreign_venv_alone(tree, poor_machine):
     assert (tree / ".venv" / "mine").exists()
 
 
-# ---- the long description
-
-README = """[page](docs/gpu.md#install), [there](https://a.b/c), ![p](docs/images/demo.png) and [here](#limits)
-[`code` [x]](gluon_syncbn/mxnet_side/op.py)
-"""
+# ---- what an installed package refers to
 
 
-def describe(tree, repository):
-    (tree / "README.md").write_text(README)
-    file = tree / "gluon_syncbn" / "system" / "distribution.py"
-    text, changes = re.subn(r'REPOSITORY = ".*"', f'REPOSITORY = "{repository}"', file.read_text())
-    assert changes == 1
-    file.write_text(text)
-    status, output = run([sys.executable, "setup.py", "-q", "egg_info", "-e", tree.parent], tree)
-    assert status == 0, output
-    return Parser().parsestr((tree.parent / "gluon_syncbn.egg-info" / "PKG-INFO").read_text())
+def strings():
+    """Every text in the sources that a process can show: (file, text), without the docstrings of modules."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        comments = {ast.get_docstring(tree, clean=False)}
+        texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        yield from ((path, text) for text in texts if isinstance(text, str) and text not in comments)
+    for name in SOURCES:
+        text = re.sub(r"^ *(//|#include).*$", "", (PACKAGE / name).read_text(encoding="utf-8"), flags=re.MULTILINE)
+        yield from ((PACKAGE / name, one) for one in re.findall(r'"((?:[^"\\\n]|\\.)*)"', text))
 
 
-def test_without_a_repository_the_long_description_links_to_nothing_of_it(tree):
-    metadata = describe(tree, "")
-    assert "page, [there](https://a.b/c),  and [here](#limits)\n`code` [x]" in metadata.get_payload()
-
-
-def test_with_a_repository_links_are_whole(tree):
-    metadata = describe(tree, "https://host.example/o/r")
-    base = f"https://host.example/o/r/{{}}/v{distribution_version()}"
-    blob, raw = base.format("blob"), base.format("raw")
-    links = f"[page]({blob}/docs/gpu.md#install), [there](https://a.b/c), ![p]({raw}/docs/images/demo.png)"
-    assert f"{links} and [here](#limits)" in metadata.get_payload()
-    assert f"[`code` [x]]({blob}/gluon_syncbn/mxnet_side/op.py)" in metadata.get_payload()
+def test_no_message_names_a_file_that_a_wheel_lacks():
+    files = re.compile(r"\b(docs|tests|tools|examples|benchmarks|requirements)/\w|\w\.md\b")
+    assert [f"{path.name}: {text}" for path, text in strings() if files.search(text)] == []
 
 
 # ---- versions
@@ -536,13 +527,11 @@ def distribution_version():
     return re.search(r'^__version__ = "(.+)"', text, re.MULTILINE).group(1)
 
 
-def test_the_version_stands_in_one_place():
-    """The changelog has its date, and nothing else repeats it."""
+def test_the_changelog_and_the_citation_have_the_version_and_its_date():
     version = distribution_version()
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     releases = re.findall(r"^## \[(\d[\d.]*)\] - (\d{4}-\d\d-\d\d)$", changes, re.MULTILINE)
     assert releases[0][0] == version
     assert len(releases) == len(re.findall(r"^## \[\d", changes, re.MULTILINE)), "a version without a date"
-    assert not re.search(
-        r"^(version|date-released):", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE
-    )
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f'\nversion: {version}\ndate-released: "{releases[0][1]}"\n' in citation

@@ -38,6 +38,7 @@ def test_two_devices_train_as_one(tmp_path):
 
 def test_the_notebook_is_the_script_and_has_run():
     notebook = json.loads((QUICKSTART / "quickstart.ipynb").read_text(encoding="utf-8"))
+    assert notebook["metadata"]["kernelspec"]["name"] == "python3"
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     script = ast.parse((QUICKSTART / "quickstart.py").read_text(encoding="utf-8")).body[1:]  # without the docstring
     pasted = ast.parse("\n".join("".join(cell["source"]) for cell in code)).body

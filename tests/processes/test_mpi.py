@@ -33,9 +33,9 @@ TOGETHER = [
 # What rank 1 does in the second step or later, what rank 0 then learns, and the time limit that it has set.
 FAULTS = {
     "frozen": ("in the forward of call 2 of SyncBatchNorm 'layer0'", 3),
-    "exits": ("rank 1 of 2 has ended (rank 0 was in the forward of call 2 of SyncBatchNorm 'layer0')", 60),
+    "exits": ("in the forward of call 2 of SyncBatchNorm 'layer0'). The output of rank 1, or the log of its", 60),
     "raises": ("rank 1 of 2 has failed: OSError left the recorded step (disk full)", 60),
-    "one batch more": ("rank 1 of 2 has ended (rank 0 was in the forward of call 3", 60),
+    "one batch more": ("says why. Give every process the same number of steps, or train within gluon_syncbn.join", 60),
     "skips a layer": ("in the forward of call 2 of SyncBatchNorm 'layer0'", 3),
     "another layer": ("in the forward of call 2 of SyncBatchNorm 'layer0'", 3),
     "repeats a step": ("in the forward of call 2 of SyncBatchNorm 'layer1'", 3),

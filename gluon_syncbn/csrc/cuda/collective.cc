@@ -152,7 +152,7 @@ AllReduce::AllReduce(std::vector<int> devices, std::string id, int first, int ra
 }
 
 bool AllReduce::ready() {
-    if (aborted_) throw Failure("the sums of GPUs have been given up");
+    if (aborted_) throw Failure("the sums of GPUs have been given up. Read the error before this one.");
     if (!posting_.valid()) return true;
     if (posting_.wait_for(std::chrono::seconds(0)) != std::future_status::ready) return false;
     posting_.get();

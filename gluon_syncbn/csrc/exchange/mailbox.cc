@@ -50,7 +50,13 @@ std::string Mailbox::fate_of(size_t rank) const {
 }
 
 std::string Mailbox::loss(size_t rank, const std::string& exchange) const {
-    return name_of(rank) + " " + fate_of(rank) + " (rank " + number_of(rank_) + " was in " + exchange + ")";
+    const std::string text =
+        name_of(rank) + " " + fate_of(rank) + " (rank " + number_of(rank_) + " was in " + exchange + ")";
+    if (state_of(rank) == State::kFailed) return text;
+    const std::string advice =
+        text + ". The output of rank " + number_of(rank) + ", or the log of its machine, says why.";
+    if (state_of(rank) != State::kEnded) return advice;
+    return advice + " Give every process the same number of steps, or train within gluon_syncbn.join.";
 }
 
 void WaitForOthers::give_up(const std::string& reason, bool) {
