@@ -26,8 +26,7 @@ _originals: Dict[Tuple[Any, str, Callable], Any] = {}  # None if the owner inher
 
 def install() -> None:
     """Changes MXNet for all programs. `replace` changes what only some need, at its first use."""
-    replace(_entering, autograd._RecordingStateScope, "__enter__")
-    replace(_leaving, autograd._RecordingStateScope, "__exit__")
+    replace(_Scope, autograd, "_RecordingStateScope")
     replace(trainer.constructing, gluon.Trainer, "__init__")
     replace(trainer.connecting, gluon.Trainer, "_init_kvstore")
     replace(trainer.adding, gluon.Trainer, "_allreduce_grads")
@@ -43,13 +42,14 @@ def install() -> None:
 def replace(around: Callable, owner: Any, *names: str) -> None:
     """Puts functions in the places of some of a module or a class; once is enough.
 
-    A call becomes ``around(original, *arguments)``.
+    A call becomes ``around(original, *arguments)``. A class, which is a subclass, takes the place itself.
     """
     for name in names:
         if (owner, name, around) not in _originals:
             original = getattr(owner, name)
             _originals[owner, name, around] = vars(owner).get(name)
-            setattr(owner, name, functools.wraps(original)(_called_with(original, around)))
+            is_class = isinstance(around, type)
+            setattr(owner, name, around if is_class else functools.wraps(original)(_called_with(original, around)))
 
 
 def _called_with(original: Callable, around: Callable) -> Callable:
@@ -73,22 +73,21 @@ def remove() -> None:
 # MXNet has no hook for the scopes of ``autograd.record()`` and ``train_mode()``: see training/steps.py.
 
 
-def _trains(scope: Any) -> bool:
-    return bool(scope._enter_is_record) or bool(scope._enter_train_mode)
+class _Scope(autograd._RecordingStateScope):
+    def __enter__(self) -> Any:
+        if self._trains():
+            steps.scope_entered()
+        return super().__enter__()
 
+    def __exit__(self, kind: Any, value: Any, trace: Any) -> Any:
+        try:
+            return super().__exit__(kind, value, trace)
+        finally:
+            if self._trains():
+                steps.scope_left(kind, value)
 
-def _entering(enter: Callable, scope: Any) -> Any:
-    if _trains(scope):
-        steps.scope_entered()
-    return enter(scope)
-
-
-def _leaving(leave: Callable, scope: Any, kind: Any, value: Any, trace: Any) -> Any:
-    try:
-        return leave(scope, kind, value, trace)
-    finally:
-        if _trains(scope):
-            steps.scope_left(kind, value)
+    def _trains(self) -> bool:
+        return bool(self._enter_is_record) or bool(self._enter_train_mode)
 
 
 def _raising(make: Callable) -> Exception:

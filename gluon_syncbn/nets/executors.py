@@ -17,7 +17,7 @@ import mxnet as mx
 from mxnet import autograd
 from mxnet.context import Context
 from mxnet.executor import Executor
-from mxnet.module import Module, executor_group
+from mxnet.module import executor_group
 from mxnet.module.executor_group import DataParallelExecutorGroup
 
 from .. import _native
@@ -38,7 +38,7 @@ from ..system import arguments, kinds
 from ..training import steps
 from ..training.replicas import IN_GRAPH, Replicas, executing, issuing
 from ..training.session import session
-from .graphs import layer_of
+from .graphs import derived, layer_of
 
 #: Operators of MXNet whose nodes are also synchronised.
 operators: Set[str] = set()
@@ -64,6 +64,9 @@ def _grouping(
         return layer
 
     graph = _synchronised(symbol, choose)
+    if isinstance(graph, Synchronised):
+        # The group itself, because a program may have a class in the place of ``Module``, which makes it.
+        group.__class__ = derived(type(group), _Group)  # type: ignore[arg-type]
     construct(group, graph, contexts, *args, **kwargs)
     trained.update(["a Module"] if group.for_training else [])
     if isinstance(graph, Synchronised):
@@ -77,11 +80,6 @@ def _grouping(
             if group.for_training:
                 layer._replicas.check(layer._replicas.contexts)
             layer._replicas.set_contexts(layer._replicas.contexts, group.execs[0].aux_dict[name].shape[0])
-        # A program may have a class in the place of ``Module``, which makes the group itself.
-        patches.replace(_beginning, DataParallelExecutorGroup, "forward")
-        patches.replace(_within, DataParallelExecutorGroup, "backward")
-        patches.replace(_updating, Module, "update")
-        patches.replace(_after_forward, DataParallelExecutorGroup, "get_params")
 
 
 def _binding(bind: Callable, symbol: mx.sym.Symbol, /, ctx: Context, *args: Any, **kwargs: Any) -> Executor:
@@ -89,7 +87,10 @@ def _binding(bind: Callable, symbol: mx.sym.Symbol, /, ctx: Context, *args: Any,
     graph = _synchronised(symbol, choose)
     # A step may be open, but no operator that is made here is a call of it.
     with issuing(ctx) if isinstance(graph, Synchronised) else nullcontext(), executing(ctx), autograd.predict_mode():
-        return bind(graph, ctx, *args, **kwargs)
+        executor = bind(graph, ctx, *args, **kwargs)
+    if isinstance(graph, Synchronised):
+        executor.__class__ = _Executor
+    return executor
 
 
 #: Executors that train together and are bound one by one, by the key of a node and their number: the layer, and the
@@ -169,93 +170,83 @@ def _synchronised(symbol: mx.sym.Symbol, choose: Callable[[Json], Optional[SyncB
         )
     if not chosen:
         return kinds.like(symbol_of(recorded), symbol) if is_other else symbol
-    patches.replace(_calling, Executor, "forward")
     return Synchronised.from_symbol(with_layers(recorded, chosen), means)
 
 
 # ---- steps ----------------------------------------------------------------------------------------------------
 
 
-def _calling(forward: Callable, executor: Executor, /, is_train: bool = False, **kwargs: Any) -> Any:
-    """MXNet makes the operators of an executor when it is bound, so nobody else sees which replicas will come."""
-    calls, running = [], []
-    for mean, layer in executor._symbol.layers if is_train and isinstance(executor._symbol, Synchronised) else []:
-        layer._replicas.runs(IN_GRAPH)
-        if not layer._kwargs["use_global_stats"] and executor._ctx in layer._replicas.contexts:
-            calls.append(layer._replicas.id)
-            running.append(executor.aux_dict[mean])
-    with executing(executor._ctx, calls, [0] * len(calls), running, repeats=True):  # each layer is one node
-        return forward(executor, is_train, **kwargs)
-
-
-def _beginning(
-    forward: Callable, group: DataParallelExecutorGroup, data_batch: Any, is_train: Optional[bool] = None
-) -> None:
-    """A training forward begins a step: all executors of a ``Module`` begin in it.
-
-    Several modules may be one net, as the two of a GAN. The second one must not forget what the first one has failed
-    with: it would train on what is left of that. So a failure that nobody has been told of is raised here, and only
-    the forward after that starts afresh.
+class _Executor(Executor):
+    """An executor with synchronised layers. MXNet makes its operators when it is bound, so nobody else sees which
+    replicas will come.
     """
-    if not _is_synchronised(group) or not (group.for_training if is_train is None else is_train):
-        forward(group, data_batch, is_train)
-        return
-    steps.tell()
-    try:
-        with autograd.train_mode():  # whose scope is a step
-            forward(group, data_batch, is_train)
-    except BaseException:
-        session.raised = _native.failure()
-        raise
+
+    def forward(self, is_train: bool = False, **kwargs: Any) -> Any:
+        calls, running = [], []
+        for mean, layer in self._symbol.layers if is_train else []:
+            layer._replicas.runs(IN_GRAPH)
+            if not layer._kwargs["use_global_stats"] and self._ctx in layer._replicas.contexts:
+                calls.append(layer._replicas.id)
+                running.append(self.aux_dict[mean])
+        with executing(self._ctx, calls, [0] * len(calls), running, repeats=True):  # each layer is one node
+            return super().forward(is_train, **kwargs)
+
+    def reshape(self, *args: Any, **kwargs: Any) -> Executor:
+        executor = super().reshape(*args, **kwargs)
+        executor.__class__ = _Executor
+        return executor
 
 
-def _within(backward: Callable, group: DataParallelExecutorGroup, *args: Any, **kwargs: Any) -> None:
-    """The backward belongs to the step of the forward. An update after it changes nothing in a step that failed, as
-    that of a ``gluon.Trainer``.
-    """
-    try:
-        backward(group, *args, **kwargs)
-    except BaseException as error:
-        if _is_synchronised(group) and not session.depth():
-            steps.break_off(f"{type(error).__name__} left the backward of a Module ({error})")
-            session.raised = _native.failure()
-        raise
-    if _is_synchronised(group):
-        _native.gate(_all_of(group.grad_arrays))
+class _Group(DataParallelExecutorGroup):
+    """The executors of a ``Module`` with synchronised layers."""
 
+    def forward(self, data_batch: Any, is_train: Optional[bool] = None) -> None:
+        """A training forward begins a step: all executors of a ``Module`` begin in it.
 
-def _updating(update: Callable, module: Module) -> None:
-    """Another module of the step may have failed since its backward."""
-    group = module._exec_group
-    arrays = _all_of(group.grad_arrays), _all_of(group.param_arrays)
-    with steps.gated(*arrays) if _is_synchronised(group) else nullcontext():
-        update(module)
-
-
-def _all_of(arrays: List[List[Optional[mx.nd.NDArray]]]) -> List[mx.nd.NDArray]:
-    return [one for of_contexts in arrays for one in of_contexts if one is not None]
-
-
-def _after_forward(
-    method: Callable, group: DataParallelExecutorGroup, arg_params: Dict[str, mx.nd.NDArray], *args: Any, **kwargs: Any
-) -> None:
-    """An executor tells MXNet's engine only what its operators read and put out, and not that they write auxiliary
-    states (`GraphExecutor::InitCachedOps` in src/executor/graph_executor.cc). So the engine may copy the running
-    statistics before a forward that was issued earlier has written them.
-
-    A gamma that does not count is 1 for a Module that trains, as with plain BatchNorm on one context. On several, each
-    update copies the gamma of the KVStore back, which nobody sets.
-    """
-    if _is_synchronised(group):
-        outputs = [output for executor in group.execs for output in executor.outputs]
-        steps.settle([*outputs, *_all_of(group.param_arrays + group.aux_arrays)])
+        Several modules may be one net, as the two of a GAN. The second one must not forget what the first one has
+        failed with: it would train on what is left of that. So a failure that nobody has been told of is raised here,
+        and only the forward after that starts afresh.
+        """
+        if not (self.for_training if is_train is None else is_train):
+            super().forward(data_batch, is_train)
+            return
         steps.tell()
-    method(group, arg_params, *args, **kwargs)
-    if _is_synchronised(group) and group.for_training:
-        for name in gammas_without_effect(json_of(plain(group.symbol))):
+        try:
+            with autograd.train_mode():  # whose scope is a step
+                super().forward(data_batch, is_train)
+        except BaseException:
+            session.raised = _native.failure()
+            raise
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """The backward belongs to the step of the forward. An update after it changes nothing in a step that failed, as
+        that of a ``gluon.Trainer``.
+        """
+        try:
+            super().backward(*args, **kwargs)
+        except BaseException as error:
+            if not session.depth():
+                steps.break_off(f"{type(error).__name__} left the backward of a Module ({error})")
+                session.raised = _native.failure()
+            raise
+        _native.gate(_all_of(self.grad_arrays))
+
+    def get_params(self, arg_params: Dict[str, mx.nd.NDArray], *args: Any, **kwargs: Any) -> None:
+        """An executor tells MXNet's engine only what its operators read and put out, and not that they write auxiliary
+        states (`GraphExecutor::InitCachedOps` in src/executor/graph_executor.cc). So the engine may copy the running
+        statistics before a forward that was issued earlier has written them.
+
+        A gamma that does not count is 1 for a Module that trains, as with plain BatchNorm on one context. On several,
+        each update copies the gamma of the KVStore back, which nobody sets.
+        """
+        outputs = [output for executor in self.execs for output in executor.outputs]
+        steps.settle([*outputs, *_all_of(self.param_arrays + self.aux_arrays)])
+        steps.tell()
+        super().get_params(arg_params, *args, **kwargs)
+        for name in gammas_without_effect(json_of(plain(self.symbol))) if self.for_training else ():
             if name in arg_params:
                 arg_params[name][:] = 1
 
 
-def _is_synchronised(group: Optional[DataParallelExecutorGroup]) -> bool:
-    return isinstance(getattr(group, "symbol", None), Synchronised)
+def _all_of(arrays: List[List[Optional[mx.nd.NDArray]]]) -> List[mx.nd.NDArray]:
+    return [one for of_contexts in arrays for one in of_contexts if one is not None]
