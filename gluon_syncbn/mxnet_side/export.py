@@ -2,19 +2,19 @@
 a symbol.
 
 A node of this package belongs to its process, which has its layer. A file is for other processes, which predict with
-the running statistics, as a BatchNorm does. The file of a symbol also marks the nodes that were synchronised, so that
-training may continue from a checkpoint of a ``Module``.
+the running statistics, as a BatchNorm does. It marks the nodes that were synchronised, so that training may continue
+from a checkpoint of a ``Module``.
 """
 
 from __future__ import annotations
 
 import json
-import warnings
-from typing import Any, Callable, Dict, List, Mapping, Optional, Set
+from types import SimpleNamespace
+from typing import Any, Callable, Dict, List, Mapping, Optional
 
 import mxnet as mx
 import numpy as np
-from mxnet.gluon import Block, HybridBlock, ParameterDict
+from mxnet.gluon import ParameterDict
 from mxnet.gluon.nn import BatchNorm  # by name, because a script may put ours into its place in `nn`
 
 from ..activation import NONE, Activation, BatchNormActivation, BatchNormAdd
@@ -30,26 +30,25 @@ SYNCHRONISED = "__gluon_syncbn__"
 
 
 def install() -> None:
-    """Changes the functions that write graphs, which have no hook. A layer within a net cannot know that the net is
-    exported. Nothing is changed before there is a layer.
-
-    ``Block.save`` writes a graph by ``tojson``, and ``Block.load`` puts it into the net. There it would take the places
-    of the net's layers, and train without them.
+    """Changes what all functions that write a graph call first, by default: `export`, `save` and `tojson`. They have no
+    hook, and a layer within a net cannot know of them. Nothing is changed before there is a layer.
     """
-    patches.replace(_of_plain_graphs, HybridBlock, "export")
-    patches.replace(_as_plain_graph, mx.sym.Symbol, "save", "tojson")
-    patches.replace(_without_graphs, Block, "load")
+    patches.replace(_of_plain_graph, mx.base._LIB, "MXSymbolRemoveAmpCast")
 
 
-def plain(symbol: mx.sym.Symbol, tells: bool = False) -> mx.sym.Symbol:
-    """Returns the graph with the nodes of plain layers in the places of synchronised ones. ``tells``: they say so."""
+def _of_plain_graph(remove: Callable[..., int], handle: Any, copy: Any) -> int:
+    symbol = plain(SimpleNamespace(handle=handle))
+    return remove(symbol.handle, copy)
+
+
+def plain(symbol: mx.sym.Symbol) -> mx.sym.Symbol:
+    """Returns the graph with the nodes of plain layers in the places of synchronised ones, which say so."""
     recorded = json_of(symbol)
     ours = {number: node["attrs"] for number, _, node in walk(recorded) if is_ours(node)}
     if not ours:
         return symbol
-    marks = {number: json.dumps(_arguments(attributes)) for number, attributes in ours.items()} if tells else None
-    layers = {number: _plain_layer(attributes) for number, attributes in ours.items()}
-    return with_layers(recorded, layers, marks, named=tells)
+    marks = {number: json.dumps(_arguments(attributes)) for number, attributes in ours.items()}
+    return with_layers(recorded, {number: _plain_layer(attributes) for number, attributes in ours.items()}, marks)
 
 
 def _plain_layer(attributes: Dict[str, str]) -> BatchNorm:
@@ -62,11 +61,10 @@ def _plain_layer(attributes: Dict[str, str]) -> BatchNorm:
 
 
 def with_layers(
-    recorded: Json, layers: Mapping[int, BatchNorm], marks: Optional[Mapping[int, str]] = None, named: bool = True
+    recorded: Json, layers: Mapping[int, BatchNorm], marks: Optional[Mapping[int, str]] = None
 ) -> mx.sym.Symbol:
     """Returns the graph with the nodes of layers in the places of nodes, given by number in `walk`. Their guards are
-    gone. A plain layer leaves out a mask. ``marks`` has values of `SYNCHRONISED`. ``named``: outputs keep their names,
-    which are those of guards.
+    gone, and outputs keep the names of these. A plain layer leaves out a mask. ``marks`` has values of `SYNCHRONISED`.
     """
 
     def change(graph: Json, numbers: List[int]) -> Json:
@@ -80,14 +78,12 @@ def with_layers(
                 "cond, expected none there: plain operators take none, and MXNet cannot leave out an input of a body"
             )
         marked = None if marks is None else {at: marks[number] for at, number in here.items()}
-        return _with_layers(graph, own, marked, named) if own else graph
+        return _with_layers(graph, own, marked) if own else graph
 
     return symbol_of(changed(recorded, change))
 
 
-def _with_layers(
-    recorded: Json, layers: Mapping[int, BatchNorm], marks: Optional[Mapping[int, str]], named: bool
-) -> Json:
+def _with_layers(recorded: Json, layers: Mapping[int, BatchNorm], marks: Optional[Mapping[int, str]]) -> Json:
     """Does so in one graph, with nodes given by number there."""
     nodes = recorded["nodes"]
     behind = {node["inputs"][0][0]: number for number, node in enumerate(nodes) if is_guard(node)}
@@ -100,7 +96,7 @@ def _with_layers(
         if number not in layers:
             return None
         layer = layers[number]
-        name = nodes[behind.get(number, number) if named else number]["name"]
+        name = nodes[behind.get(number, number)]["name"]
         attributes = {k: v for k, v in node["attrs"].items() if k.startswith("__") and k != SYNCHRONISED}
         parameters = [layer._reg_params[parameter].name for parameter in blocks.PARAMETERS]
         data = _DATA[: len(inputs) - len(parameters)]
@@ -150,72 +146,3 @@ def _arguments(attributes: Dict[str, str]) -> Json:
     if int(attributes["unbiased"]):
         written["running_variance"] = "unbiased"
     return {key: value for key, value in written.items() if value is not None}
-
-
-def _as_plain_graph(save: Callable[..., Any], symbol: mx.sym.Symbol, *args: Any, **kwargs: Any) -> Any:
-    return save(plain(symbol, tells=True), *args, **kwargs)
-
-
-def _without_graphs(load: Callable[..., None], block: Block, *args: Any, **kwargs: Any) -> None:
-    load(block, *args, **kwargs)
-    within = list(blocks.iterate(block))
-    if not any(hasattr(one, "_replicas") for one in within):
-        return
-    for one in within:
-        for name, parameter in one.params._params.items():  # MXNet has renamed only the entries
-            if parameter.name != name:
-                parameter.name, parameter._var = name, None
-        if isinstance(one, HybridBlock):
-            one._clear_cached_op()
-
-
-def _of_plain_graphs(export: Callable, block: HybridBlock, *args: Any, **kwargs: Any) -> Any:
-    recorded = block._cached_graph
-    if not recorded:  # before the first forward; MXNet raises an error
-        return export(block, *args, **kwargs)
-    symbol = plain(recorded[1])
-    ignored = gammas_without_effect(json_of(symbol))
-    given = [parameter for is_input, parameter in block._cached_op_args if not is_input and parameter.name in ignored]
-    written = [one for one in given if any((array.asnumpy() != 1).any() for array in one.list_data())]
-    for parameter in written:
-        parameter.set_data(np.ones(parameter.shape, parameter.dtype))
-    if written:
-        names = arguments.some([one.name for one in written], ", ")
-        warnings.warn(
-            f"export wrote 1 into gammas that were not 1: {names}. Their layers have scale=False (fix_gamma): MXNet "
-            "uses 1 for them, but ONNX and other exporters use the stored values",
-            stacklevel=3,
-        )
-    block._cached_graph = recorded[0], symbol
-    try:
-        return export(block, *args, **kwargs)
-    finally:
-        block._cached_graph = recorded
-
-
-# ---- gammas that do not count ----------------------------------------------------------------------------------
-# MXNet takes 1 in layers with ``scale=False``, which is ``fix_gamma`` in graphs. Exporters read the stored values.
-
-
-def gammas_without_effect(graph: Json) -> List[str]:
-    """Returns the variables of a graph that are a gamma without effect, and nothing else."""
-    ignored: Dict[str, None] = {}
-    counted: Set[str] = set()
-    for _, within, node in walk(graph):
-        nodes = within["nodes"]
-        passed_on = {one["name"] for body in node.get("subgraphs", ()) for one in body["nodes"]}
-        counted.update(nodes[at]["name"] for at, *_ in within["heads"])
-        for place, (at, *_) in enumerate(node["inputs"]):
-            name = nodes[at]["name"]
-            if nodes[at]["op"] != "null" or name in passed_on:  # a body has variables of the same names
-                continue
-            if place == 1 and has_fixed_gamma(node):
-                ignored[name] = None
-            else:
-                counted.add(name)
-    return [name for name in ignored if name not in counted]
-
-
-def has_fixed_gamma(node: Json) -> bool:
-    """Whether the node is a batch normalisation whose gamma counts as 1, which is also the default."""
-    return node["op"] in blocks.OPERATORS and bool(attribute(node["attrs"], "fix_gamma", True))

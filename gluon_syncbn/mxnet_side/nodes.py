@@ -19,8 +19,6 @@ Entry = List[int]  # an output: its node, its number there, and the version of t
 #: Replaces a node, given its number, the node and its inputs: an entry for each output; None copies the node.
 Rule = Callable[[int, Json, List[Entry]], Optional[List[Entry]]]
 
-_tojson = mx.sym.Symbol.tojson  # `export` replaces it by a function that writes plain operators
-
 
 class Graph:
     """A graph that is being built, in the form of MXNet's files."""
@@ -91,9 +89,10 @@ def changed(graph: Json, change: Callable[[Json, List[int]], Json]) -> Json:
 def json_of(symbol: mx.sym.Symbol) -> Json:
     """Returns the graph of a symbol, with the nodes of this package and those of mixed precision.
 
-    By default, MXNet's ``Symbol.tojson`` removes the latter from a copy of the graph, which it never frees.
+    By default, MXNet's ``Symbol.tojson`` removes the latter from a copy of the graph, which it never frees, and which
+    `export` makes plain.
     """
-    recorded: Json = json.loads(_tojson(symbol, remove_amp_cast=False))
+    recorded: Json = json.loads(mx.sym.Symbol.tojson(symbol, remove_amp_cast=False))
     for _, _, node in walk(recorded):
         node.setdefault("attrs", {})
         if is_ours(node) and "call" in node["attrs"]:  # an eager call; see op.py

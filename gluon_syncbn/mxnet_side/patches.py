@@ -15,7 +15,7 @@ from mxnet.gluon.nn.basic_layers import _BatchNorm
 from .. import _native
 from ..system import arguments, kinds
 from ..training import steps
-from ..training.replicas import IN_GRAPH, Replicas, executing
+from ..training.replicas import IN_GRAPH, Replicas, executing, followers_of
 from ..training.session import session
 from . import blocks, trainer
 from .fusion import fused
@@ -267,9 +267,32 @@ def running_graph(block: gluon.HybridBlock, *args: Any) -> Tuple[List[mx.sym.Sym
     """
     inputs, symbol = block._get_graph(*args)
     recorded = json_of(symbol)
+    if _normalises_in_place_of_layers(block, recorded):
+        _forget_loaded(block)
+        return running_graph(block, *args)
     is_other = number_nodes(recorded)
     graph = fused(symbol, recorded, dict(zip([one.name for one in inputs], kinds.arrays_of(args))))
     if is_other or graph is not recorded:
         symbol = kinds.like(symbol_of(graph), symbol)
         graph = json_of(symbol)  # without the nodes that were absorbed
     return inputs, symbol, graph
+
+
+def _normalises_in_place_of_layers(block: gluon.HybridBlock, graph: Json) -> bool:
+    """Whether an operator of MXNet's stands for a synchronised layer, as in a graph that ``Block.load`` has read."""
+    if isinstance(block, gluon.SymbolBlock):
+        return False
+    parameters = block.collect_params()
+    means = [node.inputs[3] for node in blocks.recorded(block, graph) if node.operator in blocks.OPERATORS]
+    return bool(followers_of(parameters[mean] for mean in means if mean in parameters))
+
+
+def _forget_loaded(net: gluon.Block) -> None:
+    """Lets a net record its own graph again. ``Block.load`` has renamed its entries, and not its parameters."""
+    for one in blocks.iterate(net):
+        entries = one.params._params
+        parameters = {parameter.name: parameter for parameter in entries.values()}
+        entries.clear()
+        entries.update(parameters)
+        if isinstance(one, gluon.HybridBlock):
+            one._clear_cached_op()

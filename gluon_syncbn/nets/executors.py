@@ -23,7 +23,7 @@ from mxnet.module.executor_group import DataParallelExecutorGroup
 from .. import _native
 from ..layer import SyncBatchNorm
 from ..mxnet_side import patches
-from ..mxnet_side.export import SYNCHRONISED, gammas_without_effect, plain, settings_of, with_layers
+from ..mxnet_side.export import SYNCHRONISED, settings_of, with_layers
 from ..mxnet_side.nodes import (
     Json,
     Synchronised,
@@ -243,9 +243,11 @@ class _Group(DataParallelExecutorGroup):
         steps.settle([*outputs, *_all_of(self.param_arrays + self.aux_arrays)])
         steps.tell()
         super().get_params(arg_params, *args, **kwargs)
-        for name in gammas_without_effect(json_of(plain(self.symbol))) if self.for_training else ():
-            if name in arg_params:
-                arg_params[name][:] = 1
+        for _, within, node in walk(json_of(self.symbol)) if self.for_training else ():
+            if is_ours(node) and node["attrs"]["fix_gamma"] == "1":
+                gamma = within["nodes"][node["inputs"][1][0]]["name"]
+                if gamma in arg_params:
+                    arg_params[gamma][:] = 1
 
 
 def _all_of(arrays: List[List[Optional[mx.nd.NDArray]]]) -> List[mx.nd.NDArray]:

@@ -32,10 +32,7 @@ LOOPS = {
 IMAGE = (3, 3, 4, 4)  # a foreach runs over the first axis of several
 
 # A loop hands its arrays on without a type.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments:UserWarning"),
-    pytest.mark.filterwarnings("ignore:export wrote 1 into gammas:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments:UserWarning")
 
 
 class Loop(nn.HybridBlock):
@@ -188,7 +185,7 @@ def test_values():
 
 
 @pytest.mark.parametrize("true", ["1", "True", "true"])
-def test_truth_values_of_a_file(true, contexts, tmp_path):
+def test_truth_values_of_a_file(true, contexts):
     """The one layer has a gamma that does not count, the other one is frozen."""
     text = json.loads(
         mx.sym.BatchNorm(
@@ -215,8 +212,6 @@ def test_truth_values_of_a_file(true, contexts, tmp_path):
         if change is convert:
             rows = {row.layer.split()[0]: row.statistics for row in summary(net)}
             assert rows["frozen"].startswith("plain, because it is frozen") and rows["one"].startswith("synchronised")
-    net.export(str(tmp_path / "net"))
-    assert (nd.load(str(tmp_path / "net-0000.params"))["arg:one_gamma"].asnumpy() == 1).all()
     np.testing.assert_allclose(answers[1:], answers[:1] * 2, rtol=1e-5)
 
 

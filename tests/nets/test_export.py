@@ -13,10 +13,8 @@ from mxnet.gluon import nn
 from places import ROOT, SUPPORT
 
 from gluon_syncbn import SyncBatchNorm, convert, revert
+from gluon_syncbn.mxnet_side.export import SYNCHRONISED
 from gluon_syncbn.mxnet_side.nodes import json_of
-
-# Each net here has a gamma that does not count and is not 1.
-pytestmark = pytest.mark.filterwarnings("ignore:\\w+ wrote 1 into gammas that were not 1:UserWarning")
 
 #: Without this package: predicts with a file what the arrays beside it say.
 STRANGER = """
@@ -112,13 +110,16 @@ def test_it_is_the_file_that_a_reverted_net_writes(contexts, rng, tmp_path):
     written, want = (mx.sym.load(str(tmp_path / f"{name}-symbol.json")) for name in ("net", "reverted"))
 
     def described(symbol):
-        """Nodes by name: operator, inputs by name, and attributes; MXNet takes those that are left out as it would."""
+        """Nodes by name: operator, inputs by name, and attributes, but that which says what was synchronised. MXNet
+        takes those that are left out as it would.
+        """
+        usual = ("use_global_stats", "False"), (SYNCHRONISED, '{"mode": "sync", "virtual_devices": 1}')
         nodes = json.loads(symbol.tojson())["nodes"]
         return {
             node["name"]: (
                 node["op"],
                 [nodes[number]["name"] for number, *_ in node["inputs"]],
-                {k: v for k, v in node.get("attrs", {}).items() if (k, v) != ("use_global_stats", "False")},
+                {k: v for k, v in node.get("attrs", {}).items() if (k, v) not in usual},
             )
             for node in nodes
         }
