@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Literal, Optional, Sequen
 
 import mxnet as mx
 from mxnet import autograd
-from mxnet.gluon import Block, HybridBlock, nn
+from mxnet.gluon import Block, nn
 from mxnet.gluon.parameter import Parameter
 
 from .activation import NONE, invertible, of_arguments
@@ -297,9 +297,6 @@ class SyncBatchNorm(nn.BatchNorm):
         usual = dict(Pooling._field_defaults, activation=None, slope=None, inplace=False, running_variance="biased")
         own = {name: getattr(self, name) for name, value in usual.items() if getattr(self, name) != value}
         return f"{super().__repr__()[:-1]}{''.join(f', {name}={value!r}' for name, value in own.items())})"
-
-    def __call__(self, *args: Any) -> Any:
-        return HybridBlock.__call__(self, *args)  # skips the wrapper of `patches`, which records callers
 
     def cast(self, dtype: Any) -> None:
         """Casts as ``nn.BatchNorm`` does: for float16 and bfloat16, parameters stay float32."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import sys
-import traceback
 import weakref
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Set
+from typing import Any, Callable, Iterator, List, NamedTuple, Optional, Set
 
 from mxnet.gluon import Block, HybridBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
@@ -27,7 +25,7 @@ def iterate(net: Block, seen: Optional[Set[int]] = None) -> Iterator[Block]:
     """Yields every block once, ``net`` first.
 
     These are children, and blocks in lists, tuples, sets or dictionaries of an attribute, which Gluon does not
-    register. Layers of batch normalisation that have run within a block belong to it too, whichever object holds them.
+    register.
     """
     seen = set() if seen is None else seen
     if id(net) in seen:
@@ -38,7 +36,7 @@ def iterate(net: Block, seen: Optional[Set[int]] = None) -> Iterator[Block]:
     for cls in type(net).__mro__:
         slots = vars(cls).get("__slots__", ())
         attributes += [getattr(net, name, None) for name in ([slots] if isinstance(slots, str) else slots)]
-    for block in [*net._children.values(), *_within(attributes, set()), *called_within(net)]:
+    for block in [*net._children.values(), *_within(attributes, set())]:
         yield from iterate(block, seen)
 
 
@@ -109,37 +107,9 @@ def selection(select: Any) -> Callable[..., bool]:
     return lambda *names: any(map(pattern.match, names))
 
 
-# ---- callers --------------------------------------------------------------------------------------------------
-# Gluon knows the blocks that a block itself holds. A layer in an attribute of another object is found when it runs. A
-# block does not know the blocks around it, whose graphs contain its layers.
-
-
-# By the `id` of a block, because a block's class may define ``==``: the layers that have run within it, in the order of
-# their first calls, which processes need to number them alike.
-_called: Dict[int, weakref.WeakValueDictionary[int, Block]] = {}
-callers: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()  # the blocks there
-_known: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()  # layers whose callers are recorded
+#: The blocks that have recorded a graph, by `id`, because a block's class may define ``==``. A block does not know the
+#: blocks around it, whose graphs contain its layers.
 with_graph: weakref.WeakValueDictionary[int, HybridBlock] = weakref.WeakValueDictionary()
-
-
-def noting(call: Callable[..., Any], layer: Block, *args: Any) -> Any:
-    """Runs in the place of a layer's ``__call__``: its first call within other blocks records these blocks."""
-    if id(layer) not in _known:
-        for frame, _ in traceback.walk_stack(sys._getframe()):
-            caller = frame.f_locals.get("self")
-            # A constructor that calls a net records its graph, as those of GluonCV's SymbolBlocks do.
-            if isinstance(caller, Block) and caller is not layer and frame.f_code.co_name != "__init__":
-                if id(caller) not in callers:
-                    callers[id(caller)] = caller
-                    weakref.finalize(caller, _called.pop, id(caller), None).atexit = False
-                _called.setdefault(id(caller), weakref.WeakValueDictionary())[id(layer)] = layer
-                _known[id(layer)] = layer
-    return call(layer, *args)
-
-
-def called_within(block: Block) -> List[Block]:
-    """Returns the layers that have run within a block."""
-    return list(_called.get(id(block), {}).values())
 
 
 def with_graphs_of(parameters: Set[int]) -> List[HybridBlock]:

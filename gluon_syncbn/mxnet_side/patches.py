@@ -10,7 +10,6 @@ from typing import Any, Callable, ContextManager, Dict, Iterator, List, Tuple
 
 import mxnet as mx
 from mxnet import autograd, gluon
-from mxnet.gluon.nn.basic_layers import _BatchNorm
 
 from .. import _native
 from ..system import arguments, kinds
@@ -35,7 +34,6 @@ def install() -> None:
     replace(_writing, mx.base._LIB, "MXNDArraySave")
     replace(_giving_states, mx.optimizer.Updater, "get_states")
     replace(_raising, mx.base, "get_last_ffi_error")
-    replace(blocks.noting, _BatchNorm, "__call__")
     replace(_building, gluon.HybridBlock, "_build_cache")
 
 

@@ -254,18 +254,17 @@ def _surprises(trainer: gluon.Trainer) -> Iterator[str]:
         )
     on_several = several or any(len(one._data or ()) > 1 for one in parameters)
     if any(one.meets() for one in replicas) or (trainer in _to_synchronise and on_several):
-        # Layers whose gamma is not trained are frozen and do not count. Layers that the trainer does not know count
-        # where they have run within a block of the net, or are operators in its graph.
+        # Layers whose gamma is not trained are frozen and do not count. Operators in a graph of the net count.
         synchronised = [stem for stem, (mean, *_) in layers.items() if followers_of([mean])]
         trained = [stem for stem, (_, gamma, _) in layers.items() if gamma is not None and gamma.grad_req != "null"]
-        plain = [stem for stem in trained if stem not in synchronised] + _run_within(parameters) + _called(parameters)
+        plain = [stem for stem in trained if stem not in synchronised] + _called(parameters)
         unsynchronised.update(dict.fromkeys(plain))
         if plain:
             yield (
                 f"{len(synchronised)} of {len(synchronised) + len(plain)} layers of batch normalisation are "
                 f"synchronised, and these are not: {some(plain, ', ')}. gluon_syncbn.convert(net) reaches layers that "
-                "norm_layer= does not, and after a forward those in attributes of other objects, but no operator that "
-                "a block calls: call a layer there. gluon_syncbn.summary(net) lists all"
+                "norm_layer= does not, but no operator that a block calls: call a layer there. "
+                "gluon_syncbn.summary(net) lists all"
             )
     # Nothing is fused without a graph. Some layers may stay outside of graphs on purpose.
     eager = [one.name for one in replicas if one.ran == UNFUSED]
@@ -317,23 +316,4 @@ def _called(parameters: Sequence[gluon.Parameter]) -> List[str]:
                 trains = gamma is None or gamma.grad_req != "null"
                 if trains and (mean is None or not mean.name.endswith(_MEANS)):
                     found[node.name] = None
-    return list(found)
-
-
-def _run_within(parameters: Sequence[gluon.Parameter]) -> List[str]:
-    """Returns the layers that are not synchronised, that the trainer does not know, and that a block with synchronised
-    parameters has called.
-    """
-    known = {id(parameter) for parameter in parameters}
-    found: Dict[str, None] = {}
-    for block in list(blocks.callers.values()):
-        plain = [
-            layer.name
-            for layer in blocks.called_within(block)
-            if id(layer.running_mean) not in known
-            and not followers_of([layer.running_mean])
-            and layer.gamma.grad_req != "null"
-        ]
-        if plain and followers_of(one for one in block.collect_params().values() if id(one) in known):
-            found.update(dict.fromkeys(plain))
     return list(found)

@@ -46,7 +46,7 @@ def convert(
     ``SymbolBlock``, whose class changes then.
 
     Layers are found among the children of blocks, in their attributes and slots, and in lists, tuples, sets and
-    dictionaries there. A layer in an attribute of another object is found once it has run within the net.
+    dictionaries there.
 
     Parameters stay the same objects, also those whose initialisation is pending. Each layer keeps its settings, hooks
     and hybridize flags. Recorded graphs are dropped and rebuilt at the next call. Other normalisation layers stay as

@@ -164,19 +164,6 @@ def train(net, contexts, steps=2, trainers=1):
     nd.waitall()
 
 
-def test_a_layer_in_an_attribute_of_another_object_has_a_row_once_it_has_run(contexts, capsys):
-    net = nn.Sequential()
-    net.add(nn.Lambda(lambda x: hidden(x)), SyncBatchNorm(in_channels=3))
-    hidden = nn.BatchNorm(in_channels=3, prefix="hidden_")
-    for block in (net, hidden):
-        block.initialize(ctx=contexts[:2])
-    assert rows(capsys, net)[1] == "Layers of batch normalisation: 1, synchronised: 1"
-    net(nd.ones((2, 3)))
-    got, count = rows(capsys, net)
-    assert got["hidden (BatchNorm)"][-1] == "plain, because it is BatchNorm; convert(net) changes it"
-    assert count.startswith("Layers of batch normalisation: 2,")
-
-
 def mixed(contexts):
     """GluonCV's MobileNetV3 hands `norm_layer` on to 2 of its 34 layers."""
     net = get_model("mobilenetv3_small", norm_layer=SyncBatchNorm)
