@@ -318,7 +318,7 @@ class SyncBatchNorm(nn.BatchNorm):
         self._replicas: Replicas = Replicas(self.name, *(settings or self._replicas.settings))
         self._replicas.computes = ChainMap(self._kwargs, self._computes)  # which may change
         self._replicas.running.update((self.running_mean, self.running_var))
-        patches.replace(_initialising, Parameter, "_init_impl")
+        self.running_mean.__class__ = _RunningMean
         export.install()
         followers.setdefault(self.running_mean, []).append(self._replicas)
         if self.running_mean._data is not None:
@@ -326,6 +326,8 @@ class SyncBatchNorm(nn.BatchNorm):
 
     def _release_parameters(self) -> None:
         followers[self.running_mean].remove(self._replicas)
+        if not followers[self.running_mean]:
+            self.running_mean.__class__ = Parameter
 
     def __getstate__(self) -> Dict[str, Any]:
         """For ``copy`` and ``pickle``. A copy has replicas of its own, which do not meet those of the original."""
@@ -426,13 +428,15 @@ class ShuffleBatchNorm(SyncBatchNorm):
         super().__init__(*args, **kwargs)
 
 
-def _initialising(initialise: Callable[..., None], parameter: Parameter, *args: Any) -> None:
+class _RunningMean(Parameter):
     """Tells layers where their parameters are: ``initialize``, ``reset_ctx`` and ``load_parameters`` all come here. A
     hybridized net calls no Python code of its layers, so a layer cannot check this itself.
     """
-    initialise(parameter, *args)
-    for replicas in followers_of([parameter]):
-        _place(replicas, parameter)
+
+    def _init_impl(self, *args: Any) -> None:
+        super()._init_impl(*args)
+        for replicas in followers_of([self]):
+            _place(replicas, self)
 
 
 def _place(replicas: Replicas, parameter: Parameter) -> None:
