@@ -7,13 +7,13 @@ import sys
 from typing import Any, Callable, Dict, List, Optional
 
 import mxnet as mx
-from mxnet.gluon import SymbolBlock
+from mxnet.gluon import HybridBlock
 
 from . import layer
 from .mxnet_side import blocks, op, patches
 from .mxnet_side.export import SYNCHRONISED
 from .mxnet_side.nodes import json_of, layers_of, value_of
-from .nets.graphs import open_graph
+from .nets.graphs import close_graph, open_graph, plain_graphs
 from .system import arguments
 
 __all__ = ["SyncBatchNorm"]
@@ -45,8 +45,8 @@ def SyncBatchNorm(
     ``mx.sym.contrib.SyncBatchNorm``, in whose places it may be put.
 
     The graph goes into a ``SymbolBlock`` or a ``Module``. The replicas are the contexts of its parameters, or those of
-    the ``Module``. `convert`, `revert`, `freeze` and `summary` see the layers of a ``SymbolBlock`` that is made after
-    the first use. Executors of ``simple_bind`` or ``bind`` need ``ndev``.
+    the ``Module``. `convert`, `revert` and `freeze` see the layers of a ``SymbolBlock``, and `summary` does once it has
+    run. Executors of ``simple_bind`` or ``bind`` need ``ndev``.
 
     ``save``, and a checkpoint of a ``Module``, write ``BatchNorm`` operators. A ``Module`` of such a file synchronises
     again if this package is imported. A ``SymbolBlock`` of it has plain layers.
@@ -92,7 +92,7 @@ def SyncBatchNorm(
         beside["ndev"] = arguments.whole("ndev", _value(ndev), 0, arguments.MOST_DEVICES)
     if key is not None:
         beside["key"] = key if isinstance(key, str) else arguments.refuse("key", key, "a string")
-    patches.replace(_opening, SymbolBlock, "__init__")
+    patches.replace(_recording, HybridBlock, "_build_cache")
     of_any = {key: kwargs.pop(key) for key in list(kwargs) if key in _OF_ANY or key.startswith("__")}
     # MXNet's own operator finds a name and makes the variables. They get its attributes, and the initial values of the
     # running statistics, which a Module reads.
@@ -136,8 +136,10 @@ def _flag(name: str, argument: Any) -> bool:
     return bool(value) if type(value) is int and value in (0, 1) else arguments.flag(name, value)
 
 
-def _opening(construct: Callable[..., None], block: SymbolBlock, *args: Any, **kwargs: Any) -> None:
-    construct(block, *args, **kwargs)
+def _recording(record: Callable[..., None], block: HybridBlock, *args: Any) -> None:
     written = {node._replicas for node in _written}
-    if any(replicas in written for replicas, _ in layers_of(json_of(block._cached_graph[1]))):
-        open_graph(block)
+    for one in plain_graphs(block):
+        if any(replicas in written for replicas, _ in layers_of(json_of(one._cached_graph[1]))):
+            open_graph(one)
+            close_graph(one)
+    record(block, *args)

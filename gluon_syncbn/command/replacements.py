@@ -13,7 +13,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 from mxnet import gluon
-from mxnet.gluon import Block, Parameter, SymbolBlock
+from mxnet.gluon import Block, HybridBlock, Parameter, SymbolBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from mxnet.gluon.nn.basic_layers import _BatchNorm
 
@@ -23,6 +23,7 @@ from ..mxnet_side import blocks, compatibility, patches
 from ..mxnet_side.trainer import expect_synchronised
 from ..nets import executors
 from ..nets.convert import convert as convert_layers
+from ..nets.graphs import plain_graphs
 from ..system import arguments
 from ..training import steps
 from ..training.session import session
@@ -91,8 +92,8 @@ def install(cpus: Optional[int] = None, convert: bool = False) -> str:
     if _installed:
         return _words()
     _put([(ContribSyncBatchNorm, SyncBatchNorm), (mx.kvstore.create, _creating(mx.kvstore.create))])
-    # A symbol that reaches `SymbolBlock` goes to Gluon. Others are found when they are bound.
-    patches.replace(_synchronising, SymbolBlock, "__init__")
+    # A symbol in a `SymbolBlock` belongs to Gluon. Others are found when they are bound.
+    patches.replace(_recording, HybridBlock, "_build_cache")
     executors.operators.add(OPERATOR)
     if convert:
         patches.replace(_converting, gluon.Trainer, "__init__")
@@ -148,12 +149,13 @@ def _creating(create: Callable) -> Callable:
     )
 
 
-def _synchronising(construct: Callable[..., None], block: SymbolBlock, *args: Any, **kwargs: Any) -> None:
-    construct(block, *args, **kwargs)
-    nodes = [node for node in blocks.recorded(block) if node.operator == OPERATOR] if _installed else []
-    if nodes:
-        names = [re.escape(name) for node in nodes for name in (node.name, node.inputs[1])]
-        convert_layers(block, select=f"({'|'.join(names)})$")
+def _recording(record: Callable[..., None], block: HybridBlock, *args: Any) -> None:
+    for one in plain_graphs(block) if _installed else ():
+        nodes = [node for node in blocks.recorded(one) if node.operator == OPERATOR]
+        if nodes:
+            names = [re.escape(name) for node in nodes for name in (node.name, node.inputs[1])]
+            convert_layers(one, select=f"({'|'.join(names)})$")
+    record(block, *args)
 
 
 def _converting(construct: Callable[..., None], trainer: gluon.Trainer, *args: Any, **kwargs: Any) -> None:

@@ -42,6 +42,11 @@ class Opened(SymbolBlock):
         return super().forward(x, *args)
 
 
+def plain_graphs(block: Block) -> List[SymbolBlock]:
+    """Returns the graphs within a block that nobody has opened."""
+    return [one for one in blocks.iterate(block) if isinstance(one, SymbolBlock) and not isinstance(one, Opened)]
+
+
 def open_graph(block: SymbolBlock) -> List[Recorded]:
     """Makes layers of the nodes. Returns the nodes that stay, with the reasons."""
     if isinstance(block, Opened):
