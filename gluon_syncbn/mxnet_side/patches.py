@@ -27,12 +27,9 @@ def install() -> None:
     """Changes MXNet for all programs. `replace` changes what only some need, at its first use."""
     replace(_Scope, autograd, "_RecordingStateScope")
     replace(trainer.constructing, gluon.Trainer, "__init__")
-    replace(trainer.connecting, gluon.Trainer, "_init_kvstore")
     replace(trainer.adding, gluon.Trainer, "_allreduce_grads")
-    replace(trainer.updating, gluon.Trainer, "_update")
     replace(_saving, gluon.Parameter, "_reduce")
     replace(_writing, mx.base._LIB, "MXNDArraySave")
-    replace(_giving_states, mx.optimizer.Updater, "get_states")
     replace(_raising, mx.base, "get_last_ffi_error")
     replace(_building, gluon.HybridBlock, "_build_cache")
 
@@ -59,6 +56,7 @@ def _called_with(original: Callable, around: Callable) -> Callable:
 
 def remove() -> None:
     """Puts all originals back."""
+    trainer.release()
     while _originals:
         (owner, name, _), original = _originals.popitem()
         if original is None:
@@ -102,12 +100,6 @@ def _saving(reduce: Callable, parameter: gluon.Parameter) -> mx.nd.NDArray:
         steps.settle(parameter._data or ())
         steps.tell()
     return reduce(parameter)
-
-
-def _giving_states(get: Callable, updater: Any, *args: Any, **kwargs: Any) -> bytes:
-    """A failed step leaves its error in the state of the optimizer, which is as it was. The file is open already."""
-    steps.settle(kinds.arrays_of(updater.states))
-    return get(updater, *args, **kwargs)
 
 
 def _writing(write: Callable, file: Any, count: Any, handles: Any, names: Any) -> int:

@@ -4,12 +4,13 @@ and the layers use the same store of processes, and the first step tells who tak
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import warnings
 import weakref
 from contextlib import nullcontext
 from numbers import Real
-from typing import Any, Callable, ContextManager, Dict, Iterable, Iterator, List, Sequence
+from typing import Any, Callable, ContextManager, Dict, Iterable, Iterator, List, Sequence, Type
 
 from mxnet import gluon
 
@@ -40,31 +41,65 @@ def constructing(construct: Callable, trainer: gluon.Trainer, *args: Any, **kwar
     nothing else. `devices` finds the Trainer's gradients: those of contexts that take no part would be added again.
     """
     construct(trainer, *args, **kwargs)
+    trainer.__class__ = _following(type(trainer))  # type: ignore[arg-type]
     if "kvstore" in kwargs or len(args) > 3:  # behind the parameters, the optimizer and its settings
         _with_chosen_store.add(trainer)
     _share_store(trainer)
     session.trainers.add(trainer)
 
 
-def connecting(connect: Callable, trainer: gluon.Trainer) -> None:
-    """Before its first step: the layers may have got their store since the Trainer was made. The Trainer sees the whole
-    net now, and warns of layers that compute something else than they were asked for.
+class _Follows(gluon.Trainer):
+    """What a Trainer does besides. Each method goes on to that of the Trainer's own class."""
 
-    MXNet would copy the first context's running statistics to all. ``save_states`` and ``load_states`` come here, too,
-    maybe in one process alone. So a store of processes compares weights in the first sum.
-    """
-    _share_store(trainer)
-    connect(trainer)
-    if trainer._kvstore is not None and _watches(trainer):
-        _native.gate([a for p in trainer._params for a in (p._data if p.grad_req == "null" else p._grad) or ()])
-    if isinstance(trainer._kvstore, ProcessStore):
-        trainer._params_to_init = []  # what MXNet would copy
-        _to_compare.add(trainer)
-    if trainer not in _connected:
-        _connected.add(trainer)
-        for text in _surprises(trainer):
-            warnings.warn(text, stacklevel=4)
-        _tell_who_meets(trainer._params)
+    def _init_kvstore(self) -> None:
+        """Before the first step: the layers may have got their store since the Trainer was made. The Trainer sees the
+        whole net now, and warns of layers that compute something else than they were asked for.
+
+        MXNet would copy the first context's running statistics to all. ``save_states`` and ``load_states`` come here,
+        too, maybe in one process alone. So a store of processes compares weights in the first sum.
+        """
+        _share_store(self)
+        super()._init_kvstore()
+        if self._kvstore is not None and _watches(self):
+            _native.gate([a for p in self._params for a in (p._data if p.grad_req == "null" else p._grad) or ()])
+        if isinstance(self._kvstore, ProcessStore):
+            self._params_to_init: List[gluon.Parameter] = []  # what MXNet would copy
+            _to_compare.add(self)
+        if self not in _connected:
+            _connected.add(self)
+            for text in _surprises(self):
+                warnings.warn(text, stacklevel=3)
+            _tell_who_meets(self._params)
+
+    def _update(self, *args: Any, **kwargs: Any) -> None:
+        """``update`` comes after ``allreduce_grads``, whose sums are there before anybody knows what they will be
+        divided by. It sets the divisor, as `step` does before the sums.
+        """
+        store, divisor = self._kvstore, self._optimizer.rescale_grad
+        if isinstance(store, ProcessStore) and divisor is not _summed_for.get(self):
+            store.compare_divisor(self, round(self._scale / divisor, 6))
+        with nullcontext() if self._update_on_kvstore else _gated(self):
+            super()._update(*args, **kwargs)
+
+    def save_states(self, fname: str) -> None:
+        """A failed step leaves its error in the state of the optimizer, which is as it was. MXNet would open the file,
+        and then raise the error.
+        """
+        updater = self._kvstore._updater if self._update_on_kvstore else self._updaters[0]
+        steps.settle(kinds.arrays_of(getattr(updater, "states", {})))
+        super().save_states(fname)
+
+
+@functools.lru_cache(maxsize=None)
+def _following(cls: Type[gluon.Trainer]) -> Type[gluon.Trainer]:
+    return type(cls.__name__, (_Follows, cls), {"__doc__": cls.__doc__, "__module__": cls.__module__})
+
+
+def release() -> None:
+    """Gives Trainers their own classes again."""
+    for trainer in list(session.trainers):
+        if isinstance(trainer, _Follows):
+            trainer.__class__ = type(trainer).__bases__[1]
 
 
 _connected: weakref.WeakSet[gluon.Trainer] = weakref.WeakSet()
@@ -185,17 +220,6 @@ def update_of(trainer: gluon.Trainer) -> str:
                 special.setdefault(text, []).append(number)
     settings += "".join(f"; parameters {numbers}: {text}" for text, numbers in special.items())
     return f"{type(optimizer).__name__} (learning rate {optimizer.learning_rate}, {settings})"
-
-
-def updating(update: Callable, trainer: gluon.Trainer, *args: Any, **kwargs: Any) -> None:
-    """``trainer.update`` comes after ``allreduce_grads``, whose sums are there before anybody knows what they will be
-    divided by. It sets the divisor, as `step` does before the sums.
-    """
-    store, divisor = trainer._kvstore, trainer._optimizer.rescale_grad
-    if isinstance(store, ProcessStore) and divisor is not _summed_for.get(trainer):
-        store.compare_divisor(trainer, round(trainer._scale / divisor, 6))
-    with nullcontext() if trainer._update_on_kvstore else _gated(trainer):
-        update(trainer, *args, **kwargs)
 
 
 #: The divisors that were set when gradients were added: the objects, because a new one may be as large.
