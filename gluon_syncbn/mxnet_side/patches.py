@@ -27,7 +27,6 @@ def install() -> None:
     """Changes MXNet for all programs. `replace` changes what only some need, at its first use."""
     replace(_Scope, autograd, "_RecordingStateScope")
     replace(trainer.constructing, gluon.Trainer, "__init__")
-    replace(trainer.adding, gluon.Trainer, "_allreduce_grads")
     replace(_saving, gluon.Parameter, "_reduce")
     replace(_writing, mx.base._LIB, "MXNDArraySave")
     replace(_raising, mx.base, "get_last_ffi_error")

@@ -49,7 +49,7 @@ def constructing(construct: Callable, trainer: gluon.Trainer, *args: Any, **kwar
 
 
 class _Follows(gluon.Trainer):
-    """What a Trainer does besides. Each method goes on to that of the Trainer's own class."""
+    """What a Trainer does besides, behind the methods of a subclass of a program's, as if MXNet's did it."""
 
     def _init_kvstore(self) -> None:
         """Before the first step: the layers may have got their store since the Trainer was made. The Trainer sees the
@@ -70,6 +70,21 @@ class _Follows(gluon.Trainer):
             for text in _surprises(self):
                 warnings.warn(text, stacklevel=3)
             _tell_who_meets(self._params)
+
+    def _allreduce_grads(self) -> None:
+        """A store of processes gets the gradients of a step together. MXNet gives them one by one, without an end."""
+        devices.settle_gradients(self._params)
+        store = self._kvstore
+        if isinstance(store, ProcessStore):
+            if self in _to_compare:
+                _compare_beginning(self, store)
+                _to_compare.remove(self)
+            gradients = {p.name: p.list_grad() for p in _in_order(self) if p.grad_req != "null"}
+            store.add_gradients(self, gradients, update_of(self) + _loaded(self))
+            _summed_for[self] = self._optimizer.rescale_grad
+        else:
+            with _gated(self) if self._update_on_kvstore else nullcontext():  # the store updates while it adds
+                super()._allreduce_grads()
 
     def _update(self, *args: Any, **kwargs: Any) -> None:
         """``update`` comes after ``allreduce_grads``, whose sums are there before anybody knows what they will be
@@ -92,14 +107,15 @@ class _Follows(gluon.Trainer):
 
 @functools.lru_cache(maxsize=None)
 def _following(cls: Type[gluon.Trainer]) -> Type[gluon.Trainer]:
-    return type(cls.__name__, (_Follows, cls), {"__doc__": cls.__doc__, "__module__": cls.__module__})
+    bases = (_Follows, cls) if cls is gluon.Trainer else (cls, _Follows)
+    return type(cls.__name__, bases, {"__doc__": cls.__doc__, "__module__": cls.__module__, "_own_class": cls})
 
 
 def release() -> None:
     """Gives Trainers their own classes again."""
     for trainer in list(session.trainers):
         if isinstance(trainer, _Follows):
-            trainer.__class__ = type(trainer).__bases__[1]
+            trainer.__class__ = trainer._own_class
 
 
 _connected: weakref.WeakSet[gluon.Trainer] = weakref.WeakSet()
@@ -178,22 +194,6 @@ def _in_order(trainer: gluon.Trainer) -> List[gluon.Parameter]:
     if trainer not in _order:
         _order[trainer] = sorted(range(len(trainer._params)), key=lambda at: numbered(trainer._params[at].name))
     return [trainer._params[at] for at in _order[trainer]]
-
-
-def adding(add: Callable, trainer: gluon.Trainer) -> None:
-    """A store of processes gets the gradients of a step together. MXNet gives them one by one, without an end."""
-    devices.settle_gradients(trainer._params)
-    store = trainer._kvstore
-    if isinstance(store, ProcessStore):
-        if trainer in _to_compare:
-            _compare_beginning(trainer, store)
-            _to_compare.remove(trainer)
-        gradients = {p.name: p.list_grad() for p in _in_order(trainer) if p.grad_req != "null"}
-        store.add_gradients(trainer, gradients, update_of(trainer) + _loaded(trainer))
-        _summed_for[trainer] = trainer._optimizer.rescale_grad
-    else:
-        with _gated(trainer) if trainer._update_on_kvstore else nullcontext():  # the store updates while it adds
-            add(trainer)
 
 
 #: Of a parameter in a step.

@@ -3,10 +3,13 @@
 import inspect
 from types import FunctionType
 
+import pytest
+from mxnet import gluon
 from mxnet.base import _LIB
 
 from gluon_syncbn import SyncBatchNorm
 from gluon_syncbn.mxnet_side import patches
+from gluon_syncbn.training import devices
 
 
 def test_install_and_remove():
@@ -37,3 +40,23 @@ def test_arguments():
         if not name.startswith("_"):
             own = [given.pop("self")] if "self" in given else []
             inspect.signature(around).bind(original, *own, **given)
+
+
+def test_a_trainer_of_a_programs_own():
+    """Its methods come first, and ours stand in front of MXNet's."""
+
+    class Own(gluon.Trainer):
+        def _allreduce_grads(self):
+            called.append("own")
+            super()._allreduce_grads()
+
+    called, layer = [], SyncBatchNorm(in_channels=1)
+    layer.initialize()
+    trainer = Own(layer.collect_params(), "sgd")
+    assert isinstance(trainer, Own) and (type(trainer).__name__, type(trainer).__module__) == ("Own", __name__)
+    of_mxnet = gluon.Trainer._allreduce_grads
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "settle_gradients", lambda _: called.append("ours"))
+        patch.setattr(gluon.Trainer, "_allreduce_grads", lambda self: called.append("MXNet's") or of_mxnet(self))
+        trainer.allreduce_grads()
+    assert called == ["own", "ours", "MXNet's"]
