@@ -45,6 +45,7 @@ import functools as _functools
 import typing as _typing
 
 from . import contrastive, parallel, symbol
+from ._native import StepError
 from .layer import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd
 from .mxnet_side import lifetime as _lifetime
 from .mxnet_side import patches as _patches
@@ -69,6 +70,7 @@ for _module in (contrastive, parallel, symbol):  # `dir` shows their public name
 
 __all__ = [
     "ShuffleBatchNorm",
+    "StepError",
     "SyncBatchNorm",
     "SyncBatchNormAdd",
     "__version__",

@@ -98,6 +98,16 @@ _GIVEN: Dict[str, Any] = {
 }
 #: Their results may be -1.
 _UNCHECKED = {"issue_on", "tape_end"}
+_OF_STEPS = {"bytes_of", "sum"}  # a step of the job has failed if they do
+
+
+class StepError(MXNetError):
+    """A step has failed: a replica or a process was late, has failed, or has called something else.
+
+    The text says who and why. No weight has changed. ``autograd.record()`` begins a new step; a job of processes ends.
+    """
+
+    __module__ = __package__ or ""  # where users find it
 
 
 def _type(text: str, known: Dict[str, Any]) -> Any:
@@ -116,6 +126,7 @@ def _load() -> ctypes.CDLL:
             function = core._FuncPtr(ctypes.c_void_p.in_dll(core, f"syncbn_{name}").value or 0)
             function.restype = _type(result, _RESULTS)
             function.argtypes = [_type(one.rpartition(" ")[0], _GIVEN) for one in given]
+            function.raises = StepError if name in _OF_STEPS else MXNetError  # type: ignore[attr-defined]
             if name not in _UNCHECKED:
                 function.errcheck = _READ.get(result, _checked)
             setattr(core, f"syncbn_{name}", function)
@@ -130,7 +141,7 @@ def _load() -> ctypes.CDLL:
 
 def _checked(result: Any, function: Any, given: Any) -> Any:
     if result is None or result == -1:
-        raise MXNetError(_core.syncbn_problem())
+        raise function.raises(_core.syncbn_problem())
     return result.decode(errors="replace") if isinstance(result, bytes) else result
 
 

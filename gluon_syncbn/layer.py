@@ -206,10 +206,11 @@ class SyncBatchNorm(nn.BatchNorm):
         training call, if ``group_size`` does not divide the number of devices, or ``groups`` names other replicas. Also
         there, if the parameters are twice on a context, ``num_devices`` is not the number of contexts, or there are
         fewer than two slots to shuffle. Also if parameters are put on a GPU for which MXNet has no code.
+    StepError
+        Reading a result raises it if a replica is late or has failed. The text names the layer, who arrived and who is
+        missing. A backward with ``inplace`` raises it if the error of ``xhat`` may exceed 1/32 of a standard deviation.
     MXNetError
-        A training call raises it for a mask of another shape. Reading a result raises it if a replica is late, has
-        another number of channels or has failed. The text names the layer, who arrived and who is missing. A backward
-        with ``inplace`` raises it if the error of ``xhat`` may exceed 1/32 of a standard deviation.
+        A training call raises it for a mask of another shape, or another number of channels.
 
     Warns
     -----

@@ -338,13 +338,13 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
     def exchange(self, what: str, parts: Sequence[np.ndarray], equal: bool) -> List[np.ndarray]:
         """Returns the arrays of all processes under a name that all use once, in the order of the ranks.
 
-        ``parts`` has one for each rank, or one for all. `MXNetError`: a process is late, has failed, or has an array of
+        ``parts`` has one for each rank, or one for all. `StepError`: a process is late, has failed, or has an array of
         another shape or type where it has to be ``equal``. After that, nothing is exchanged any more.
         """
         messages = [_head_of(part) + b"\n" + part.tobytes() for part in parts]
         try:
             found = _native.bytes_of(self.handle, self.num_workers, _hash(what.encode()), what, messages)
-        except mx.MXNetError as error:
+        except _native.StepError as error:
             self.fail(str(error))
             raise
         arrays = []
@@ -365,7 +365,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
 
     def _give_up(self, reason: str) -> NoReturn:
         self.fail(reason)
-        raise mx.MXNetError(reason)
+        raise _native.StepError(reason)
 
     def tell_all(self, what: str, ours: Any) -> List[Any]:
         """Returns what each process tells, in the order of the ranks: all that JSON takes."""

@@ -87,7 +87,8 @@ class _Scope(autograd._RecordingStateScope):
 
 def _raising(make: Callable) -> Exception:
     error = make()
-    steps.failure_seen(error)
+    if steps.failure_seen(error) and type(error) is mx.MXNetError:  # a ValueError of an argument stays one
+        return _native.StepError(str(error))
     return error
 
 

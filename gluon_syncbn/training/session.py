@@ -188,7 +188,7 @@ def configure(
         ``kvstore=`` then adds its gradients there, also one of a net without such a layer. ``kvstore=None`` makes a
         Trainer of one process, ``kvstore='device'`` one of several devices of it.
     timeout : float
-        Seconds that a replica waits for the others, initially 300. Then the step fails with an `MXNetError`
+        Seconds that a replica waits for the others, initially 300. Then the step fails with a `StepError`
         that names the layer, who arrived and who is missing.
     seed : int
         The seed of the permutations of mode ``'shuffle'``, from 0 to 2**64 - 1, initially 0. Each layer draws a new
@@ -199,7 +199,7 @@ def configure(
         ``'propagate'``, the default: the running statistics become NaN or Inf too, as in plain BatchNorm. ``'skip'``:
         the running statistics leave the batch out on all devices that share the statistic. One warning names layer,
         replica and value. Outputs and gradients are unchanged, so skip the optimizer's update yourself. ``'error'``:
-        the step ends in an `MXNetError` with that text, and nothing is updated. The check uses sums that exist anyway.
+        the step ends in a `StepError` with that text, and nothing is updated. The check uses sums that exist anyway.
 
     Raises
     ------
@@ -226,7 +226,7 @@ def kvstore(name: Literal["mpi", "horovod", "dist_sync"], *, gpus: Optional[Lite
     take its name, too.
 
     The processes must build and initialise the same net; Gluon's names may differ. If a process ends, hangs or fails,
-    the step of all processes ends in an `MXNetError` that names the layer and the rank. The job ends too.
+    the step of all processes ends in a `StepError` that names the layer and the rank. The job ends too.
 
     Parameters
     ----------

@@ -83,13 +83,13 @@ def errors_of(arrays: Iterable[Any]) -> Dict[int, mx.MXNetError]:
 
 
 def tell() -> None:
-    """MXNetError: the step has failed, and the caller may not know of it, because no exception is being handled, and
+    """StepError: the step has failed, and the caller may not know of it, because no exception is being handled, and
     none went through a scope or a reader. It comes once.
     """
     reason = _native.failure()
     if reason and reason != session.raised and sys.exc_info()[0] is None:
         session.raised = reason
-        raise mx.MXNetError(reason)
+        raise _native.StepError(reason)
 
 
 def reset() -> None:
@@ -160,7 +160,7 @@ def scope_left(kind: Optional[type], value: Any) -> None:
     if kind is None or issubclass(kind, (StopIteration, GeneratorExit)):
         if ended:  # ended by another thread, whose replicas have met this thread's replicas
             session.raised = ended
-            raise mx.MXNetError(ended)
+            raise _native.StepError(ended)
     elif current:  # else another thread has begun a new step since then
         break_off(f"{kind.__name__} left the recorded step ({value})")
         failure_seen(value)
@@ -176,8 +176,9 @@ def break_off(what: str) -> None:
     session.tell_others(session.raised)
 
 
-def failure_seen(error: BaseException) -> None:
-    """Notes an error that reaches the program. If it is the step's failure, the next step does not report it."""
+def failure_seen(error: BaseException) -> bool:
+    """Whether an error that reaches the program is the step's failure. Then the next step does not report it."""
     reason = _native.failure()
-    if reason and reason in str(error):
-        session.raised = reason
+    seen = bool(reason) and reason in str(error)
+    session.raised = reason if seen else session.raised
+    return seen

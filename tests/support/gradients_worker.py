@@ -396,7 +396,7 @@ def fails(spoil):
     try:
         net[1].weight.grad(OWN[0]).asnumpy()
         step()
-    except mx.MXNetError as error:
+    except gluon_syncbn.StepError as error:
         report(kv.rank, since, error)
         wait_for([r for r in range(kv.num_workers) if SPOILS[sys.argv[1]][1] or r != 1])
         raise SystemExit(3) from None

@@ -65,7 +65,7 @@ def reporting(others=()):
     since = time.monotonic()
     try:
         yield
-    except mx.MXNetError as error:
+    except gluon_syncbn.StepError as error:
         report(kv.rank, since, error)
         wait_for(others)
         raise SystemExit(3) from None
@@ -385,7 +385,7 @@ def a_batch_that_is_not_finite():
     since = time.monotonic()
     try:
         forward(spoil=True)
-    except mx.MXNetError as error:
+    except gluon_syncbn.StepError as error:
         report(kv.rank, since, error)
         gluon_syncbn.reset()  # tells the others, as the end does
         if CONTEXTS[0].device_type == "cpu":  # on GPUs the others hear of it in their next step
