@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import numbers
 import sys
 import warnings
@@ -189,6 +190,8 @@ class SyncBatchNorm(nn.BatchNorm):
     ----------
     mode, virtual_devices, group_size, groups, num_devices, timeout, activation, slope, inplace, running_variance
         As given. Without ``'leaky'``, ``slope`` is None.
+    kvstore
+        The name of the KVStore that was given, or None.
 
     Inputs
         - **data**: of ``mx.nd`` or ``mx.np``, 2 to 5 dimensions; float16 or, on CPUs, bfloat16 (with float32
@@ -287,6 +290,7 @@ class SyncBatchNorm(nn.BatchNorm):
     group_size = property(lambda self: self._replicas.pooling.group_size)
     groups = property(lambda self: self._replicas.pooling.groups)
     num_devices = property(lambda self: self._replicas.num_devices)
+    kvstore = property(lambda self: self._replicas.exchange and self._replicas.exchange.name)
     timeout = property(lambda self: self._replicas.timeout)
     activation = property(lambda self: self._activation.arguments()["activation"])
     slope = property(lambda self: self._activation.arguments().get("slope"))
@@ -296,6 +300,7 @@ class SyncBatchNorm(nn.BatchNorm):
     def __repr__(self) -> str:
         """Adds those settings to the text of ``nn.BatchNorm`` that a layer need not have."""
         usual = dict(Pooling._field_defaults, activation=None, slope=None, inplace=False, running_variance="biased")
+        usual.update(dict.fromkeys(("num_devices", "kvstore", "timeout")))
         own = {name: getattr(self, name) for name, value in usual.items() if getattr(self, name) != value}
         return f"{super().__repr__()[:-1]}{''.join(f', {name}={value!r}' for name, value in own.items())})"
 
@@ -380,9 +385,18 @@ class SyncBatchNorm(nn.BatchNorm):
         return bool((data.asnumpy() == 0).any())
 
 
-def _taking(construct: Callable[Concatenate[Any, P], None]) -> Callable[[Any], Callable[Concatenate[Any, P], None]]:
-    """Tells type checkers that a constructor takes the arguments of another one."""
-    return lambda own: own
+def _taking(
+    construct: Callable[Concatenate[Any, P], None], **defaults: Any
+) -> Callable[[Any], Callable[Concatenate[Any, P], None]]:
+    """Tells type checkers and ``help`` that a constructor takes the arguments of another one, with other defaults."""
+
+    def taking(own: Any) -> Any:
+        its = inspect.signature(construct)
+        given = [one.replace(default=defaults.get(one.name, one.default)) for one in its.parameters.values()]
+        own.__signature__ = its.replace(parameters=given)
+        return own
+
+    return taking
 
 
 class SyncBatchNormAdd(SyncBatchNorm):
@@ -407,7 +421,7 @@ class SyncBatchNormAdd(SyncBatchNorm):
         - **out**: shape and type of the data.
     """
 
-    @_taking(SyncBatchNorm.__init__)
+    @_taking(SyncBatchNorm.__init__, activation="relu")
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("activation", "relu")
         super().__init__(*args, **kwargs)
@@ -421,7 +435,7 @@ class SyncBatchNormAdd(SyncBatchNorm):
 class ShuffleBatchNorm(SyncBatchNorm):
     """`SyncBatchNorm` with ``mode='shuffle'``, to be passed as ``norm_layer=``. All other arguments are the same."""
 
-    @_taking(SyncBatchNorm.__init__)
+    @_taking(SyncBatchNorm.__init__, mode="shuffle")
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         mode = kwargs.setdefault("mode", "shuffle")
         if not isinstance(mode, str) or mode != "shuffle":

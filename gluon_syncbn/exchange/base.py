@@ -37,8 +37,11 @@ class LayerInfo(NamedTuple):
 class Exchange:
     """Combines the statistics of the replicas. An exception in it becomes the failure of the step, with its text."""
 
-    def __init__(self, handle: _native.Handle) -> None:
-        self.handle = handle
+    _name = ""
+    name = property(lambda self: self._name)  # that `configure` takes
+
+    def __init__(self, handle: _native.Handle, name: str = "") -> None:
+        self.handle, self._name = handle, name
 
     def __deepcopy__(self, memo: Any) -> Exchange:
         return self  # a copy of a layer exchanges as the layer does
@@ -59,7 +62,7 @@ class DeviceExchange(Exchange):
 
     def __init__(self, kvstore: mx.kvstore.KVStoreBase) -> None:
         self.kvstore = kvstore
-        super().__init__(_native.kvstore_exchange(_native.python_exchange(self)))
+        super().__init__(_native.kvstore_exchange(_native.python_exchange(self)), kvstore.type)
         # A store makes the buffers of a key for the contexts of its first sum. CommCPU and CommDevice::Reduce resize
         # `copy_buf` once, and write past its end if a later sum has more contexts.
         self._keys: Dict[Tuple[int, Tuple[mx.Context, ...]], int] = {}  # (length, contexts) -> key

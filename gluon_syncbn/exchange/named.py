@@ -16,7 +16,7 @@ from .store import ProcessStore
 #: KVStore types that add within one process.
 TYPES = ("local", "device")
 #: The native core's own exchanges, for all contexts of a process.
-IN_CORE = {gpus: Exchange(_native.memory_exchange(gpus)) for gpus in ("nccl", "host")}
+IN_CORE = {gpus: Exchange(_native.memory_exchange(gpus), gpus) for gpus in ("nccl", "host")}
 #: The module of each transport, and its class there.
 TRANSPORTS = {"mpi": "MPITransport", "horovod": "HorovodTransport", "dist_sync": "DistSyncTransport"}
 #: The package that a transport needs, and what installs it.

@@ -173,10 +173,11 @@ def configure(
     timeout: float = _UNCHANGED,
     seed: int = _UNCHANGED,
     nonfinite: Literal["propagate", "skip", "error"] = _UNCHANGED,
-) -> None:
-    """Sets defaults for all layers that do not override them, existing layers included.
+) -> Dict[str, Any]:
+    """Sets defaults for all layers that do not override them, existing layers included, and returns all of them.
 
     They reach models that call ``norm_layer`` without ``norm_kwargs``, too. A call that has begun keeps its KVStore.
+    Without arguments, nothing changes.
 
     Parameters
     ----------
@@ -201,6 +202,11 @@ def configure(
         replica and value. Outputs and gradients are unchanged, so skip the optimizer's update yourself. ``'error'``:
         the step ends in a `StepError` with that text, and nothing is updated. The check uses sums that exist anyway.
 
+    Returns
+    -------
+    dict
+        Each argument's value now, the KVStore's as its name.
+
     Raises
     ------
     ValueError
@@ -219,6 +225,12 @@ def configure(
         session.chosen = True
     for change, value in changes:
         change(value)
+    return {
+        "kvstore": session.exchange and session.exchange.name,
+        "timeout": _native.timeout_of(),
+        "seed": int(_native.seed_of()),
+        "nonfinite": NONFINITE[_native.nonfinite_of()],
+    }
 
 
 def kvstore(name: Literal["mpi", "horovod", "dist_sync"], *, gpus: Optional[Literal["host"]] = None) -> ProcessStore:

@@ -1,6 +1,7 @@
 """N devices with the layer are one device with nn.BatchNorm on the concatenated batch."""
 
 import copy
+import inspect
 import json
 import pickle
 import sys
@@ -166,15 +167,18 @@ def test_looks_like_batchnorm():
 
 def test_settings_are_read_and_shown():
     plain = repr(nn.BatchNorm(in_channels=3))[len("BatchNorm(") : -1]
-    assert repr(SyncBatchNorm(in_channels=3, num_devices=2)) == f"SyncBatchNorm({plain})"
+    layer = SyncBatchNorm(in_channels=3, num_devices=2, kvstore="device")
+    assert repr(layer) == f"SyncBatchNorm({plain}, num_devices=2, kvstore='device')"
     given = {"virtual_devices": 4, "groups": [[0, 2], [1]], "activation": "leaky", "slope": 0.2, "timeout": 5.0}
     layer = SyncBatchNorm(in_channels=3, running_variance="unbiased", inplace=True, **given)
     assert repr(layer) == (
         f"SyncBatchNorm({plain}, virtual_devices=4, groups=((0, 2), (1,)), activation='leaky', slope=0.2, "
-        "inplace=True, running_variance='unbiased')"
+        "inplace=True, running_variance='unbiased', timeout=5.0)"
     )
     assert (layer.mode, layer.group_size, layer.num_devices, layer.timeout) == ("sync", None, None, 5.0)
     assert ShuffleBatchNorm(virtual_devices=3).mode == "shuffle" and SyncBatchNormAdd().activation == "relu"
+    for norm, name in ((ShuffleBatchNorm, "mode"), (SyncBatchNormAdd, "activation")):  # as `help` shows it
+        assert inspect.signature(norm).parameters[name].default == getattr(norm(virtual_devices=2), name)
     assert layer.slope == 0.2 and SyncBatchNorm(activation="relu", slope=0.2).slope is None
 
 
