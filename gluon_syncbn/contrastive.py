@@ -325,7 +325,7 @@ class ShuffleSampler(Sampler):
         ------
         ValueError
             If there is no such batch, or it has another number of rows, or the KVStore has other processes.
-        MXNetError
+        StepError, MXNetError
             As in `gather`.
         """
         batch = arguments.whole("batch", batch, 0, len(self) - 1)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Iterator, List, NamedTuple
+from typing import Any, Iterator, List, NamedTuple, Optional, Sequence
 
+from mxnet.context import Context
 from mxnet.gluon import Block, SymbolBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
@@ -23,10 +24,10 @@ _HEADER = ("Layer (type)", "Channels", "Mode", "Slots", "Contexts", "Fused", "St
 
 class Row(NamedTuple):
     layer: str
-    channels: str = ""
-    mode: str = ""
-    slots: str = ""
-    contexts: str = ""
+    channels: Optional[int] = None  # not known yet, or a node of a graph
+    mode: Optional[str] = None
+    slots: Optional[int] = None
+    contexts: Sequence[Context] = ()
     fused: str = ""
     statistics: str = ""
 
@@ -41,8 +42,9 @@ class Summary(List[Row]):
     stores: List[str]
 
     def __str__(self) -> str:
-        widths = [max(map(len, column)) for column in zip(_HEADER, *self)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (_HEADER, *self)]
+        texts = [_HEADER, *([str(cell or "-") for cell in row] for row in self)]
+        widths = [max(map(len, column)) for column in zip(*texts)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in texts]
         long = max(map(len, lines))
         stores = [f"Processes: {store}" for store in self.stores]
         return "\n".join(["-" * long, lines[0], "=" * long, *lines[1:], "=" * long, repr(self), *stores, "-" * long])
@@ -53,8 +55,8 @@ class Summary(List[Row]):
         return f"Layers of batch normalisation: {len(of_batches)}, synchronised: {synchronised}"
 
 
-def summary(net: Block) -> Summary:
-    """Prints every normalisation layer of a network, and whether its statistics are synchronised, with the reason.
+def summary(net: Block, *, show: bool = True) -> Summary:
+    """Returns every normalisation layer of a network, and whether its statistics are synchronised, with the reason.
 
     A layer that uses its own statistics, for example on a single context, is *plain*. *Fused* are the operations that a
     layer computes as well: its activation, or the operators that ``convert(fuse=True)`` absorbed, once its graph is
@@ -67,20 +69,24 @@ def summary(net: Block) -> Summary:
     ----------
     net : gluon.Block
         A network or a single layer.
+    show : bool
+        Whether to print the table.
 
     Returns
     -------
     list of Row
-        A row for each layer, with ``layer``, ``channels``, ``mode``, ``slots``, ``contexts``, ``fused`` and
-        ``statistics`` as texts, and ``synchronised``. ``str`` of the list is the printed table.
+        A row for each layer: the texts ``layer``, ``fused`` and ``statistics``, the list ``contexts``, and
+        ``synchronised``. Where they are known, also the numbers ``channels`` and ``slots``, and the text ``mode``, else
+        None. ``str`` of the list is the table.
 
     Raises
     ------
     ValueError
-        If ``net`` is not a Gluon block.
+        If an argument is not as described above.
     """
     rows = _summarised(net)
-    print(rows)
+    if arguments.flag("show", show):
+        print(rows)
     return rows
 
 
@@ -141,7 +147,7 @@ def _rows(block: Block) -> Iterator[Row]:
         )
         if keeps_x:
             fused += ", " * bool(fused) + "not in place, because gamma begins at 0"
-        yield _row(block, _statistics(block), mode=mode, slots=str(replicas.pooling.virtual_devices), fused=fused)
+        yield _row(block, _statistics(block), mode=mode, slots=replicas.pooling.virtual_devices, fused=fused)
     elif blocks.is_batch_norm(block):
         whose = "contrib's" if type(block) is ContribSyncBatchNorm else "BatchNorm"
         reason = blocks.difference(block) or f"it is {whose}; convert(net) changes it"
@@ -175,11 +181,11 @@ def _statistics(layer: SyncBatchNorm) -> str:
     return SYNCHRONISED
 
 
-def _row(block: Any, statistics: str, **cells: str) -> Row:
+def _row(block: Any, statistics: str, **cells: Any) -> Row:
     """Returns the row of a layer, which has a gamma."""
-    shape, contexts = block.gamma.shape, " ".join(map(str, _contexts(block))) or "-"
-    channels = str((shape and shape[0]) or "?")
-    return Row(f"{block.name} ({type(block).__name__})", channels, contexts=contexts, statistics=statistics, **cells)
+    channels = (block.gamma.shape or [0])[0] or None
+    name = f"{block.name} ({type(block).__name__})"
+    return Row(name, channels, contexts=_contexts(block), statistics=statistics, **cells)
 
 
 def _contexts(block: Any) -> List[Any]:

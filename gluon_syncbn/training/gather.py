@@ -53,9 +53,10 @@ def gather(features: Any, *, name: str = "gather", kvstore: Any = None) -> Any:
     ------
     ValueError
         If an argument has a wrong type or value. The text names the argument, its value and the expected ones.
+    StepError
+        If another process is late, has failed, or has rows of another shape or type. The text names its rank.
     MXNetError
-        If another process is late, has failed, or has rows of another shape or type. The text names its rank. Between
-        processes, also within `join` and within a block of `checkpoint`.
+        Between processes, within `join` and within a block of `checkpoint`.
     """
     listed = isinstance(features, (list, tuple))
     arrays = list(features) if listed else [features]
@@ -106,7 +107,7 @@ def _of_all_processes(own: nd.NDArray, name: str, store: ProcessStore) -> nd.NDA
     kinds = [f"rows of shape {rows.shape[1:]} and type {rows.dtype}" for rows in everyone]
     for rank, kind in enumerate(kinds):
         if kind != kinds[store.rank]:
-            raise mx.MXNetError(
+            raise _native.StepError(
                 f"{title}: rank {store.rank} came with {kinds[store.rank]}, rank {rank} with {kind}. "
                 "All processes need rows of one shape and type."
             )

@@ -18,7 +18,8 @@ from gluon_syncbn.mxnet_side import blocks
 def rows(capsys, net):
     """{layer: the cells behind it}, and the last count."""
     said = summary(net)
-    assert capsys.readouterr().out == f"{said}\n"
+    assert capsys.readouterr().out == f"{said}\n" and summary(net, show=False) == said
+    assert not capsys.readouterr().out
     lines = str(said).splitlines()
     assert repr(said) == lines[-2] and [row.layer for row in said] == [re.split("  +", x)[0] for x in lines[3:-3]]
     assert [set(line) for line in (lines[0], lines[2], lines[-3], lines[-1])] == [{"-"}, {"="}, {"="}, {"-"}]
@@ -47,31 +48,43 @@ def test_every_normalisation_layer_has_a_row(contexts, capsys):
     net.add(*made.values(), nn.Dense(3), made["sync_"])
     net.initialize(ctx=contexts[:2])
     got, count = rows(capsys, net)
-    both, alone = "cpu(0) cpu(1)", "plain, because each group has one device"
+    both, alone = "[cpu(0), cpu(1)]", "plain, because each group has one device"
     assert got == {
-        "sync (SyncBatchNorm)": ["3", "sync", "1", both, "synchronised"],
-        "groups (SyncBatchNorm)": ["?", "sync, groups of 2", "4", both, "synchronised"],
-        "alone (SyncBatchNorm)": ["3", "sync, groups of 1", "1", both, alone],
-        "named (SyncBatchNorm)": ["3", "sync, 2 named groups", "1", both, alone],
-        "local (SyncBatchNorm)": ["3", "local", "1", both, "plain, because mode 'local' shares nothing"],
-        "frozen (SyncBatchNorm)": ["3", "sync", "1", both, "plain, because it is frozen: use_global_stats"],
-        "plain (BatchNorm)": ["3", both, "plain, because it is BatchNorm; convert(net) changes it"],
-        "contrib (SyncBatchNorm)": ["3", both, "plain, because it is contrib's; convert(net) changes it"],
-        "own (Own)": ["3", both, "plain, because it has a forward of its own"],
-        "each (InstanceNorm)": ["3", both, "plain, because it normalises each sample by itself"],
+        "sync (SyncBatchNorm)": ["3", "sync", "1", both, "-", "synchronised"],
+        "groups (SyncBatchNorm)": ["-", "sync, groups of 2", "4", both, "-", "synchronised"],
+        "alone (SyncBatchNorm)": ["3", "sync, groups of 1", "1", both, "-", alone],
+        "named (SyncBatchNorm)": ["3", "sync, 2 named groups", "1", both, "-", alone],
+        "local (SyncBatchNorm)": ["3", "local", "1", both, "-", "plain, because mode 'local' shares nothing"],
+        "frozen (SyncBatchNorm)": ["3", "sync", "1", both, "-", "plain, because it is frozen: use_global_stats"],
+        "plain (BatchNorm)": ["3", "-", "-", both, "-", "plain, because it is BatchNorm; convert(net) changes it"],
+        "contrib (SyncBatchNorm)": [
+            "3",
+            "-",
+            "-",
+            both,
+            "-",
+            "plain, because it is contrib's; convert(net) changes it",
+        ],
+        "own (Own)": ["3", "-", "-", both, "-", "plain, because it has a forward of its own"],
+        "each (InstanceNorm)": ["3", "-", "-", both, "-", "plain, because it normalises each sample by itself"],
     }
     assert count == "Layers of batch normalisation: 9, synchronised: 2"
+    for row in summary(net, show=False)[::8]:
+        layer = made[row.layer.split()[0] + "_"]
+        ours = isinstance(layer, SyncBatchNorm)
+        assert (row.channels, row.contexts, row.synchronised) == (3, contexts[:2], ours)
+        assert (row.mode, row.slots) == (("sync", 1) if ours else (None, None))
 
 
 def test_before_it_is_initialised_and_on_one_context(contexts, capsys):
     layer = SyncBatchNorm(prefix="sync_")
     said, count = rows(capsys, layer)
-    assert said == {"sync (SyncBatchNorm)": ["?", "sync", "1", "-", "not known before it is initialised"]}
+    assert said == {"sync (SyncBatchNorm)": ["-", "sync", "1", "-", "-", "not known before it is initialised"]}
     assert count.endswith("1, synchronised: 0")
     layer.initialize(ctx=contexts[0])
     layer(nd.ones((2, 3)))
     said, count = rows(capsys, layer)
-    assert said["sync (SyncBatchNorm)"] == ["3", "sync", "1", "cpu(0)", "plain, because it has one replica"]
+    assert said["sync (SyncBatchNorm)"] == ["3", "sync", "1", "[cpu(0)]", "-", "plain, because it has one replica"]
     assert count.endswith("1, synchronised: 0")
 
 

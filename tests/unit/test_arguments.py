@@ -217,7 +217,10 @@ CALLS = {
         {"net": "net", "select": "select", "active": "flag"},
     ),
     "revert": (gluon_syncbn.revert, {"net": "net"}),
-    "summary": (gluon_syncbn.summary, {"net": "net"}),
+    "summary": (
+        lambda **kwargs: gluon_syncbn.summary(**{"net": nn.BatchNorm(), **kwargs}),
+        {"net": "net", "show": "flag"},
+    ),
     "assert_synchronised": (gluon_syncbn.assert_synchronised, {"net": "net"}),
     **{
         name: (
