@@ -208,50 +208,6 @@ def test_the_slope_is_that_of_float64(contexts, rng, kind, way):
     np.testing.assert_allclose(y.asnumpy(), np.where(z > 0, z, SLOPE * z), rtol=0, atol=1e-13)
 
 
-def unguarded(layer, x, addend):
-    """The operator without the copies around it, which hide from it what is asked for; as on a GPU."""
-    states = layer.running_mean.data(x.ctx), layer.running_var.data(x.ctx)
-    attributes = {"axis": 1, "eps": "1e-3", "momentum": "0.9", "fix_gamma": 0, "unbiased": 0, "on_cpus": 1}
-    return nd.Custom(
-        x, layer.gamma.data(x.ctx), layer.beta.data(x.ctx), addend, *states, op_type="gluon_syncbn",
-        layer=layer._replicas.token, node=-1, adds=1, fuses=0,
-        **layer._activation.attributes(), **attributes,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("req", ["write", "add"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_operator_does_what_is_asked_for(case, contexts, activation, req):
-    batch, addends = case(1)
-    layer = prepare(make(True, **ACTIVATIONS[activation]), batch, contexts[:1], "float64")
-    x, addend = nd.array(batch.shards[0], dtype="float64"), nd.array(addends[0], dtype="float64")
-    for array in (x, addend):
-        array.attach_grad(req)
-        array.grad[:] = 0.5
-    with autograd.record():
-        y = unguarded(layer, x, addend)
-    y.backward(nd.array(batch.heads[0], dtype="float64"))
-    outputs, gradients = expected(layer, batch, addends, use_global_stats=False)
-    before = 0.5 if req == "add" else 0
-    np.testing.assert_allclose(y.asnumpy(), outputs[0], atol=1e-11)
-    np.testing.assert_allclose(x.grad.asnumpy(), before + gradients.dxs[0], atol=1e-10)
-    np.testing.assert_allclose(addend.grad.asnumpy(), before + gradients.daddends[0], atol=1e-10)
-
-
-def test_a_failed_operator_leaves_nothing_plausible(case, contexts):
-    batch, addends = case(2)
-    layer = prepare(make(True, timeout=2), batch, contexts[:2], "float64")
-    xs, others = on_devices(batch.shards, contexts, "float64"), on_devices(addends, contexts, "float64")
-    for other in others:
-        other.attach_grad()
-    with autograd.record():
-        ys = [unguarded(layer, x, other) for x, other in zip(xs, others)]
-    ys[0].backward()
-    with pytest.raises(mx.MXNetError, match=layer.name):
-        nd.waitall()
-    assert np.isnan(others[0].grad.asnumpy()).all()
-
-
 @pytest.mark.on_gpus
 @pytest.mark.parametrize("adds, behind", CASES)
 def test_prediction_and_frozen_statistics(case, contexts, adds, behind):
@@ -388,21 +344,3 @@ def test_is_exported_as_plain_operators(contexts, tmp_path, activation):
     assert "gluon_syncbn" not in (tmp_path / "net-symbol.json").read_text()
     loaded = nn.SymbolBlock.imports(str(tmp_path / "net-symbol.json"), "data", str(tmp_path / "net-0000.params"))
     np.testing.assert_allclose(loaded(x).asnumpy(), want, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_in_a_recorded_graph(case, contexts, activation):
-    """Opened, the nodes are the layers that they were; reverted, plain ones."""
-    net = End(**ACTIVATIONS[activation])
-    data = mx.sym.var("data", dtype="float32")
-    block = nn.SymbolBlock(net(data), data, params=net.collect_params())
-    block.initialize(ctx=contexts[:1])
-    x = 8 * nd.random.normal(shape=(2, 3, 4, 5))
-    with autograd.record():
-        want = block(x).asnumpy()
-    convert(block)  # makes layers of what stands in it
-    with autograd.record():
-        np.testing.assert_array_equal(block(x).asnumpy(), want)
-    revert(block)
-    with autograd.record():
-        np.testing.assert_allclose(block(x).asnumpy(), want, rtol=1e-4, atol=1e-5)

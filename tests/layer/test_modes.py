@@ -9,9 +9,10 @@ import mxnet as mx
 import numpy as np
 import pytest
 from environments import ended
+from masks import make_masks, masked_step
 from mxnet import autograd, nd
 from mxnet.gluon import nn
-from poolings import POOLINGS, beside_random_cases, fits, permutation, specification
+from poolings import POOLINGS, filled_slots, fits, permutation, specification
 from replicas import (
     ON_CPUS,
     WAYS,
@@ -32,17 +33,32 @@ from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, _native, reference
 # ---- numbers -----------------------------------------------------------------------------------------------
 
 
-@beside_random_cases
-@pytest.mark.parametrize("pooling", POOLINGS)
-def test_equals_the_specification(contexts, rng, pooling, way, dtype):
+#: tests/layer/test_random_cases.py draws the ways and the types, but for bfloat16, up to 4 replicas and 4 slots.
+BESIDE_RANDOM_CASES = [
+    pytest.param("eager", "float64", marks=pytest.mark.on_gpus),
+    pytest.param("static_shape", "float16", marks=pytest.mark.on_gpus),
+    *((way, "bfloat16") for way in ("eager", "hybrid") if "bfloat16" in ON_CPUS),
+]
+
+
+@pytest.mark.parametrize("way, dtype", BESIDE_RANDOM_CASES)
+@pytest.mark.parametrize("pooling", ["sync", *POOLINGS])
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+def test_equals_the_specification(contexts, rng, masked, pooling, way, dtype):
+    settings = POOLINGS.get(pooling, {})
     for replicas in (1, 2, 3, 4, 8):
-        if not fits(POOLINGS[pooling], replicas) or replicas > len(contexts):
+        if not fits(settings, replicas) or replicas > len(contexts):
             continue
         batch = make_batch(rng, replicas, dtype=dtype)
-        layer = SyncBatchNorm(in_channels=5, **POOLINGS[pooling])
-        prepare(layer, batch, contexts[:replicas], dtype, WAYS[way])
-        got = step(layer, batch, contexts, dtype)
-        want = specification(layer, batch, node=-1 if way == "eager" else 0)
+        masks = make_masks(rng, batch) if masked else None
+        if masked and replicas == 4:
+            masks[1] *= 0
+        slots = filled_slots(masks, settings.get("virtual_devices", 1)) if masked else 2
+        if settings.get("mode") == "shuffle" and slots < 2:
+            continue
+        layer = prepare(SyncBatchNorm(in_channels=5, **settings), batch, contexts[:replicas], dtype, WAYS[way])
+        got = masked_step(layer, batch, masks, contexts, dtype) if masked else step(layer, batch, contexts, dtype)
+        want = specification(layer, batch, node=-1 if way == "eager" else 0, masks=masks)
         assert_same(got, want, ON_CPUS[dtype])
 
 
@@ -72,18 +88,6 @@ def test_local_waits_for_nobody(contexts, rng, pooling):
             y.asnumpy()
     y.backward()
     assert np.isfinite(layer.gamma.grad(contexts[1]).asnumpy()).all()
-
-
-@pytest.mark.parametrize("kvstore", ["device", "local"])
-@pytest.mark.parametrize("pooling", ["groups of 2", "shuffle", "shuffle, 2 slots", "local, 2 slots"])
-def test_kvstore_gives_the_same_numbers(contexts, rng, pooling, kvstore):
-    batch = make_batch(rng, 4)
-    layer = SyncBatchNorm(in_channels=5, kvstore=kvstore, **POOLINGS[pooling])
-    prepare(layer, batch, contexts[:4], "float64")
-    for _ in range(2):
-        got = step(layer, batch, contexts, "float64")
-    want = specification(layer, batch, call=1)
-    assert_same(got._replace(running_mean=[], running_var=[]), want._replace(running_mean=[], running_var=[]), 1e-11)
 
 
 # ---- the permutation ---------------------------------------------------------------------------------------
@@ -272,35 +276,6 @@ def test_named_groups_and_fewer_devices(contexts, rng):
         with gluon_syncbn.devices(contexts[:2]):
             step(layer, make_batch(rng, 2), contexts, "float64")
     assert_same(step(layer, batch, contexts, "float64"), specification(layer, batch), 1e-11)
-
-
-def make_net(**settings):
-    net = nn.HybridSequential(prefix="net_")
-    with net.name_scope():
-        for channels in (6, 8):
-            net.add(nn.Conv2D(channels, 3, padding=1), SyncBatchNorm(**settings), nn.Activation("tanh"))
-    return net
-
-
-@pytest.mark.parametrize("settings", [{}, {"virtual_devices": 4}], ids=str)
-def test_convert_and_back(contexts, rng, settings, tmp_path):
-    net = gluon_syncbn.revert(make_net())
-    net.initialize(mx.init.Xavier(), ctx=contexts[:2])
-    x = on_devices(np.split(rng.randn(8, 3, 6, 6), 2), contexts, "float32")
-    before = net(x[0]).asnumpy()
-    assert gluon_syncbn.convert(net, norm_layer=ShuffleBatchNorm, **settings) is net
-    assert [type(net[i]) for i in (1, 4)] == [ShuffleBatchNorm] * 2
-    np.testing.assert_array_equal(net(x[0]).asnumpy(), before)
-    with autograd.record():
-        ys = [net(part) for part in x]
-    autograd.backward(ys)
-    net.save_parameters(str(tmp_path / "net.params"))
-    gluon_syncbn.revert(net)
-    assert type(net[1]) is nn.BatchNorm
-    net.load_parameters(str(tmp_path / "net.params"))  # Gluon saves the mean over the devices
-    other = make_net(mode="local")
-    other.load_parameters(str(tmp_path / "net.params"), ctx=contexts[:2])
-    np.testing.assert_allclose(other(x[0]).asnumpy(), net(x[0]).asnumpy(), rtol=0, atol=1e-6)
 
 
 def test_convert_changes_all_layers_or_none(contexts):

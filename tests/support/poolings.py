@@ -1,9 +1,8 @@
 """Every way of pooling, and what a layer computes with it: gluon_syncbn.reference on the batch of a test."""
 
 import numpy as np
-import pytest
 from permutations import derangement
-from replicas import ON_CPUS, Result
+from replicas import Result
 
 from gluon_syncbn import reference
 
@@ -22,17 +21,6 @@ POOLINGS = {
     "shuffle, 2 slots": {"mode": "shuffle", "virtual_devices": 2},
     "shuffle, 8 slots": {"mode": "shuffle", "virtual_devices": 8},
 }
-
-
-#: tests/layer/test_random_cases.py draws the ways and the types, but for bfloat16, up to 4 replicas and 4 slots.
-beside_random_cases = pytest.mark.parametrize(
-    "way, dtype",
-    [
-        pytest.param("eager", "float64", marks=pytest.mark.on_gpus),
-        pytest.param("static_shape", "float16", marks=pytest.mark.on_gpus),
-        *((way, "bfloat16") for way in ("eager", "hybrid") if "bfloat16" in ON_CPUS),
-    ],
-)
 
 
 def fits(pooling, replicas):
