@@ -102,35 +102,6 @@ def test_a_process_without_this_package_predicts_the_same(contexts, rng, tmp_pat
     assert ran.returncode == 0, ran.stderr
 
 
-def test_it_is_the_file_that_a_reverted_net_writes(contexts, rng, tmp_path):
-    net = trained(body(SyncBatchNorm), contexts[:2], contexts[:2], rng)
-    net.export(str(tmp_path / "net"))
-    revert(net)(nd.ones((1, 3, 7, 7)))
-    net.export(str(tmp_path / "reverted"))
-    written, want = (mx.sym.load(str(tmp_path / f"{name}-symbol.json")) for name in ("net", "reverted"))
-
-    def described(symbol):
-        """Nodes by name: operator, inputs by name, and attributes, but that which says what was synchronised. MXNet
-        takes those that are left out as it would.
-        """
-        usual = ("use_global_stats", "False"), (SYNCHRONISED, '{"mode": "sync", "virtual_devices": 1}')
-        nodes = json.loads(symbol.tojson())["nodes"]
-        return {
-            node["name"]: (
-                node["op"],
-                [nodes[number]["name"] for number, *_ in node["inputs"]],
-                {k: v for k, v in node.get("attrs", {}).items() if (k, v) not in usual},
-            )
-            for node in nodes
-        }
-
-    assert described(written) == described(want)
-    arrays, expected = (nd.load(str(tmp_path / f"{name}-0000.params")) for name in ("net", "reverted"))
-    assert set(arrays) == set(expected)
-    for name, array in arrays.items():
-        np.testing.assert_array_equal(array.asnumpy(), expected[name].asnumpy(), err_msg=name)
-
-
 def test_a_net_without_the_layer_is_exported_as_ever(contexts, rng, tmp_path):
     net = nn.HybridSequential()
     net.add(nn.BatchNorm(in_channels=3), nn.HybridLambda(lambda F, x: F.SwapAxis(x, dim1=1, dim2=1)))

@@ -12,7 +12,7 @@ from mxnet.base import _LIB
 from mxnet.gluon import SymbolBlock, model_zoo, nn
 from replicas import WAYS, forward_and_backward
 
-from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, _native, convert, revert, summary
+from gluon_syncbn import _native, convert, revert, summary
 from gluon_syncbn.mxnet_side.fusion import fused
 from gluon_syncbn.mxnet_side.nodes import json_of, symbol_of
 from gluon_syncbn.mxnet_side.patches import running_graph
@@ -222,27 +222,6 @@ def test_only_what_is_selected_takes_in(contexts):
     convert(net, fuse=True, select=net[0][1].name)
     train(net, contexts[:2], size=10)
     assert recorded(net)["Activation"] == 1
-
-
-@pytest.mark.parametrize("mode", [{"mode": "local"}, {"norm_layer": ShuffleBatchNorm}, {"group_size": 1}])
-def test_in_each_mode(contexts, mode):
-    net = convert(chain(nn.Activation("relu")), fuse=True, **mode)
-    train(net, contexts[:2])
-    assert recorded(net)["Activation"] == 0
-
-
-def test_summary_says_what_was_taken_in(contexts, capsys):
-    net = nn.HybridSequential()
-    net.add(chain(nn.LeakyReLU(0.1)), nn.Conv2D(3, 1, in_channels=4), Residual(relu, both=False))
-    convert(net, fuse=True)
-    summary(net)
-    assert "LeakyReLU" not in capsys.readouterr().out
-    train(net, contexts[:2])
-    summary(net)
-    text = capsys.readouterr().out
-    assert "LeakyReLU(0.1)" in text and "addition, ReLU" in text
-    summary(SyncBatchNorm(activation="relu6"))
-    assert "ReLU6" in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("ignore:Cannot decide type")

@@ -155,9 +155,7 @@ def one_device():
     return fitted(classifier(PLAIN), [mx.cpu(0)])
 
 
-@pytest.mark.parametrize(
-    "count, kvstore", [(1, None), (1, "local"), (2, "local"), (2, "device"), (3, "local"), (3, "device")]
-)
+@pytest.mark.parametrize("count, kvstore", [(1, None), (2, "local"), (3, "device")])
 def test_fit(count, kvstore, contexts, one_device):
     assert_same(fitted(classifier(SyncBatchNorm), contexts[:count], kvstore), one_device)
 
@@ -206,13 +204,6 @@ def test_a_step(given, contexts, rng):
     heads = nd.array(rng.randn(12, 5, 4, 4), dtype="float64")
     got = stepped(SyncBatchNorm, contexts[:3], heads, work_load_list=[3, 1, 2], **given)
     assert_same(got, stepped(PLAIN, contexts[:1], heads, **given))
-
-
-def test_settings_of_the_layer(contexts, rng):
-    """`mode='local'` is plain BatchNorm on each context."""
-    heads = nd.array(rng.randn(12, 5, 4, 4), dtype="float64")
-    got = stepped(lambda *args, **given: SyncBatchNorm(*args, mode="local", **given), contexts[:2], heads)
-    assert_same(got, stepped(PLAIN, contexts[:2], heads))
 
 
 def test_named_groups_of_executors(contexts, rng):
@@ -287,18 +278,6 @@ def test_validation_in_the_middle_of_training(contexts):
         predicted = module.predict(samples(4, 20)).asnumpy()  # the last batch is padded
         assert_same(values_of(module), before, 0)
         return {**train(module, [3]), "score": score, "predicted": predicted}
-
-    assert_same(trained(classifier(SyncBatchNorm), contexts[:2]), trained(classifier(PLAIN), contexts[:1]))
-
-
-def test_validation_between_forward_and_backward(contexts):
-    def trained(symbol, places):
-        module, other = ready(symbol, places), bound(symbol, places, for_training=False)
-        module.forward(batch_of(1), is_train=True)
-        other.forward(batch_of(2))
-        module.backward()
-        module.update()
-        return {**values_of(module), "other": other.get_outputs()[0].asnumpy()}
 
     assert_same(trained(classifier(SyncBatchNorm), contexts[:2]), trained(classifier(PLAIN), contexts[:1]))
 
@@ -524,61 +503,6 @@ def sequence(norm, contexts):
 def test_a_sequence(contexts):
     got, want = (sequence(norm, contexts[:n]) for norm, n in ((SyncBatchNorm, 2), (PLAIN, 1)))
     assert_same(train(got, range(3), "float32"), train(want, range(3), "float32"), 1e-4)
-
-
-def test_two_modules_that_train_each_other(contexts):
-    """As a GAN: the judge trains on what the painter paints and on pictures, then the painter by the judge."""
-
-    def trained(norm, places):
-        paint = mx.sym.Convolution(
-            norm(mx.sym.var("noise"), name="bn", fix_gamma=False), num_filter=3, kernel=(1, 1), name="c"
-        )
-        judge = mx.sym.Convolution(
-            norm(mx.sym.var("data"), name="bn", fix_gamma=False), num_filter=1, kernel=(7, 7), name="c"
-        )
-        judge = mx.sym.LogisticRegressionOutput(mx.sym.flatten(judge), mx.sym.var("label"), name="real")
-        rng = np.random.RandomState(3)
-
-        def on(module):
-            arguments, states = ({} for _ in range(2))
-            for names, values, arrays in (
-                (module._param_names, arguments, module._exec_group.param_arrays),
-                (module._aux_names, states, module._exec_group.aux_arrays),
-            ):
-                values.update(
-                    {n: nd.array(rng.rand(*a[0].shape) + 0.5, dtype="float64") for n, a in zip(names, arrays)}
-                )
-            module.init_params(arg_params=arguments, aux_params=states)
-            module.init_optimizer("local", "sgd", dict(learning_rate=0.05))
-            return module
-
-        shape, ones, zeros = (12, 3, 7, 7), nd.ones((12, 1), dtype="float64"), nd.zeros((12, 1), dtype="float64")
-        noise = mx.io.DataDesc("noise", shape, "float64")
-        painter = mx.mod.Module(paint, data_names=["noise"], label_names=None, context=places)
-        painter.bind([noise], inputs_need_grad=False)
-        critic = mx.mod.Module(judge, label_names=["label"], context=places)
-        described = [mx.io.DataDesc("data", shape, "float64")], [mx.io.DataDesc("label", (12, 1), "float64")]
-        critic.bind(*described, inputs_need_grad=True)
-        painter, critic = on(painter), on(critic)
-        for seed in range(3):
-            painter.forward(mx.io.DataBatch([batch_of(seed).data[0]]), is_train=True)
-            painted = painter.get_outputs()
-            critic.forward(mx.io.DataBatch(painted, [zeros]), is_train=True)
-            critic.backward()
-            kept = [[g.copyto(g.context) for g in part] for part in critic._exec_group.grad_arrays]
-            critic.forward(mx.io.DataBatch([batch_of(seed + 9).data[0]], [ones]), is_train=True)
-            critic.backward()
-            for now, before in zip(critic._exec_group.grad_arrays, kept):
-                for gradient, more in zip(now, before):
-                    gradient += more
-            critic.update()
-            critic.forward(mx.io.DataBatch(painted, [ones]), is_train=True)
-            critic.backward()
-            painter.backward(critic.get_input_grads())
-            painter.update()
-        return {f"{which}_{k}": v for which, m in (("p", painter), ("c", critic)) for k, v in values_of(m).items()}
-
-    assert_same(trained(SyncBatchNorm, contexts[:2]), trained(PLAIN, contexts[:1]))
 
 
 # ---- executors that are bound one by one ---------------------------------------------------------------------
@@ -919,12 +843,6 @@ def test_contribs_symbol(contexts, installed, one_device):
     symbol = classifier(contribs)
     assert_same(fitted(symbol, contexts[:2]), one_device)
     assert "_contrib_SyncBatchNorm" in symbol.tojson() and "gluon_syncbn" not in symbol.tojson()
-
-
-def test_contribs_symbol_by_hand(contexts, installed, rng):
-    heads = rng.randn(12, 5, 4, 4)
-    got = executed([body(contribs) for _ in range(2)], contexts[:2], "simple_bind", heads)
-    assert_same(got, executed([body(PLAIN)], contexts[:1], "simple_bind", heads))
 
 
 def test_contribs_symbol_stays_where_its_mean_is_used(contexts, installed):

@@ -74,38 +74,22 @@ def assert_statistics(layer, contexts, want, tolerance=1e-12):
 # ---- average_running_stats -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["plain", "local", "shuffle"])
-@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["plain", "local"])
+@pytest.mark.parametrize("devices", [1, 4])
 def test_weighted_by_samples_they_are_those_of_the_whole_batch(contexts, rng, devices, kind):
     """With momentum 0, after a step on shards of unlike size and distribution."""
     batch = make_batch(rng, devices)
     settings = {"in_channels": 5, "momentum": 0.0}
     layer = SyncBatchNorm(mode="local", **settings) if kind == "local" else nn.BatchNorm(**settings)
-    if kind == "shuffle":  # two slots of each device have one count here: the mean over them is of equal weight
-        sizes = [2, 4, 6, 8][:devices]
-        batch = batch._replace(
-            shards=[rng.randn(n, 5, 4, 6) * (i + 1) + i for i, n in enumerate(sizes)],
-            heads=[rng.randn(n, 5, 4, 6) for n in sizes],
-        )
-        layer = SyncBatchNorm(mode="shuffle", virtual_devices=2, **settings)
     prepare(layer, batch, contexts[:devices], "float64")
     step(layer, batch, contexts, "float64")
-    before = [
-        [p.data(context).asnumpy() for p in (layer.running_mean, layer.running_var)] for context in contexts[:devices]
-    ]
-    weights = [len(shard) for shard in batch.shards]
-    average_running_stats(layer, weights=weights)
-    want = together(before, weights)
-    if kind != "shuffle":
-        mean, var, _ = moments(batch.shards)
-        np.testing.assert_allclose(want, (mean, var), rtol=1e-11, atol=1e-11)
-        want = (mean, var)
-    assert_statistics(layer, contexts[:devices], want, 1e-11)
+    average_running_stats(layer, weights=[len(shard) for shard in batch.shards])
+    mean, var, _ = moments(batch.shards)
+    assert_statistics(layer, contexts[:devices], (mean, var), 1e-11)
 
 
 @unregistered
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("devices, dtype", [(1, "float64"), (2, "float32"), (4, "float64")])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_layers_wherever_a_net_holds_them(contexts, rng, kind, devices, dtype):
     net = make_net(kind, dtype)
@@ -163,34 +147,6 @@ def test_nodes_of_a_recorded_graph(contexts, rng, opened):
                 np.testing.assert_allclose(got.asnumpy(), want, rtol=1e-6, atol=1e-6)
     assert block._cached_graph is graph
     np.testing.assert_array_equal(block(x).asnumpy(), block(x.as_in_context(contexts[1])).asnumpy())
-
-
-def test_a_checkpoint_is_what_each_device_predicts_with(contexts, rng, tmp_path):
-    net = nn.HybridSequential()
-    net.add(nn.Conv2D(4, 3, in_channels=3), SyncBatchNorm(mode="local", in_channels=4))
-    net.initialize(mx.init.Xavier(), ctx=contexts[:2])
-    net.hybridize(static_alloc=True, static_shape=True)
-    for _ in range(3):
-        xs = on_devices([rng.randn(4, 3, 6, 6), 5 * rng.randn(2, 3, 6, 6) + 3], contexts, "float32")
-        with autograd.record():
-            ys = [net(x) for x in xs]
-        autograd.backward(ys)
-    x = rng.randn(2, 3, 6, 6)
-
-    def predictions():
-        here = [net(part).asnumpy() for part in on_devices([x, x], contexts, "float32")]
-        net.save_parameters(str(tmp_path / "net.params"))
-        other = nn.HybridSequential()
-        other.add(nn.Conv2D(4, 3, in_channels=3), nn.BatchNorm(in_channels=4))
-        other.load_parameters(str(tmp_path / "net.params"), ctx=contexts[0])
-        return here, other(nd.array(x)).asnumpy()
-
-    here, loaded = predictions()
-    assert all(np.abs(y - loaded).max() > 0.1 for y in here)
-    average_running_stats(net)
-    here, loaded = predictions()
-    for y in here:
-        np.testing.assert_allclose(y, loaded, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(

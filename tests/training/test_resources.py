@@ -81,14 +81,6 @@ def a_loss(y):
     return sum(nd.topk(y, axis=3, k=2, ret_typ="value").mean() + nd.square(y).mean() for _ in range(3))
 
 
-def change_before(net, xs, places):
-    for x, place in zip(xs, places):
-        x = changed(x).as_in_context(place)
-        with autograd.record():
-            y = a_loss(net(x))
-        yield y
-
-
 def change_while_recording(net, xs, places):
     with autograd.record():
         for x, place in zip(xs, places):
@@ -103,15 +95,6 @@ def use_outputs_between(net, xs, places):
             y = net(x)
         a_loss(y)
         yield y
-
-
-def call_layer_by_layer(net, xs, places):
-    with autograd.record():
-        for x, place in zip(xs, places):
-            y = x.as_in_context(place)
-            for layer in net:
-                y = layer(y)
-            yield a_loss(y)
 
 
 def call_functions_between(net, xs, places):
@@ -161,10 +144,8 @@ def add_over_devices(net, xs, places):
 @pytest.mark.parametrize(
     "pattern",
     [
-        change_before,
         change_while_recording,
         use_outputs_between,
-        call_layer_by_layer,
         call_functions_between,
         pause_within,
         ask_a_teacher,

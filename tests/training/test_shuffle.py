@@ -51,9 +51,8 @@ def copies(monkeypatch):
 # ---- the order --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-@pytest.mark.parametrize("n", [12, 11, 4])
-@pytest.mark.parametrize("kind", ["NDArray", "float32", "float64", "uint8"])
+@pytest.mark.parametrize("count, n", [(1, 11), (2, 12), (3, 11), (4, 12), (4, 4)])
+@pytest.mark.parametrize("kind", ["NDArray", "float64", "uint8"])
 def test_features_come_back_where_split_and_load_puts_their_samples(contexts, count, n, kind):
     data = numbered(n, 2, 3)
     data = nd.array(data, ctx=contexts[5], dtype="float16") if kind == "NDArray" else data.astype(kind)
@@ -84,28 +83,6 @@ def test_samples_along_another_axis(contexts, axis):
         assert_same(features, [p.sum(axis=axis, exclude=True) for p in plain])
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_batches_on_devices(contexts, rng, count):
-    shards = on_devices(rng, contexts[:count])
-    before = [s.copy() for s in shards]
-    shuffle = SampleShuffle(seed=1)
-    for _ in range(3):
-        batch = shuffle_shards(shards, shuffle=shuffle)
-        assert [s.shape for s in batch.shuffled_shards] == [s.shape for s in shards]
-        assert [s.context for s in batch.shuffled_shards] == contexts[:count]
-        whole = np.concatenate([s.asnumpy() for s in shards])
-        shuffled = np.concatenate([s.asnumpy() for s in batch.shuffled_shards])
-        np.testing.assert_array_equal(shuffled, whole[batch.order])
-        assert_same(batch.apply(lambda x: x), shards)
-    assert_same(shards, before)
-
-
-def test_many_samples(contexts):
-    data = numbered(70001, 1)
-    batch = split_and_load(data, contexts[:2], even_split=False, shuffle=SampleShuffle(1))
-    np.testing.assert_array_equal(np.concatenate([k.asnumpy() for k in batch.apply(lambda x: x)]), data)
-
-
 def test_the_shards_are_no_list_that_a_training_loop_takes_by_accident(contexts):
     batch = split_and_load(numbered(4, 2), contexts[:2], shuffle=SampleShuffle(1))
     for use in (iter, len, lambda b: b[0], lambda b: zip(b, b)):
@@ -116,15 +93,13 @@ def test_the_shards_are_no_list_that_a_training_loop_takes_by_accident(contexts)
 # ---- gradients --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_gradients_are_those_without_shuffling(contexts, rng, count, dtype):
-    tolerance = {"float32": 1e-5, "float64": 1e-12}[dtype]
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_gradients_are_those_without_shuffling(contexts, rng, count):
     net = nn.Dense(4, in_units=3)
     net.initialize(mx.init.Normal(1), ctx=contexts[:count])
-    net.cast(dtype)
-    shards = [x.astype(dtype) for x in on_devices(rng, contexts[:count])]
-    heads = [nd.array(rng.randn(x.shape[0], 4), ctx=x.context, dtype=dtype) for x in shards]
+    net.cast("float64")
+    shards = on_devices(rng, contexts[:count])
+    heads = [nd.array(rng.randn(x.shape[0], 4), ctx=x.context, dtype="float64") for x in shards]
 
     def step(forward):
         for x in shards:
@@ -139,21 +114,7 @@ def test_gradients_are_those_without_shuffling(contexts, rng, count, dtype):
     for seed in range(3):
         got = step(lambda: shuffle_shards(shards, shuffle=SampleShuffle(seed)).apply(net))
         for g, w in zip(got, want):
-            np.testing.assert_allclose(g, w, rtol=0, atol=tolerance * np.abs(w).max())
-
-
-def test_gradients_arrive_on_the_devices_that_computed_the_features(contexts, rng):
-    batch = split_and_load(numbered(7, 2), contexts[:3], even_split=False, shuffle=SampleShuffle(2))
-    features = [nd.array(rng.randn(x.shape[0], 5), ctx=x.context) for x in batch.shuffled_shards]
-    for feature in features:
-        feature.attach_grad()
-    with autograd.record():
-        restored = batch.unshuffle(features)
-    heads = [nd.array(rng.randn(*r.shape), ctx=r.context) for r in restored]
-    autograd.backward(list(restored), heads)
-    assert [f.grad.context for f in features] == contexts[:3]
-    gradients = np.concatenate([f.grad.asnumpy() for f in features])
-    np.testing.assert_array_equal(gradients, np.concatenate([h.asnumpy() for h in heads])[batch.order])
+            np.testing.assert_allclose(g, w, rtol=0, atol=1e-12 * np.abs(w).max())
 
 
 # ---- the permutation --------------------------------------------------------------------------------
@@ -174,15 +135,6 @@ def test_permutations_are_uniform():
     in_pairs = [tuple(np.argsort(np.take(a, b))) for a, b in zip(within_a_seed, within_a_seed[1:])]
     for draws in (within_a_seed, over_seeds, in_pairs):
         assert chi_square(draws, categories) < 49.7  # 23 degrees of freedom: 1 in 1000 is above
-
-
-def test_a_sample_is_as_likely_on_each_device(contexts):
-    shuffle = SampleShuffle(seed=5)
-    held = []
-    for _ in range(600):
-        batch = split_and_load(numbered(6, 1), contexts[:3], shuffle=shuffle)
-        held += [(int(sample), place // 2) for place, sample in enumerate(batch.order)]
-    assert chi_square(held, [(s, d) for s in range(6) for d in range(3)]) < 40.8  # 17 degrees of freedom at most
 
 
 def test_permutations_are_fresh_reproducible_and_resumable():
@@ -269,14 +221,6 @@ def batch_lengths(batch):
     return [x.shape[0] for x in batch.shuffled_shards]
 
 
-def test_shards_on_one_device_move_nothing(contexts, copies):
-    batch = split_and_load(numbered(8, 2), [contexts[1]] * 2, shuffle=SampleShuffle(1))
-    plain = gluon.utils.split_and_load(numbered(8, 2), [contexts[1]] * 2)
-    copies.clear()
-    assert_same(batch.apply(lambda x: x), plain)
-    assert crossing(batch.order, (4, 4)) and not copies
-
-
 # ---- what it is for ---------------------------------------------------------------------------------
 
 
@@ -343,16 +287,6 @@ def test_keys_come_back_to_their_queries_from_other_processes(ranks, length, las
     assert list(ShuffleSampler(length, 3, ranks, 0, seed=6, epoch=1, last_batch=last_batch)) != pairs[0]
 
 
-def test_keys_are_as_likely_in_each_process():
-    held = []
-    for epoch in range(500):
-        for process in range(3):
-            places = ShuffleSampler(6, 2, 3, process, seed=2, epoch=epoch).restore(np.arange(6), 0)
-            held += [(place // 2, process, row) for row, place in enumerate(places)]
-    categories = [(rank, process, row) for rank in range(3) for process in range(3) for row in range(2)]
-    assert chi_square(held, categories) < 40.8
-
-
 def test_an_iterator_keeps_its_epoch():
     sampler = ShuffleSampler(24, 2, 2, 0, seed=1)
     first = list(sampler)
@@ -410,21 +344,14 @@ WRONG_FEATURES = {
     "features: NDArray of shape (3, 2) and type float32 on cpu(0) was given, expected a list of 3": lambda f: f[0],
     "features: list of 2 was given, expected a list of 3, one for each shard": lambda f: f[:2],
     "features[1]: 3 was given, expected an NDArray": lambda f: [f[0], 3, f[2]],
-    "features[1]: list of 1 was given, expected an NDArray": lambda f: [f[0], [f[1]], f[2]],
     "features[2]: NDArray of shape (3, 2) and type float32 on cpu(2) was given, expected 2 rows on cpu(2)": lambda f: (
         f[:2] + [nd.ones((3, 2), ctx=f[2].context)]
     ),
-    "features[0]: NDArray of shape (2, 2) and type float32 on cpu(2) was given, expected 3 rows on cpu(0)": lambda f: f[
-        ::-1
-    ],
     "features[1]: NDArray of shape (2, 2) and type float32 on cpu(0) was given, expected 2 rows on cpu(1)": lambda f: [
         x.as_in_context(f[0].context) for x in f
     ],
     "features[1]: NDArray of shape (2, 3) and type float32 on cpu(1) was given, expected samples like those of": (
         lambda f: [f[0], nd.ones((2, 3), ctx=f[1].context), f[2]]
-    ),
-    "features[2]: NDArray of shape (2, 2) and type float64 on cpu(2) was given, expected samples like those of": (
-        lambda f: f[:2] + [f[2].astype("float64")]
     ),
 }
 
@@ -466,13 +393,11 @@ MISTAKES = {
     "data: list of 2 was given, expected an NDArray or a numpy.ndarray (shuffle_shards is for batches on": lambda: (
         split(data=[nd.ones((2, 2))] * 2)
     ),
-    "data: CSRNDArray of shape (4, 2)": lambda: split(data=nd.ones((4, 2)).tostype("csr")),
     "data: 1 samples were given, expected at least 2": lambda: split(data=numbered(1, 2)),
     "data: 5 samples were given, expected a multiple of 2 or even_split=False": lambda: split(data=numbered(5, 2)),
     "batch_axis: 2 was given, expected a whole number from -2 to 1": lambda: split(batch_axis=2),
     "shards[1]: numpy.ndarray of shape (2, 2) was given": lambda: moved(shards=[nd.ones((2, 2)), np.ones((2, 2))]),
     "shards[1]: NDArray of shape (2, 3)": lambda: moved(shards=[nd.ones((2, 2)), nd.ones((2, 3))]),
-    "shards[1]: NDArray of shape (2,)": lambda: moved(shards=[nd.ones((2, 2)), nd.ones(2)]),
     "shards[1]: NDArray of shape (2, 2) and type uint8": lambda: moved(
         shards=[nd.ones((2, 2)), nd.ones((2, 2), dtype="uint8")]
     ),
@@ -483,7 +408,6 @@ MISTAKES = {
         length=9, last_batch="keep"
     ),
     "rank: 2 was given, expected a whole number from 0 to 1": lambda: sampled(rank=2),
-    "last_batch: 'rollover' was given, expected one of ('discard', 'keep')": lambda: sampled(last_batch="rollover"),
 }
 
 

@@ -130,21 +130,6 @@ def test_a_call_in_the_middle_of_a_step_of_another_thread(contexts, rng, way, be
     assert_next_step_is_right(layer, batch, places)
 
 
-def test_the_other_thread_has_the_error_at_its_next_call(contexts, rng):
-    layer, batch, shards = a_layer(contexts[:2], rng)
-    with actors("A", "B") as (a, b):
-        a.enter()
-        b.enter()
-        a.do(lambda: layer(shards[0]))
-        with pytest.raises(gluon_syncbn.StepError, match=IN_A_STEP.format("B", "A")):
-            b.do(lambda: layer(shards[0]))
-        with pytest.raises(gluon_syncbn.StepError, match=IN_A_STEP.format("B", "A")) as raised:
-            a.do(lambda: layer(shards[1]))
-        a.leave(raised.value)
-        b.leave(raised.value)
-    assert_next_step_is_right(layer, batch, contexts[:2])
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_two_threads_at_once(contexts, rng, way):
     """Each step is right or an error, and the first one after `reset` is right."""
