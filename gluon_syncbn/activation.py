@@ -1,6 +1,6 @@
-"""Defines the activations and additions that a layer computes after batch normalisation.
+"""Defines what a layer computes, and the activations and additions behind batch normalisation.
 
-The layers here do so without synchronisation. `revert` turns synchronised layers into them.
+The layers here compute these without synchronisation. `revert` turns synchronised layers into them.
 """
 
 from __future__ import annotations
@@ -24,15 +24,6 @@ class Activation(NamedTuple):
         if self.slope:
             return f"LeakyReLU({self.slope:g})" if self != NONE else ""
         return f"ReLU{self.ceiling:g}" if math.isfinite(self.ceiling) else "ReLU"
-
-    def attributes(self) -> Dict[str, str]:
-        """Returns the attributes of a node. An activation has a name of csrc/activation.h."""
-        name = "identity" if self == NONE else "rectifier"
-        return {"activation": name, "slope": repr(self.slope), "ceiling": repr(self.ceiling)}
-
-    @classmethod
-    def of_attributes(cls, attributes: Dict[str, str]) -> Activation:
-        return cls(float(attributes["slope"]), float(attributes["ceiling"]))
 
     def arguments(self) -> Dict[str, Any]:
         """Returns the arguments of a layer."""
@@ -67,14 +58,53 @@ def of_arguments(activation: Any, slope: Any) -> Activation:
     return _NAMED.get(activation, Activation(slope))
 
 
-def described(activation: Activation, adds: bool, inplace: bool) -> str:
-    texts = ("addition" if adds else "", str(activation), "in place" if inplace else "")
-    return ", ".join(text for text in texts if text)
+class Computation(NamedTuple):
+    """What a layer or one of its calls computes. The first five are those of ``nn.BatchNorm``. For a layer, its
+    ``_kwargs`` have them, because anybody may change these.
+    """
+
+    axis: int = 1
+    eps: float = 1e-5
+    momentum: float = 0.9
+    fix_gamma: bool = False
+    use_global_stats: bool = False
+    activation: Activation = NONE
+    unbiased: bool = False  # the variance that updates the running one
+    inplace: bool = False  # the backward gets y and not x: `invertible`
+    adds: bool = False  # a second input comes before the activation
+    masks: bool = False  # where the mask is 0, a position does not count in the statistics
+    fuses: bool = False  # what stands behind it in a graph: see mxnet_side/fusion.py
+
+    def __str__(self) -> str:
+        texts = ("addition" if self.adds else "", str(self.activation), "in place" if self.inplace else "")
+        return ", ".join(text for text in texts if text)
+
+    def invertible(self) -> bool:
+        """Whether the backward can compute the activation's input from y alone."""
+        return not self.adds and self.activation.slope > 0 and math.isinf(self.activation.ceiling)
+
+    def arguments(self) -> Dict[str, Any]:
+        """Returns the arguments of a layer that ``nn.BatchNorm`` does not have."""
+        variance = "unbiased" if self.unbiased else "biased"
+        return {**self.activation.arguments(), "inplace": self.inplace, "running_variance": variance}
+
+    def attributes(self) -> Dict[str, str]:
+        """Returns the attributes of a node. An activation has a name of csrc/activation.h."""
+        given = {**self._asdict(), **self.activation._asdict()}
+        del given["activation"]
+        given.update(eps=float(self.eps), momentum=float(np.float32(self.momentum)))  # as MXNet's BatchNorm keeps it
+        texts = {name: repr(value if isinstance(value, float) else int(value)) for name, value in given.items()}
+        return {**texts, "activation": "identity" if self.activation == NONE else "rectifier"}
+
+    @classmethod
+    def of_attributes(cls, attributes: Dict[str, str]) -> Computation:
+        numbers = int(attributes["axis"]), float(attributes["eps"]), float(attributes["momentum"])
+        flags = {name: attributes[name] == "1" for name, usual in cls._field_defaults.items() if usual is False}
+        return cls(*numbers, activation=Activation(float(attributes["slope"]), float(attributes["ceiling"])), **flags)
 
 
-def invertible(activation: Activation, adds: bool) -> bool:
-    """Whether the backward can compute the activation's input from y alone."""
-    return not adds and activation.slope > 0 and math.isinf(activation.ceiling)
+#: What ``nn.BatchNorm`` computes.
+PLAIN = Computation()
 
 
 class BatchNormActivation(nn.BatchNorm):

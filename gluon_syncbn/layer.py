@@ -7,7 +7,6 @@ import inspect
 import numbers
 import sys
 import warnings
-from collections import ChainMap
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Callable, Dict, Literal, Optional, Sequence, TypedDict
 
@@ -16,9 +15,8 @@ from mxnet import autograd
 from mxnet.gluon import Block, nn
 from mxnet.gluon.parameter import Parameter
 
-from .activation import NONE, invertible, of_arguments
-from .mxnet_side import export, patches
-from .mxnet_side.op import own, sync_batch_norm
+from .activation import PLAIN, Computation, of_arguments
+from .mxnet_side import export, op, patches
 from .system import arguments, kinds
 from .training.replicas import EAGER, UNFUSED, Pooling, Replicas, followers, followers_of
 from .training.session import session
@@ -263,27 +261,27 @@ class SyncBatchNorm(nn.BatchNorm):
         use_global_stats = arguments.flag("use_global_stats", use_global_stats)
         in_channels = arguments.whole("in_channels", in_channels, 0, 2**31 - 1)
         num_devices = None if num_devices is None else arguments.devices("num_devices", num_devices)
-        its_activation = of_arguments(activation, slope)
-        inplace, adds = arguments.flag("inplace", inplace), isinstance(self, SyncBatchNormAdd)
-        if inplace and not invertible(its_activation, adds):
-            what = "an addition" if adds else f"activation={activation!r}"
+        arguments.one_of("running_variance", running_variance, ("biased", "unbiased"))
+        computes = Computation(
+            activation=of_arguments(activation, slope),
+            unbiased=running_variance == "unbiased",
+            inplace=arguments.flag("inplace", inplace),
+            adds=isinstance(self, SyncBatchNormAdd),
+        )
+        if computes.inplace and not computes.invertible():
+            what = "an addition" if computes.adds else f"activation={activation!r}"
             arguments.refuse("inplace", inplace, f"False: x cannot be found from what {what} leaves of it")
         pooling = Pooling.checked(mode, virtual_devices, group_size, groups, axis, num_devices)
         if inplace and pooling.mode == "shuffle":
             arguments.refuse("inplace", inplace, "False with mode='shuffle': another slot's statistic hides x in y")
-        running_variance = arguments.one_of("running_variance", running_variance, ("biased", "unbiased"))
         timeout = None if timeout is None else arguments.seconds("timeout", timeout)
         exchange = session.exchange_of(kvstore)
         flags = center, scale, use_global_stats
         initializers = beta_initializer, gamma_initializer, running_mean_initializer, running_variance_initializer
         super().__init__(axis, momentum, epsilon, *flags, *initializers, in_channels, prefix=prefix, params=params)
-        self._computes = {**its_activation.arguments(), "running_variance": running_variance}
-        self._activation = its_activation
-        self._inplace = inplace
         self._keeps_x: Optional[bool] = None  # in spite of `inplace`; unknown before the first training call
-        self._fuses = False  # with the operators behind it in a graph; see `fusion`
         self._origin: Any = None  # class and settings before `convert`
-        self._adopt_parameters(pooling, num_devices, exchange, timeout)
+        self._adopt_parameters(pooling, num_devices, exchange, timeout, computes)
 
     mode = property(lambda self: self._replicas.pooling.mode)
     virtual_devices = property(lambda self: self._replicas.pooling.virtual_devices)
@@ -292,15 +290,17 @@ class SyncBatchNorm(nn.BatchNorm):
     num_devices = property(lambda self: self._replicas.num_devices)
     kvstore = property(lambda self: self._replicas.exchange and self._replicas.exchange.name)
     timeout = property(lambda self: self._replicas.timeout)
-    activation = property(lambda self: self._activation.arguments()["activation"])
-    slope = property(lambda self: self._activation.arguments().get("slope"))
-    inplace = property(lambda self: self._inplace)
-    running_variance = property(lambda self: self._computes["running_variance"])
+    activation = property(lambda self: self._replicas.computes.arguments()["activation"])
+    slope = property(lambda self: self._replicas.computes.arguments().get("slope"))
+    inplace = property(lambda self: self._replicas.computes.inplace)
+    running_variance = property(lambda self: self._replicas.computes.arguments()["running_variance"])
+
+    _activation = property(lambda self: self._replicas.computes.activation)  # as `BatchNormActivation` has it
 
     def __repr__(self) -> str:
         """Adds those settings to the text of ``nn.BatchNorm`` that a layer need not have."""
-        usual = dict(Pooling._field_defaults, activation=None, slope=None, inplace=False, running_variance="biased")
-        usual.update(dict.fromkeys(("num_devices", "kvstore", "timeout")))
+        usual = {**Pooling._field_defaults, **PLAIN.arguments()}
+        usual.update(dict.fromkeys(("slope", "num_devices", "kvstore", "timeout")))
         own = {name: getattr(self, name) for name, value in usual.items() if getattr(self, name) != value}
         return f"{super().__repr__()[:-1]}{''.join(f', {name}={value!r}' for name, value in own.items())})"
 
@@ -321,8 +321,7 @@ class SyncBatchNorm(nn.BatchNorm):
 
     def _adopt_parameters(self, *settings: Any) -> None:
         """Makes the contexts of ``running_mean`` this layer's replicas; by default with the settings as before."""
-        self._replicas: Replicas = Replicas(self.name, *(settings or self._replicas.settings))
-        self._replicas.computes = ChainMap(self._kwargs, self._computes)  # which may change
+        self._replicas: Replicas = Replicas(self.name, self._kwargs, *(settings or self._replicas.settings))
         self._replicas.running.update((self.running_mean, self.running_var))
         self.running_mean.__class__ = _RunningMean
         export.install()
@@ -345,33 +344,30 @@ class SyncBatchNorm(nn.BatchNorm):
 
     def hybrid_forward(self, F: Any, x: Any, mask: Any = None, *, addend: Any = None, **parameters: Any) -> Any:
         """Returns the output as the kind of ``x``, from operators of ``mx.nd`` or ``mx.sym``."""
-        kwargs, replicas, training = dict(self._kwargs), self._replicas, autograd.is_training()
+        replicas, training, eager = self._replicas, autograd.is_training(), F is mx.nd
+        computes = replicas.computes
         # MXNet's BatchNorm fails in 5 dimensions behind a convolution ("Check failed: !is_view").
-        frozen = kwargs.pop("use_global_stats") or (F is mx.nd and not training)
-        trains = training and not frozen
-        if F is mx.nd and training:
-            replicas.runs(UNFUSED if self._fuses and trains else EAGER)
-        if trains and (replicas.problem or not replicas.contexts):
+        frozen = self._kwargs["use_global_stats"] or (eager and not training)
+        if eager and training:
+            replicas.runs(UNFUSED if computes.fuses and not frozen else EAGER)
+        if training and not frozen and (replicas.problem or not replicas.contexts):
             deferred = self.running_mean._deferred_init  # where a graph is recorded before the first batch
             replicas.check(replicas.contexts or (deferred[1] if deferred else []))
-        node = -1 if F is mx.nd else 0  # until the graph is built, which numbers them
-        fuses = not frozen and self._fuses and addend is None and self._activation == NONE
-        kwargs.update(node=node, unbiased=self.running_variance == "unbiased", frozen=frozen)
-        kwargs.update(activation=self._activation, fuses=fuses, inplace=not frozen and self._works_in_place(F))
-        kwargs.update((name, kinds.classic(array)) for name, array in parameters.items())
-        addend, mask = (None if one is None else kinds.classic(one) for one in (addend, None if frozen else mask))
-        with session.issuing(x.ctx) if F is mx.nd else nullcontext():
-            y = sync_batch_norm(own(F), kinds.classic(x), replicas=replicas, addend=addend, mask=mask, **kwargs)
-        return kinds.like(y, x)
+        inplace = computes.inplace and not frozen and self._works_in_place(eager)
+        call = op.call(replicas, eager, frozen, inplace, masks=mask is not None and not frozen)
+        data = [x] if addend is None else [x, addend]
+        with session.issuing(mx.current_context()) if eager else nullcontext():  # that of x, by HybridBlock.forward
+            y = op.sync_batch_norm(F, replicas, call, data, parameters.values(), None if frozen else mask)
+        return y if type(x) is mx.nd.NDArray else kinds.like(y, x)
 
-    def _works_in_place(self, F: Any) -> bool:
+    def _works_in_place(self, eager: bool) -> bool:
         """Whether the backward finds x in y. Where gamma is 0, y holds nothing of x.
 
         A graph is recorded for one or the other. An eager layer decides once: later calls need not wait for gamma.
         """
-        if self._inplace and (self._keeps_x is None or F is not mx.nd):
+        if self._keeps_x is None or not eager:
             self._keeps_x = self._gamma_has_zeros()
-        return self._inplace and not self._keeps_x
+        return not self._keeps_x
 
     def _gamma_has_zeros(self) -> bool:
         if self._kwargs["fix_gamma"]:

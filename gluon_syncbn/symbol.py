@@ -96,7 +96,7 @@ def SyncBatchNorm(
     of_any = {key: kwargs.pop(key) for key in list(kwargs) if key in _OF_ANY or key.startswith("__")}
     # MXNet's own operator finds a name and makes the variables. They get its attributes, and the initial values of the
     # running statistics, which a Module reads.
-    own = op.own(mx.sym).BatchNorm(**inputs, name=name, attr=attr, **of_any)
+    own = op.SYMBOLS.BatchNorm(**inputs, name=name, attr=attr, **of_any)
     variables = [own.get_children()[place] for place in range(len(inputs))]
     fix_gamma = _flag("fix_gamma", fix_gamma)
     if fix_gamma and gamma is None and variables[1].attr("__wd_mult__") is None:

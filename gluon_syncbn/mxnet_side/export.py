@@ -17,7 +17,7 @@ import numpy as np
 from mxnet.gluon import ParameterDict
 from mxnet.gluon.nn import BatchNorm  # by name, because a script may put ours into its place in `nn`
 
-from ..activation import NONE, Activation, BatchNormActivation, BatchNormAdd
+from ..activation import NONE, BatchNormActivation, BatchNormAdd, Computation
 from ..system import arguments, kinds
 from ..training.replicas import Replicas
 from . import blocks, patches
@@ -53,10 +53,10 @@ def plain(symbol: mx.sym.Symbol) -> mx.sym.Symbol:
 
 def _plain_layer(attributes: Dict[str, str]) -> BatchNorm:
     """Creates the layer that `revert` would leave. In a node, a momentum has all its digits (op.py)."""
-    momentum, activation = str(np.float32(attributes["momentum"])), Activation.of_attributes(attributes)
-    cls = BatchNormAdd if int(attributes["adds"]) else BatchNorm if activation == NONE else BatchNormActivation
+    momentum, computes = str(np.float32(attributes["momentum"])), Computation.of_attributes(attributes)
+    cls = BatchNormAdd if computes.adds else BatchNorm if computes.activation == NONE else BatchNormActivation
     layer = cls(**settings_of("norm_", {**attributes, "momentum": momentum}))
-    layer._activation = activation
+    layer._activation = computes.activation
     return layer
 
 
@@ -141,8 +141,7 @@ def _arguments(attributes: Dict[str, str]) -> Json:
     written: Json = json.loads(attributes.get(SYNCHRONISED, "{}"))
     replicas = Replicas.by_token.get(attributes["layer"])
     if replicas is not None:
-        pooling, num_devices, _, timeout = replicas.settings
-        written.update(pooling._asdict(), num_devices=num_devices, timeout=timeout)
+        written.update(replicas.pooling._asdict(), num_devices=replicas.num_devices, timeout=replicas.timeout)
     if int(attributes["unbiased"]):
         written["running_variance"] = "unbiased"
     return {key: value for key, value in written.items() if value is not None}

@@ -10,7 +10,7 @@ from typing import Any, Dict, List, Optional, Set
 
 import mxnet as mx
 
-from ..activation import RELU, RELU6, SLOPES, Activation, described, invertible
+from ..activation import RELU, RELU6, SLOPES, Activation, Computation
 from ..system import kinds
 from ..training.replicas import Replicas
 from .nodes import Entry, Graph, Json, attribute, is_guard, is_ours, json_of, symbol_of, uses
@@ -53,14 +53,14 @@ def fused(symbol: mx.sym.Symbol, recorded: Json, inputs: Dict[str, mx.nd.NDArray
                 if guard is not None and not is_guard(graph.nodes[addend[0]]):
                     addend = [graph.add({**nodes[guard], "name": f"{layer['name']}_addend"}, [addend]), 0, 0]
                 entries = [*entries[:3], addend, *entries[3:]]
-            adds = addition is not None
-            attributes = {**layer["attrs"], **activation.attributes()}
-            inplace = attributes["inplace"] == "1" and invertible(activation, adds)
-            attributes.update(adds=str(int(adds)), inplace=str(int(inplace)), fuses="0")  # it absorbs nothing more
+            computes = Computation.of_attributes(layer["attrs"])
+            computes = computes._replace(activation=activation, adds=addition is not None, fuses=False)
+            computes = computes._replace(inplace=computes.inplace and computes.invertible())
+            attributes = {**layer["attrs"], **computes.attributes()}
             at = graph.add({**layer, "attrs": attributes}, entries)
             replicas = Replicas.by_token.get(attributes["layer"])
             if replicas is not None:
-                replicas.taken_in = described(activation, adds, inplace)
+                replicas.taken_in = str(computes)
             return [[at if guard is None else graph.add(nodes[guard], [[at, 0, 0]]), 0, 0]]
         return None
 

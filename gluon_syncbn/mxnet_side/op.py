@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Dict, Iterable, List
 
 import mxnet as mx
-import numpy as np
 from mxnet.base import _LIB, OpHandle, c_str, check_call
 from mxnet.ndarray.register import _make_ndarray_function
 from mxnet.symbol.register import _make_symbol_function
 
 from .. import _native
-from ..activation import NONE, Activation
+from ..system import kinds
 from ..training.replicas import Replicas
 
 #: MXNet's ``op_type``.
@@ -42,88 +41,58 @@ class Operators:
 
 
 SYMBOLS = Operators(mx.sym, _make_symbol_function)
-_ARRAYS = Operators(mx.nd, _make_ndarray_function)
+ARRAYS = Operators(mx.nd, _make_ndarray_function)
 
 
-def own(F: Any) -> Operators:
-    return _ARRAYS if F is mx.nd else SYMBOLS
+def call(replicas: Replicas, eager: bool, frozen: bool = False, inplace: bool = False, masks: bool = False) -> Any:
+    """Returns the attributes of a call of a layer, by what it computes now.
+
+    An eager call has a number in their place: as texts, they would be parsed at each call. ``frozen`` selects the
+    running statistics, in training too.
+    """
+    key = replicas.computes, frozen, inplace, masks, replicas.on_cpus, *replicas.kwargs.values()
+    number = replicas.calls.get(key) if eager else None
+    if number is not None:
+        return {"call": number}
+    computes = replicas.computes._replace(**replicas.kwargs)
+    fuses = computes.fuses and not frozen
+    computes = computes._replace(use_global_stats=frozen, inplace=inplace, masks=masks, fuses=fuses)
+    # The graph numbers its nodes when it is built.
+    place = {"layer": replicas.token, "node": "-1" if eager else "0", "on_cpus": str(int(replicas.on_cpus))}
+    attributes = {**place, **computes.attributes()}
+    if not eager:
+        return {**attributes, "name": "fwd"}
+    number = str(_native.call_create(list(attributes), list(attributes.values())))
+    replicas.attributes[number], replicas.by_call[number] = attributes, replicas
+    replicas.calls[key] = number
+    return {"call": number}
 
 
 def sync_batch_norm(
-    F: Any,
-    x: Any,
-    gamma: Any,
-    beta: Any,
-    running_mean: Any,
-    running_var: Any,
-    replicas: Replicas,
-    *,
-    axis: int,
-    node: int = -1,
-    eps: float = 1e-5,
-    momentum: float = 0.9,
-    fix_gamma: bool = False,
-    unbiased: bool = False,
-    activation: Activation = NONE,
-    addend: Optional[Any] = None,
-    mask: Optional[Any] = None,
-    fuses: bool = False,
-    inplace: bool = False,
-    frozen: bool = False,
+    F: Any, replicas: Replicas, call: Dict[str, str], data: List[Any], parameters: Iterable[Any], mask: Any = None
 ) -> Any:
-    """Normalises ``x`` with the statistics that the replicas' pooling selects; ``F`` is ``mx.nd`` or ``mx.sym``.
+    """Normalises the first of ``data``, before an addend, as `call` says; ``F`` is ``mx.nd`` or ``mx.sym``.
 
-    ``node`` numbers the layer's nodes in graphs. It is -1 for an eager call. ``unbiased`` selects the variance that
-    updates the running one. ``addend`` and ``activation`` come after the normalisation. Where ``mask`` is 0, a position
-    does not count in the statistics. ``fuses`` is for `fusion`. ``inplace`` keeps y for the backward and not x. It
-    needs an invertible activation and no addend. ``frozen`` selects the running statistics in training too. In a static
-    graph MXNet's engine does not know that a node writes the running statistics. So two nodes of one layer may run in
-    either order there.
+    ``parameters``: gamma, beta and the running statistics.
+
+    In a static graph MXNet's engine does not know that a node writes the running statistics. So two nodes of one layer
+    may run in either order there.
     """
-    guarded = _guard(F, replicas, eager=node < 0)
-    data = [x] if addend is None else [x, addend]
+    F = ARRAYS if F is mx.nd else SYMBOLS
+    guards = replicas.on_cpus and _native.why_custom()
+    ends_bundle = bool(guards) and "call" in call and replicas.reaches_other_processes()
     if mask is not None:
-        data.append(F.Cast(mask, dtype="float64") if guarded else mask)  # SwapAxis takes no bool
-    if guarded:
-        data = [guarded(array) for array in data]
-    inputs = [data[0], gamma, beta, *data[1:], running_mean, running_var]
-    flags = fix_gamma, unbiased, addend is not None, mask is not None, inplace, frozen, replicas.on_cpus
-    settings = axis, eps, momentum, activation, flags
-    # An eager call has a number in place of the attributes, which would become texts, and be parsed again.
-    number = replicas.calls.get(settings) if node < 0 else None
-    if number is not None:
-        y = F.Custom(*inputs, op_type=NAME, call=number)
-        return guarded(y) if guarded else y
-    attributes = {
-        "layer": replicas.token,
-        "node": node,
-        "axis": axis,
-        "eps": repr(float(eps)),
-        "momentum": repr(float(np.float32(momentum))),  # as MXNet's own BatchNorm keeps it
-        "fix_gamma": int(fix_gamma),
-        "unbiased": int(unbiased),
-        "on_cpus": int(replicas.on_cpus),
-        **activation.attributes(),
-        "fuses": int(fuses),
-        "inplace": int(inplace),
-        "use_global_stats": int(frozen),
-        "adds": int(addend is not None),
-        "masks": int(mask is not None),
-    }
-    if node < 0:
-        texts = {key: str(value) for key, value in attributes.items()}
-        number = str(_native.call_create(list(texts), list(texts.values())))
-        replicas.attributes[number], replicas.by_call[number] = texts, replicas
-        replicas.calls[settings] = number
-        attributes = {"call": number}
-    else:
-        attributes["name"] = "fwd"
-    y = F.Custom(*inputs, op_type=NAME, **attributes)
-    return guarded(y) if guarded else y
+        data = [*data, F.Cast(kinds.classic(mask), dtype="float64") if guards else mask]  # SwapAxis takes no bool
+    inputs = [one if type(one) is mx.nd.NDArray else kinds.classic(one) for one in (*data, *parameters)]
+    data, (gamma, beta, *running) = inputs[: len(data)], inputs[len(data) :]
+    if guards:
+        data = [_copied(F, one, ends_bundle) for one in data]
+    y = F.Custom(data[0], gamma, beta, *data[1:], *running, op_type=NAME, **call)
+    return _copied(F, y, ends_bundle) if guards else y
 
 
-def _guard(F: Any, replicas: Replicas, *, eager: bool) -> Optional[Callable[[Any], Any]]:
-    """Returns a function that copies an array that a call reads or returns. Returns None if calls need no copies.
+def _copied(F: Any, array: Any, ends_bundle: bool) -> Any:
+    """Guards an array that a call reads or returns, where MXNet calls through its ``Custom``.
 
     MXNet gives a custom operator a temporary copy of an array in oneDNN's layout, and frees it while the operator still
     runs. AllocateNDArrayCopy in src/operator/custom/custom.cc keeps a pointer and no reference. SwapAxis of an axis
@@ -133,12 +102,5 @@ def _guard(F: Any, replicas: Replicas, *, eager: bool) -> Optional[Callable[[Any
     MXNet bundles operators of a backward, and a bundle waits for the inputs of all of them. The copies of two eager
     calls must not share one if other processes may run the two in another order. A second copy ends a bundle.
     """
-    if not (replicas.on_cpus and _native.why_custom()):
-        return None
-    ends_bundle = eager and replicas.reaches_other_processes()
-
-    def copied(array: Any) -> Any:
-        plain = F.SwapAxis(array, dim1=0, dim2=0)
-        return plain.copyto(plain.ctx) if ends_bundle else plain
-
-    return copied
+    plain = F.SwapAxis(array, dim1=0, dim2=0)
+    return plain.copyto(plain.ctx) if ends_bundle else plain

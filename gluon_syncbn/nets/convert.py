@@ -16,7 +16,7 @@ from mxnet.gluon import Block, HybridBlock, ParameterDict, SymbolBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from mxnet.gluon.nn import BatchNorm  # by name, because a script may put ours into its place in `nn`
 
-from ..activation import NONE, RELU, BatchNormActivation, BatchNormAdd, invertible
+from ..activation import NONE, PLAIN, RELU, BatchNormActivation, BatchNormAdd, Computation
 from ..layer import Settings, SyncBatchNorm, SyncBatchNormAdd
 from ..mxnet_side import blocks
 from ..mxnet_side.blocks import Recorded
@@ -101,7 +101,9 @@ def convert(
         if fuse:
             for block in chosen:
                 if isinstance(block, SyncBatchNorm):
-                    block._fuses = True
+                    computes = block._replicas.computes
+                    fuses = computes.activation == NONE and not computes.adds  # nothing behind the layer is its own
+                    block._replicas.computes = computes._replace(fuses=fuses)
         if not chosen and not nodes:
             warnings.warn(f"convert changed nothing: {_none(net, select)}", stacklevel=2)
     _warn("convert", selects, nodes, zip(chosen, reasons))
@@ -270,13 +272,13 @@ def _check_kwargs(norm_layer: Type[SyncBatchNorm], kwargs: Mapping[str, Any]) ->
 def _successor(block: BatchNorm, norm_layer: Type[SyncBatchNorm], kwargs: Mapping[str, Any]) -> SyncBatchNorm:
     """Returns a synchronised layer with the settings of a plain one, and parameters of its own."""
     activation = getattr(block, "_activation", RELU if block.fuse_relu else NONE)
-    adds = isinstance(block, BatchNormAdd)
-    if kwargs.get("inplace") and not invertible(activation, adds):
+    computes = Computation(activation=activation, adds=isinstance(block, BatchNormAdd))
+    if kwargs.get("inplace") and not computes.invertible():
         kwargs = {**kwargs, "inplace": False}
-    if adds or activation != NONE:  # a user's own class may lack the arguments that other layers do not need
+    if computes != PLAIN:  # a user's own class may lack the arguments that other layers do not need
         kwargs = {**activation.arguments(), **kwargs}
     settings = settings_of("", {name: str(value) for name, value in block._kwargs.items()})
-    return (_with_addition(norm_layer) if adds else norm_layer)(  # type: ignore[arg-type]
+    return (_with_addition(norm_layer) if computes.adds else norm_layer)(  # type: ignore[arg-type]
         center=block.beta._differentiable,
         in_channels=int(vars(block).get("in_channels", 0)),
         **settings,

@@ -14,7 +14,7 @@ import mxnet as mx
 from mxnet.gluon import Block, Parameter, ParameterDict, SymbolBlock
 from mxnet.gluon.nn import BatchNorm, BatchNormReLU  # by name, because a script may put ours into their places in `nn`
 
-from ..activation import Activation
+from ..activation import Computation
 from ..layer import SyncBatchNorm, SyncBatchNormAdd
 from ..mxnet_side import blocks
 from ..mxnet_side.blocks import Recorded
@@ -118,14 +118,11 @@ def without(cls: Type[Any], base: Type[Block]) -> Type[Any]:
 
 def layer_of(prefix: str, attributes: Dict[str, str], replicas: Replicas) -> SyncBatchNorm:
     """Creates a layer for a synchronised node, with replicas of its own that have the settings of these."""
-    settings = settings_of(prefix, attributes)
-    settings.update(Activation.of_attributes(attributes).arguments())
-    settings["inplace"] = attributes["inplace"] == "1"
-    settings["running_variance"] = "unbiased" if attributes["unbiased"] == "1" else "biased"
-    layer = (SyncBatchNormAdd if int(attributes["adds"]) else SyncBatchNorm)(**settings)
-    layer._fuses = attributes["fuses"] == "1"
+    computes = Computation.of_attributes(attributes)
+    layer = (SyncBatchNormAdd if computes.adds else SyncBatchNorm)(**settings_of(prefix, attributes))
     layer._release_parameters()
-    layer._adopt_parameters(*replicas.settings)
+    *settings, _ = replicas.settings
+    layer._adopt_parameters(*settings, computes)
     return layer
 
 

@@ -132,7 +132,7 @@ def from_torch(net: NetT, module: Any) -> NetT:
         if theirs is not None:
             block._kwargs.update(eps=theirs.eps, momentum=1 - theirs.momentum)
             if isinstance(block, SyncBatchNorm):
-                block._computes["running_variance"] = "unbiased"
+                block._replicas.computes = block._replicas.computes._replace(unbiased=True)
     forget_graphs(net)
     return net
 

@@ -17,8 +17,7 @@ from mxnet.gluon import Block, HybridBlock, Parameter, SymbolBlock, nn
 from .._native import merge_moments
 from ..exchange.store import ProcessStore
 from ..layer import SyncBatchNorm, SyncBatchNormAdd
-from ..mxnet_side import blocks
-from ..mxnet_side.op import own, sync_batch_norm
+from ..mxnet_side import blocks, op
 from ..system import arguments, kinds
 from ..system.kinds import values
 from ..training import steps
@@ -229,7 +228,7 @@ def _population(
 ) -> List[np.ndarray]:
     """Computes the moments over all values of all batches, for each of ``running``."""
     contexts = list(dict.fromkeys(context for one in running for context in one.contexts))
-    each_by_itself = Replicas("update_bn_stats", Pooling("local"), None, None, None)
+    each_by_itself = Replicas("update_bn_stats", {}, Pooling("local"))
     each_by_itself.set_contexts(contexts, 0)
     totals = {one.mean: np.zeros(1 + 2 * one.mean.shape[0]) for one in running}
     seen: List[Tuple[nn.BatchNorm, int, Tuple[mx.nd.NDArray, mx.nd.NDArray], Optional[mx.nd.NDArray]]] = []
@@ -243,7 +242,9 @@ def _population(
         ones = mx.nd.ones((x.shape[axis],), x.ctx, np.float64 if x.dtype == np.float64 else np.float32)
         # With a momentum of 0, running statistics are those of the shard. The layer's own may be of slots, or of all.
         moments = mean, var = _NONE * ones, _NONE * ones
-        sync_batch_norm(own(mx.nd), x, ones, ones, mean, var, each_by_itself, axis=axis, momentum=0, mask=mask)
+        each_by_itself.kwargs = {"axis": axis, "momentum": 0}
+        call = op.call(each_by_itself, eager=True, masks=mask is not None)
+        op.sync_batch_norm(mx.nd, each_by_itself, call, [x], [ones, ones, mean, var], mask)
         seen.append((layer, x.size // x.shape[axis], moments, mask))
 
     done = 0

@@ -8,8 +8,7 @@ from mxnet.context import Context
 from mxnet.gluon import Block, SymbolBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
-from ..activation import described
-from ..layer import SyncBatchNorm, SyncBatchNormAdd
+from ..layer import SyncBatchNorm
 from ..mxnet_side import blocks
 from ..mxnet_side.op import NAME
 from ..system import arguments
@@ -141,10 +140,8 @@ def _rows(block: Block) -> Iterator[Row]:
             mode += f", groups of {replicas.pooling.group_size}"
         if replicas.pooling.groups:
             mode += f", {len(replicas.pooling.groups)} named groups"
-        keeps_x = block._inplace and (block._gamma_has_zeros() if block._keeps_x is None else block._keeps_x)
-        fused = replicas.taken_in or described(
-            block._activation, isinstance(block, SyncBatchNormAdd), block._inplace and not keeps_x
-        )
+        keeps_x = block.inplace and (block._gamma_has_zeros() if block._keeps_x is None else block._keeps_x)
+        fused = replicas.taken_in or str(replicas.computes._replace(inplace=block.inplace and not keeps_x))
         if keeps_x:
             fused += ", " * bool(fused) + "not in place, because gamma begins at 0"
         yield _row(block, _statistics(block), mode=mode, slots=replicas.pooling.virtual_devices, fused=fused)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections import ChainMap
 from contextlib import contextmanager
-from typing import Any, ClassVar, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence
+from typing import Any, ClassVar, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 from mxnet import autograd
 from mxnet.context import Context
 from mxnet.gluon import Parameter
 
 from .. import _native
+from ..activation import PLAIN, Computation
 from ..exchange.base import Exchange, LayerInfo
 from ..exchange.pooling import MODES, Pooling
 from ..exchange.store import ProcessStore
@@ -81,15 +83,17 @@ class Replicas:
     def __init__(
         self,
         name: str,
+        kwargs: Dict[str, Any],
         pooling: Pooling,
-        num_devices: Optional[int],
-        exchange: Optional[Exchange],
-        timeout: Optional[float],
+        num_devices: Optional[int] = None,
+        exchange: Optional[Exchange] = None,
+        timeout: Optional[float] = None,
+        computes: Computation = PLAIN,
     ) -> None:
         self.name, self.pooling, self.num_devices = name, pooling, num_devices
         self.exchange, self.timeout = exchange, timeout  # None is the setting of `configure`
-        self.settings = pooling, num_devices, exchange, timeout
-        self.computes: Mapping[str, Any] = {}  # the settings of the layer that its results depend on
+        self.computes = computes  # but for ``kwargs``, those of ``nn.BatchNorm``, which the layer shares and may change
+        self.kwargs = kwargs
         self.channels = 0
         self.contexts: List[Context] = []
         self.on_cpus = True  # some of them may be
@@ -109,6 +113,11 @@ class Replicas:
             session.to_come.add(self)
         # At exit a daemon thread may still use it.
         weakref.finalize(self, _native.layer_drop, self.id).atexit = False
+
+    @property
+    def settings(self) -> Tuple[Any, ...]:
+        """What a copy of the layer is made of."""
+        return self.pooling, self.num_devices, self.exchange, self.timeout, self.computes
 
     def spread_running(self, trained: Sequence[Context]) -> None:
         """After steps on some contexts, gives the others their running statistics, if all share one statistic."""
@@ -134,7 +143,8 @@ class Replicas:
         self.on_cpus = any(context.device_type != "gpu" for context in contexts)
         if self.separates():
             self._separate_resources()
-        settings = self.pooling, self.computes, self.exchange
+        computes = {key: value for key, value in self.computes.arguments().items() if key != "inplace"}
+        settings = self.pooling, ChainMap(self.kwargs, computes), self.exchange
         session.register(LayerInfo(self.id, self.name, self.contexts, len(contexts), channels, *settings))
         session.to_come.discard(self)
         _native.layer_place(self.id, [str(context) for context in contexts], misplaced)
@@ -169,7 +179,7 @@ class Replicas:
         """Notes that the layer is called in training."""
         self.ran = how
         Replicas.any_ran = True
-        frozen = self.computes.get("use_global_stats")
+        frozen = self.kwargs["use_global_stats"]
         if self.contexts and self.meets() and self.pooling.mode != "local" and not frozen:
             session.trains(self.id)
 

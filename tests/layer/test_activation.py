@@ -89,11 +89,12 @@ def expected(layer, batch, addends=None, mean=0.0, var=1.0, use_global_stats=Tru
 
 def specification_of_z(layer, batch, given, settings):
     """What the activation gets."""
-    activation, layer._activation = layer._activation, gluon_syncbn.activation.NONE
+    computes = layer._replicas.computes
+    layer._replicas.computes = computes._replace(activation=gluon_syncbn.activation.NONE)
     try:
         return specification(layer, batch, **given, **settings).outputs
     finally:
-        layer._activation = activation
+        layer._replicas.computes = computes
 
 
 @pytest.mark.parametrize("behind, slope", [("relu", 1), ("relu6", 0), ("leaky", 1)])

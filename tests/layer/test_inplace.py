@@ -180,4 +180,4 @@ def test_converted_and_fused(contexts, tmp_path):
 @pytest.mark.parametrize("make", [nn.BatchNormReLU, BatchNormAdd, SyncBatchNorm])
 def test_convert_passes_over_what_is_not_invertible(make):
     """And over what is synchronised already."""
-    assert not convert(make(in_channels=3), inplace=True)._inplace
+    assert not convert(make(in_channels=3), inplace=True).inplace
