@@ -36,8 +36,6 @@ _ON_GPUS = {"float16", "float32", "float64"}
 
 def _machine() -> str:
     """Returns an id that is equal in all processes of one kernel and PID namespace: they share files in /proc."""
-    if environment.read("GLUON_SYNCBN_SHARED_MEMORY") == "off":
-        raise mx.MXNetError("GLUON_SYNCBN_SHARED_MEMORY=off")
     try:
         with open("/proc/sys/kernel/random/boot_id") as boot:
             return f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -121,6 +119,8 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         locks.give(self, _lock=threading.Lock)
         #: Why statistics go by the transport alone; None where processes meet in memory.
         self.why_not_in_memory: Optional[str] = "not every process was asked"
+        #: This process's place among those of its machine, and their number: which GPU is its own.
+        self.local_rank, self.local_size = 0, 1
         #: The ranks of each machine that meet in memory; the first of each is the leader of its machine.
         self.machines: List[List[int]] = []
         number = _native.python_exchange(self)
@@ -387,13 +387,13 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         With several machines, one process of each exchanges with the others. Every process calls this before the first
         step.
         """
-        names, problem = self._all_make("the machines of the processes", _machine)
+        names = self.tell_all("the machines of the processes", _machine())
         machines: Dict[str, List[int]] = {}
         for rank, name in enumerate(names):
             machines.setdefault(name, []).append(rank)
         ranks = machines[names[self.rank]]
-        if len(machines) == self.num_workers > 1:
-            problem = problem or "every process is on another machine"
+        self.local_rank, self.local_size = ranks.index(self.rank), len(ranks)
+        problem = "every process is on another machine" if len(machines) == self.num_workers > 1 else ""
         segment: Optional[int] = None
 
         def create() -> Any:
@@ -411,7 +411,9 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             return list(os.sched_getaffinity(0))
 
         if not problem:
-            places, problem = self._all_make("the memory that the processes of a machine share", create)
+            off = environment.read("GLUON_SYNCBN_SHARED_MEMORY") == "off"
+            reason = "GLUON_SYNCBN_SHARED_MEMORY=off" * off
+            places, problem = self._all_make("the memory that the processes of a machine share", create, reason)
         if not problem:
             cores, problem = self._all_make("whether all processes see that memory", see)
         if segment is not None and not problem:

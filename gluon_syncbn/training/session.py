@@ -253,8 +253,8 @@ def kvstore(name: Literal["mpi", "horovod", "dist_sync"], *, gpus: Optional[Lite
     Returns
     -------
     ProcessStore
-        The same object at every call. ``rank`` and ``num_workers`` identify this process, and its ``allgather`` gives
-        every process an array of each.
+        The same object at every call. ``rank`` and ``num_workers`` identify this process, ``local_rank`` and
+        ``local_size`` do so on its machine. Its ``allgather`` gives every process an array of each.
 
     Raises
     ------

@@ -435,6 +435,7 @@ def ways_of_statistics():
     """In memory of the machine, or by the transport where that is switched off."""
     in_memory = kv.why_not_in_memory is None
     assert in_memory or "GLUON_SYNCBN_SHARED_MEMORY=off" in kv.why_not_in_memory, kv.why_not_in_memory
+    assert (kv.local_rank, kv.local_size) == (kv.rank, kv.num_workers)
     rng = np.random.RandomState(0)
     for settings in ({}, {"mode": "shuffle"}, {"group_size": 2}, {"group_size": 1}):
         batch = make_batch(rng, kv.num_workers)
@@ -452,6 +453,8 @@ def levels():
     """The leaders of the machines exchange, and all have the same bits."""
     machines = os.environ["MPI_WORKER_MACHINES"].split(",")
     assert kv.machines == [[r for r, on in enumerate(machines) if on == name] for name in dict.fromkeys(machines)]
+    own = next(ranks for ranks in kv.machines if kv.rank in ranks)
+    assert (own[kv.local_rank], len(own)) == (kv.rank, kv.local_size)
     speaks = kv.rank in [ranks[0] for ranks in kv.machines]
     leaders = len(kv.machines)
     for _ in range(2):
