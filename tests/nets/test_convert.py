@@ -24,6 +24,7 @@ from gluon_syncbn.training.session import session
 BATCH_NORM = nn.BatchNorm
 CONTEXTS = [mx.cpu(0), mx.cpu(1)]
 
+
 class Residual(nn.HybridBlock):
     """A model as people write them: attributes, nested blocks, lists and dicts of its own children."""
 

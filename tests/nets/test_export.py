@@ -13,7 +13,6 @@ from mxnet.gluon import nn
 from places import ROOT, SUPPORT
 
 from gluon_syncbn import SyncBatchNorm, convert, revert
-from gluon_syncbn.mxnet_side.export import SYNCHRONISED
 from gluon_syncbn.mxnet_side.nodes import json_of
 
 #: Without this package: predicts with a file what the arrays beside it say.
