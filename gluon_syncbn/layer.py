@@ -299,8 +299,8 @@ class SyncBatchNorm(nn.BatchNorm):
 
     def __repr__(self) -> str:
         """Adds those settings to the text of ``nn.BatchNorm`` that a layer need not have."""
-        usual = {**Pooling._field_defaults, **PLAIN.arguments()}
-        usual.update(dict.fromkeys(("slope", "num_devices", "kvstore", "timeout")))
+        usual = {**Pooling._field_defaults, "activation": None, "slope": None, **PLAIN.arguments()}
+        usual.update(dict.fromkeys(("num_devices", "kvstore", "timeout")))
         own = {name: getattr(self, name) for name, value in usual.items() if getattr(self, name) != value}
         return f"{super().__repr__()[:-1]}{''.join(f', {name}={value!r}' for name, value in own.items())})"
 
