@@ -397,11 +397,10 @@ SYNCBN_API(void, fail_arrays, const Span<NDArrayHandle>& arrays) {
 
 // See waiting/callers.h.
 SYNCBN_API(bool, asked_for_callers, double seconds) { return syncbn::asked_for_callers(seconds); }
-SYNCBN_API(void, answer_callers, const char* wait, bool for_all) { syncbn::answer_callers(wait, for_all); }
+SYNCBN_API(void, answer_callers, const char* wait, double patience) { syncbn::answer_callers(wait, patience); }
 
 // See waiting/step.h.
-SYNCBN_API(void, nobody_left, bool is_nobody_left) { syncbn::step().nobody_left = is_nobody_left; }
-SYNCBN_API(void, nobody_reads) { syncbn::step().unread = true; }
+SYNCBN_API(void, exiting, bool is_exiting) { syncbn::step().exiting = is_exiting; }
 SYNCBN_API(void, close) {
     syncbn::step().closed = true;
     syncbn::cuda::close_collectives();
@@ -412,7 +411,7 @@ SYNCBN_API(void, out_of_batches, bool is_out) { syncbn::step().out_of_batches = 
 
 // Called in the child of a fork.
 SYNCBN_API(void, forked) {
-    syncbn::step().forking = syncbn::step().unread = syncbn::step().nobody_left = false;
+    syncbn::step().forking = syncbn::step().exiting = false;
     for (const auto& layer : registry().all()) layer->rendezvous.forget();
     syncbn::step().clear();
 }

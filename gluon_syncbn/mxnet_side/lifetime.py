@@ -27,9 +27,16 @@ _pid = os.getpid()
 _MXNET, _PACKAGE = os.path.dirname(mx.__file__), os.path.dirname(_native.__file__)
 _PACKAGES = (sysconfig.get_path("purelib"), os.path.dirname(_MXNET), _PACKAGE)
 _STANDARD = sysconfig.get_path("stdlib")
-_WAITS = ("asnumpy", "wait_to_read", "waitall", "save", "__getstate__", "_to_shared_mem", "to_dlpack_for_write")
-#: Where MXNet waits before an operator is issued: for a condition, or a shape that depends on data.
-_ISSUES = {"__call__": "the call of a graph", "_imperative_invoke": "the call of an operator"}
+#: Where MXNet waits for results: the function, what messages call it, and the seconds after which it surely waits for
+#: the missing replica. A wait for all is sure to. A read may wait for an operator that no layer feeds. Calls wait for
+#: a condition, or a shape that depends on data; the first call of a graph also plans its memory.
+_WAITS = {
+    **{name: (name, 3.0) for name in ("asnumpy", "wait_to_read", "save", "__getstate__", "_to_shared_mem")},
+    "to_dlpack_for_write": ("to_dlpack_for_write", 3.0),
+    "waitall": ("waitall", 0.2),
+    "__call__": ("the call of a graph", 10.0),
+    "_imperative_invoke": ("the call of an operator", 10.0),
+}
 _JOINS = ("join", "_wait_for_tstate_lock")  # of Python 3.13, and before
 
 
@@ -40,9 +47,8 @@ def _at_exit() -> None:
     # At interpreter exit, MXNet drops queued operators and waits for running ones. A running replica would wait for a
     # queued one for ever. This handler runs before MXNet's own. It lets a healthy step finish and ends a stuck one.
     session.ending = True
-    _native.nobody_left(True)
     _stop_daemons()
-    _native.nobody_reads()
+    _native.exiting(True)
     steps.drain()
     _native.close()
     while _pass_on(0.0):
@@ -69,20 +75,14 @@ def _stop_daemons() -> None:
 
 
 def _watch_callers() -> None:
-    # Exit handlers run only after all threads that are not daemons, and one of these may wait for a stuck step. If all
-    # of them wait within MXNet, no thread is left that could call the missing replicas.
     while True:
         if _native.asked_for_callers(60.0):
-            main = threading.main_thread()
-            if not main.is_alive():
-                others = [_frames(one)[:1] for one in threading.enumerate() if one is not main and not one.daemon]
-                _native.nobody_left(all(frames and _is_of(frames[0], _MXNET) for frames in others))
             _native.answer_callers(*_what_callers_wait_for())
             time.sleep(0.05)  # many replicas ask
 
 
-def _what_callers_wait_for() -> Tuple[str, bool]:
-    """Names the results that all threads wait for which could call a replica, and whether these are all results.
+def _what_callers_wait_for() -> Tuple[str, float]:
+    """Names the results that all threads wait for which could call a replica, and the seconds of `_WAITS`.
 
     The text is empty if another thread could call one. That is a thread in code of the user's, or one that has trained
     and works in a library. A thread that joins another one does nothing before that one ends. A worker of a library's
@@ -95,15 +95,15 @@ def _what_callers_wait_for() -> Tuple[str, bool]:
         if not frames or thread is threading.current_thread():
             continue
         name = frames[0].f_code.co_name
-        if _is_of(frames[0], _MXNET) and name in (*_WAITS, *_ISSUES):
+        if _is_of(frames[0], _MXNET) and name in _WAITS:
             if trains:
-                where = _ISSUES.get(name, name)
-                waits.append((f"thread '{thread.name}' waits in {where} ({_line(frames)})", name == "waitall"))
+                where, patience = _WAITS[name]
+                waits.append((f"thread '{thread.name}' waits in {where} ({_line(frames)})", patience))
         elif frames[0].f_code.co_filename == threading.__file__ and name in _JOINS:
             continue
         elif _is_users(frames) or (trains and _is_of(frames[0], *_PACKAGES)):
-            return "", False
-    return " and ".join(text for text, _ in waits), all(for_all for _, for_all in waits)
+            return "", 0.0
+    return " and ".join(text for text, _ in waits), max((patience for _, patience in waits), default=0.0)
 
 
 def _is_users(frames: List[FrameType]) -> bool:

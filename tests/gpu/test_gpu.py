@@ -362,7 +362,7 @@ def test_a_gpu_that_fails(rng):
     if not EMULATED:
         pytest.skip("only the emulator forgets an error of a GPU")
     contexts, batch = gpus(2), make_batch(rng, 2)
-    layer = prepare(SyncBatchNorm(in_channels=5, timeout=200), batch, contexts, "float64")
+    layer = prepare(SyncBatchNorm(in_channels=5, timeout=20), batch, contexts, "float64")
     xs = on_devices(batch.shards, contexts, "float64")
     module = mx.rtc.CudaModule('extern "C" __global__ void beyond(double* x) { x[-1] = 0; }')
     victim = on_devices(batch.shards, contexts, "float64")[1]
@@ -374,7 +374,7 @@ def test_a_gpu_that_fails(rng):
     with pytest.raises(mx.MXNetError, match="an illegal memory access was encountered"):
         ys[1].asnumpy()
     # MXNet's Custom does not call this layer on a GPU that has failed.
-    custom = r"missing gpu\(1\), and nothing has been computed for 3 s.* or has failed"
+    custom = r"missing gpu\(1\) after 20 s\. .* or has failed"
     native = r"on gpu\(1\): MXNet gave no memory for an array: .*an illegal memory access was encountered"
     with pytest.raises(mx.MXNetError, match=custom if _native.why_custom("gpu") else native):
         ys[0].asnumpy()
@@ -500,7 +500,6 @@ def test_memory_is_freed_while_a_collective_hangs(phase, tmp_path):
 
 
 def test_ctrl_c_while_nccl_connects():
-    """It spins meanwhile, as NCCL's sockets do, so that the process does not look idle."""
     gpus(2)
     if not EMULATED:
         pytest.skip("nothing keeps NCCL from connecting")

@@ -74,7 +74,7 @@ std::vector<Hands::Turn> harmful(const Layer& layer) {
             if (random.one_in(10)) syncbn_devices({random.whole(0, 1), one});
         },
         [](Random& random) { syncbn_forking(random.one_in(20)); },
-        [](Random& random) { syncbn_nobody_left(random.one_in(20)); },
+        [](Random& random) { syncbn_exiting(random.one_in(20)); },
     };
     knobs.insert(knobs.end(), more.begin(), more.end());
     return knobs;
@@ -98,7 +98,7 @@ void back_to_normal() {
     syncbn_default_exchange(*exchange_in_memory());
     syncbn_devices({});
     syncbn_forking(0);
-    syncbn_nobody_left(0);
+    syncbn_exiting(0);
     syncbn_reset();
 }
 

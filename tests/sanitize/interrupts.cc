@@ -35,7 +35,6 @@ struct sigaction current_handler() {
     return current;
 }
 
-// Computes meanwhile: a process that is idle after SIGINT counts as one that was asked to end.
 template <typename Condition>
 void until(const Condition& condition, const char* what) {
     const double begin = now();

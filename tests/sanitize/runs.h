@@ -23,12 +23,11 @@ void changing(Run& run);
 void disturbed(Run& run);
 // Handlers of SIGINT that are installed anew while replicas wait, and signals that come.
 void waiting(Run& run);
-// Replicas that wait for one that never comes, until Ctrl-C, the end of the last thread that could call it, a fork or a
-// failure ends that.
+// Replicas that wait for one that never comes, until Ctrl-C, the end of the process, a fork or a failure ends that.
 void ended(Run& run);
-// Waits for a call that is repeated, and that does not come, until one of these ends them.
+// Waits for a call that is repeated, and that does not come, until Ctrl-C or a failure ends them.
 void recalling(Run& run);
-// Waits that last: a warning after 10 s, a queue that is stuck. 25 s; shorter runs leave it out.
+// A wait that lasts: a warning after 10 s. Shorter runs leave it out.
 void lasting(Run& run);
 // Long sums between ranks, which are threads here: rounds and arrays come in an order of each rank's own.
 void summing(Run& run);

@@ -53,12 +53,6 @@ struct Wait {
         ++figures.steps;
     }
 
-    // Idle, as a process is that cannot go on.
-    static void until_failure() {
-        const double begin = now();
-        while (syncbn_failure()->count == 0 && now() < begin + kPatience) pause(0.05);
-    }
-
     // By itself, for this reason; then all is well again.
     void end(const char* reason) {
         run.engine.wait_for_all();
@@ -69,24 +63,11 @@ struct Wait {
         });
         ++figures.steps;
         syncbn_forking(0);
-        syncbn_nobody_left(0);
+        syncbn_exiting(0);
         syncbn_reset();
         layer.restore();
         right_step(run, layer);
     }
-};
-
-// The missing replica is called, and an operator before it does not end.
-class Obstacle {
-  public:
-    explicit Obstacle(Wait& wait) {
-        wait.run.engine.push({}, {wait.missing.x.get()}, [removed = removed_.get_future().share()] { removed.wait(); });
-        wait.step.issue_forwards();
-    }
-    void remove() { removed_.set_value(); }
-
-  private:
-    std::promise<void> removed_;
 };
 
 // What ends a wait, and what it says then.
@@ -95,17 +76,24 @@ struct End {
     std::function<void()> happens;
 };
 
-std::vector<End> all_ends(const Interrupts& interrupts) {
+// Any wait.
+std::vector<End> ends(const Interrupts& interrupts) {
     return {
         {"process was asked to end",
          [&interrupts] {
              interrupts.install(Interrupts::kPlain);
              interrupts.send();
          }},
-        {"process was asked to end", [] { syncbn_nobody_left(1); }},
-        {"the process was forked", [] { syncbn_forking(1); }},
         {"the script has raised an exception", [] { syncbn_fail("the script has raised an exception"); }},
     };
+}
+
+// A wait for a replica.
+std::vector<End> all_ends(const Interrupts& interrupts) {
+    std::vector<End> all = ends(interrupts);
+    all.push_back({"process was asked to end", [] { syncbn_exiting(1); }});
+    all.push_back({"the process was forked", [] { syncbn_forking(1); }});
+    return all;
 }
 
 // A wait for a call that is repeated, and that does not come.
@@ -124,8 +112,6 @@ void recall(double timeout, const End& end) {
     end.happens();
     const std::string got = error.get();
     expect(contains(got, end.reason), "'" + got + "' says '" + end.reason + "'");
-    syncbn_forking(0);
-    syncbn_nobody_left(0);
     syncbn_reset();
     ++figures.steps;
 }
@@ -159,25 +145,19 @@ void ended(Run& run) {
             end.happens();
             wait.end(end.reason);
         }
-        Wait other(run);
-        Obstacle obstacle(other);
-        syncbn_forking(1);
-        other.until_failure();
-        obstacle.remove();
-        other.end("the process was forked");
     } while (run.goes_on());
 }
 
 void recalling(Run& run) {
     const Interrupts interrupts;
     do {
-        for (const End& end : all_ends(interrupts)) recall(kPatience, end);
+        for (const End& end : ends(interrupts)) recall(kPatience, end);
         recall(0.2, {"it does not come after 0.2 s. Do something.", [] {}});
     } while (run.goes_on());
 }
 
 void lasting(Run& run) {
-    constexpr double kSeconds = 25;
+    constexpr double kSeconds = 15;
     if (run.left() < kSeconds) return;
     Wait warned(run);
     const long warnings = figures.warnings;
@@ -186,11 +166,6 @@ void lasting(Run& run) {
     expect(figures.warnings == warnings + 1, "one of those who wait for long says so");
     warned.go_on();
     warned.end_well();
-    Wait stuck(run);
-    Obstacle obstacle(stuck);
-    stuck.until_failure();
-    obstacle.remove();
-    stuck.end("nothing has been computed");
 }
 
 void closing(Run& run) {

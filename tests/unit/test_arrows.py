@@ -118,7 +118,7 @@ def test_each_function_of_the_core_has_the_types_of_its_source():
     made, given = _native.layer_create, _native._GIVEN
     types = [given["const char*"], ctypes.c_int, *[ctypes.c_int64] * 2, given["const Span<const int>&"]]
     assert (made.restype, made.argtypes) == (ctypes.c_int64, [*types, ctypes.c_double, ctypes.c_void_p])
-    assert _native.nobody_reads.restype == ctypes.c_int and _native.nobody_reads.argtypes == []
+    assert _native.close.restype == ctypes.c_int and _native.close.argtypes == []
     with pytest.raises(KeyError, match="float"):  # a type that nobody has thought of is not guessed
         _native._type("float", given)
 

@@ -252,16 +252,6 @@ def test_a_step_that_failed_ends_a_wait():
         store.allgather(7, np.ones(2))
 
 
-def test_a_fork_ends_a_wait():
-    store = stores(2)[0]
-    _native.forking(True)
-    try:
-        with pytest.raises(mx.MXNetError, match=r"waits for rank 1 in exchange 7, round 1, and the process was forked"):
-            store.allgather(7, np.ones(2))
-    finally:
-        _native.forking(False)
-
-
 def test_another_size_or_type():
     parts = [np.ones(2), np.ones(3, "float32")]
     for error in everywhere(stores(2), lambda store: store.allgather(7, parts[store.rank])):

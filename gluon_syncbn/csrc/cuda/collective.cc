@@ -109,7 +109,6 @@ void post_allgather(const std::vector<OnDevice>& parts, const std::string& layer
     });
     Wait wait(timeout, layer, "NCCL has not connected the GPUs",
               "NCCL_DEBUG=INFO shows what NCCL does. kvstore='host' avoids NCCL.", interrupts_before);
-    wait.after_interrupt = 5;  // before the other replicas' waits, of which this one is the cause
     while (communicators.wait_for(kSlice) != std::future_status::ready) wait.look();
     connected[devices] = communicators.get();
 }

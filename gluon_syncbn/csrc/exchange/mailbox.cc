@@ -59,7 +59,7 @@ std::string Mailbox::loss(size_t rank, const std::string& exchange) const {
     return advice + " Give every process the same number of steps, or train within gluon_syncbn.join.";
 }
 
-void WaitForOthers::give_up(const std::string& reason, bool) {
+void WaitForOthers::give_up(const std::string& reason) {
     mail_.leave(Mailbox::State::kFailed, reason);
     throw Failure(reason);
 }

@@ -140,7 +140,7 @@ class Mailbox {
 class WaitForOthers : public Wait {
   public:
     // Tells the others why this rank gives up.
-    [[noreturn]] void give_up(const std::string& reason, bool from_outside = false) override;
+    [[noreturn]] void give_up(const std::string& reason) override;
 
   protected:
     // `together`: a rank that has failed ends the wait even if it is not missing.

@@ -19,9 +19,6 @@ const char* const kCallAll =
 
 namespace {
 
-// Seconds. While a GPU computes, the waiting thread spins (cudaDeviceScheduleAuto), so the process is not idle.
-constexpr double kSurely = 5, kPerhaps = 20;
-
 constexpr size_t kWorst = 5;  // number of layers to name
 
 struct Totals {
@@ -47,24 +44,20 @@ std::string describe(const Meeting& meeting, const Phase& phase) {
     return out.str();
 }
 
-Cause likely_cause(const Meeting& meeting, const Phase& phase) {
-    const bool all_cpu = std::all_of(meeting.contexts().begin(), meeting.contexts().end(),
-                                     [](const auto& context) { return context.compare(0, 3, "cpu") == 0; });
-    const bool forward = phase.number == 0;
-    if (forward && !meeting.full()) return {std::string("Nobody has called the layer there. ") + kCallAll, 0};
-    std::string text;
-    const auto add = [&](bool applies, const char* cause) { text += applies ? cause : ""; };
-    add(forward,
-        "Every replica has issued its call: an operator before this layer does not finish there, or has failed, "
-        "perhaps because memory ran out. Then read that replica's output, which raises the error.");
-    add(!forward,
+std::string likely_cause(const Meeting& meeting, const Phase& phase) {
+    if (phase.number == 0 && !meeting.full()) return std::string("Nobody has called the layer there. ") + kCallAll;
+    if (phase.number == 0)
+        return "Every replica has issued its call: an operator before this layer does not finish there, or has failed, "
+               "perhaps because memory ran out. Then read that replica's output, which raises the error.";
+    std::string cause =
         "Perhaps the loss of a replica took no part: call autograd.backward with the losses of all replicas, and read "
         "no "
-        "gradient before that.");
-    add(!forward && bundles_operators,
-        " Or MXNet bundles an operator outside the replicas (a batch that is split while recording), or of another "
-        "replica, with one of them: set MXNET_EXEC_BULK_EXEC_TRAIN=0 before the first operator runs.");
-    return {text, forward && all_cpu ? kSurely : kPerhaps};
+        "gradient before that.";
+    if (bundles_operators)
+        cause +=
+            " Or MXNet bundles an operator outside the replicas (a batch that is split while recording), or of another "
+            "replica, with one of them: set MXNET_EXEC_BULK_EXEC_TRAIN=0 before the first operator runs.";
+    return cause;
 }
 
 std::string why_not_here(const LayerConfig& config, const std::string& context) {

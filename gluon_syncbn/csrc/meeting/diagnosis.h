@@ -8,18 +8,12 @@
 
 namespace syncbn {
 
-// The likely cause of a wait. If nothing is computed for `stuck_after` seconds, waiting is useless; 0: waiting may
-// help.
-struct Cause {
-    std::string text;
-    double stuck_after;
-};
-
 // "1 of 2 replicas arrived (cpu(0)), missing cpu(1)"
 std::string describe(const Meeting& meeting, const Phase& phase);
-// What to do about a replica that has not.
+// What to do about a replica that has not been called.
 extern const char* const kCallAll;
-Cause likely_cause(const Meeting& meeting, const Phase& phase);
+// The likely cause of a wait, and what to do about it.
+std::string likely_cause(const Meeting& meeting, const Phase& phase);
 // Why a call on this context is not a replica of the layer.
 std::string why_not_here(const LayerConfig& config, const std::string& context);
 

@@ -22,10 +22,8 @@ namespace {
 const char* const kForgotten =
     "the step was reset (gluon_syncbn.reset, or a new step of another thread after a failure) before all replicas "
     "arrived.";
-constexpr double kGrace = 2;      // seconds that an exchange gets to report its own failure
-constexpr double kStuckIdle = 3;  // seconds without computing after which a queue counts as stuck
-constexpr double kRead = 3;       // seconds of a read, without computing, after which it waits for a missing replica
-constexpr double kReadAll = 0.2;  // seconds of a wait for all, which is sure to wait for it
+constexpr double kGrace = 2;       // seconds that an exchange gets to report its own failure
+constexpr double kAskAfter = 0.2;  // seconds: replicas that are about to come seldom take longer
 
 // Fails the step of a meeting. If that step has been forgotten, only the meeting fails, and not the current step.
 void fail_here(Meeting& meeting, const Failure& failure) {
@@ -85,23 +83,12 @@ Underway begin_exchange(const Meeting& meeting, Phase& phase) {
     return exchange.begin(phase.number == 0 ? Combine::kMerge : Combine::kAdd, id, own);
 }
 
-// The waits of this moment that may be in vain. One may cause others. If a device leaves out a layer, its partner waits
-// there, and the device itself waits in the next layer. Whoever gives up first reports the cause: the earliest of the
-// lowest rank. `rank`: 0, a forward without a call of a replica; 1, another forward; 2, a backward.
-struct Waits {
-    std::atomic<int64_t> count{0};
-    Mutex mutex;                                         // guards the next one
-    std::map<std::pair<int, int64_t>, Failure> reasons;  // by rank and number
-};
-Renewed<Waits>& waits = *new Renewed<Waits>;  // outlives the threads that wait at exit
-
 // Runs under the rendezvous's lock, also when all have arrived: the last one computes the total, with its own time
 // limit.
 class WaitForReplicas : public Wait {
   public:
     WaitForReplicas(Meeting& meeting, Phase& phase)
         : Wait(meeting.config->timeout), meeting_(meeting), phase_(phase), call_(name_of_call(meeting, phase)) {}
-    ~WaitForReplicas() override { note(0, nullptr); }
 
   protected:
     void throw_if_failed() override {  // (5)
@@ -110,19 +97,13 @@ class WaitForReplicas : public Wait {
         if (!failure->layer.empty()) throw Failure(*failure);
         throw Failure(config_.name, "", call_, describe(meeting_, phase_) + ". " + failure->reason);
     }
-    [[noreturn]] void give_up(const std::string& text, bool from_outside = false) override {  // (6)
-        std::optional<Failure> cause;
-        if (!from_outside && !complete_) {
-            std::lock_guard<std::mutex> lock(waits->mutex);
-            if (!waits->reasons.empty()) cause.emplace(waits->reasons.begin()->second);
-        }
-        if (cause && (cause->layer != config_.name || cause->call != call_)) fail_and_throw(meeting_, *cause);
+    [[noreturn]] void give_up(const std::string& text) override {  // (6)
         fail_and_throw(meeting_, {config_.name, "", call_, text});
     }
     void warn(const std::string& text) override {
         if (!std::exchange(phase_.warned, true)) log(Level::kWarning, Failure(config_.name, "", call_, text).what());
     }
-    bool in_vain() override { return !meeting_.full() || Wait::in_vain(); }
+    bool is_asked_to_end() override { return Wait::is_asked_to_end() || (step().exiting && !complete_); }
     void check_others() override;
     std::string state() override {
         if (!all_here()) return describe(meeting_, phase_);
@@ -133,25 +114,17 @@ class WaitForReplicas : public Wait {
     }
     std::string advice() override {
         return all_here() ? "That includes the wait for the replicas. If it is only slow, raise the timeout."
-                          : likely_cause(meeting_, phase_).text;
+                          : likely_cause(meeting_, phase_);
     }
 
   private:
     bool all_here() const { return phase_.arrived == meeting_.replicas(); }
-    // Replaces the reason of this wait.
-    void note(int rank, const Failure* reason) {
-        std::lock_guard<std::mutex> lock(waits->mutex);
-        waits->reasons.erase(key_);
-        key_.first = rank;
-        if (reason != nullptr) waits->reasons.emplace(key_, *reason);
-    }
 
     Meeting& meeting_;
     const LayerConfig& config_ = *meeting_.config;
     Phase& phase_;
     const std::string call_;
-    std::pair<int, int64_t> key_{0, waits->count++};
-    std::string seen_;  // the replicas that are here, why not all are, and what those wait for that could call them
+    std::string seen_;  // the replicas that are here, and what those wait for that could call the others
     double seen_since_ = 0;
     const double began_ = seconds();
     bool complete_ = false;
@@ -159,28 +132,22 @@ class WaitForReplicas : public Wait {
 
 void WaitForReplicas::check_others() {
     if (all_here()) {
-        if (!complete_) extend(config_.timeout + kGrace);
-        complete_ = true;
-        return note(0, nullptr);
+        if (!std::exchange(complete_, true)) extend(config_.timeout, kGrace);
+        return;
     }
-    const Cause cause = likely_cause(meeting_, phase_);
-    const std::string here = state() + ". " + cause.text;
-    const Failure reason(config_.name, "", call_, here);
-    note(phase_.number > 0 ? 2 : meeting_.full() ? 1 : 0, &reason);
+    if (meeting_.full()) return;
+    if (step().forking)
+        give_up(state() + ", and the process was forked (os.fork, multiprocessing, subprocess with preexec_fn). " +
+                "Fork before a step or after it, not between the calls of its replicas.");
+    if (step().exiting) end_as_asked();
+    if (waited() >= kAskAfter) ask_for_callers();
     const Callers others = callers(began_);
-    if (seen_ != here + others.wait) {  // a replica that was called just now is on the way
-        seen_ = here + others.wait;
+    if (seen_ != state() + others.wait) {  // a replica that was called just now is on the way
+        seen_ = state() + others.wait;
         seen_since_ = waited();
     }
-    const double lasts = waited() - seen_since_;
-    const bool in_vain = others.for_all ? lasts >= kReadAll : lasts >= kRead && idle_for(kRead);
-    if (in_vain && !others.wait.empty() && !meeting_.full())
+    if (!others.wait.empty() && waited() - seen_since_ >= others.patience)
         give_up(state() + ". Nobody has called the layer there, and " + others.wait + ". " + kCallAll);
-    if (cause.stuck_after > 0 && lasts >= cause.stuck_after && idle_for(kStuckIdle)) {
-        std::ostringstream text;
-        text << state() << ", and nothing has been computed for " << kStuckIdle << " s. " << cause.text;
-        give_up(text.str());
-    }
 }
 
 void refuse(const LayerConfig& config, const std::string& context, Scope& caller, Scope& other) {

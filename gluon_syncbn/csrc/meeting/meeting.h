@@ -9,8 +9,8 @@
 //                  phase 1, 2 …: the backwards, same positions
 //
 // A wait ends with the total (4), or with a failure of any replica of the process (5). The waiter itself declares a
-// failure (6) if time is up, the process was asked to end, or its queue is stuck. After a failure nothing is exchanged
-// until `reset`, because no total may come from half of a step.
+// failure (6) if time is up, the process was asked to end, or nobody is left to call a missing replica. After a failure
+// nothing is exchanged until `reset`, because no total may come from half of a step.
 //
 // The n-th calls on all contexts meet. They may come from one thread, or from one thread for each context. A step that
 // calls several replicas must have them in the same meetings. While its scope is open, no other step may call the same

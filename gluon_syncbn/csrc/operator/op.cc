@@ -57,7 +57,7 @@ struct Failing {
         if (!self.why) {
             const auto failure = step().failure();
             // Hundreds of failures at once can end the process (`TurnToFail`), so none comes that nobody would see.
-            if (failure == nullptr || step().unread) return;
+            if (failure == nullptr || step().exiting) return;
             self.why = error_with(failure->what());
         }
         self.turn = turn_to_fail();

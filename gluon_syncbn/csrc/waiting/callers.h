@@ -13,8 +13,8 @@
 namespace syncbn {
 
 struct Callers {
-    std::string wait;      // the results that all of them wait for, and where; empty if one could call
-    bool for_all = false;  // they wait for all pending operations, thus also for the missing replica
+    std::string wait;     // the results that all of them wait for, and where; empty if one could call
+    double patience = 0;  // seconds after which such a wait is one for the missing replica
 };
 
 struct QuestionForCallers {
@@ -42,10 +42,10 @@ inline bool asked_for_callers(double seconds) {
     return std::exchange(question->open, false);
 }
 
-inline void answer_callers(std::string wait, bool for_all) {
+inline void answer_callers(std::string wait, double patience) {
     std::lock_guard<std::mutex> lock(question->mutex);
     question->last = seconds();
-    question->answer = {std::move(wait), for_all};
+    question->answer = {std::move(wait), patience};
 }
 
 // The answer, if it came lately, and since this time on the clock of `seconds`.

@@ -43,10 +43,8 @@ class Step {
     std::atomic<int64_t> number{0};
     // The process has run its exit handlers: operators that run now fail.
     std::atomic<bool> closed{false};
-    // Every thread that could still call a replica has ended or waits itself, as Python says.
-    std::atomic<bool> nobody_left{false};
-    // The exit handlers have begun and all threads that train have ended, so nobody reads a result any more.
-    std::atomic<bool> unread{false};
+    // The exit handlers have begun and all threads that train have ended: nobody calls a replica or reads a result any more.
+    std::atomic<bool> exiting{false};
     // A thread in the middle of a step waits to fork, so not all replicas can be called.
     std::atomic<bool> forking{false};
     // The process has no batch left: its calls contribute an empty one, so that the other processes can go on.
