@@ -1,13 +1,12 @@
 #include "operator/call.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <limits>
-#include <mutex>
 #include <numeric>
 #include <sstream>
 
-#include "lock.h"
 #include "log.h"
 #include "point.h"
 #include "pooling/statistics.h"
@@ -23,21 +22,13 @@ constexpr double kQuiet = 10;  // seconds
 // engine's thread, this branch is late by as much.
 constexpr double kEngineThreadWaits = 0.005;
 
-// The last batch that a warning was about. A value that is not finite reaches all later layers and all replicas, and
+// The time of the last warning about a batch that is not finite. Such a value reaches all later layers and all replicas, and
 // one warning is enough.
-struct Culprit {
-    Mutex mutex;
-    std::string replica;  // its context and layer; empty if there is none
-    double since = 0;
-};
-Culprit& culprit = *new Culprit;  // outlives the threads that use it at exit
+std::atomic<double> last_warning{-kQuiet};
 
 }  // namespace
 
-void speak_of_nonfinite_again() {
-    std::lock_guard<std::mutex> lock(culprit.mutex);
-    culprit.replica.clear();
-}
+void speak_of_nonfinite_again() { last_warning = -kQuiet; }
 
 void Call::issue() {
     config_ = node_.layer->config();
@@ -211,16 +202,10 @@ void Call::remember(std::shared_ptr<const void> device) const {
 
 void Call::check_finite(int64_t at, double value) const {
     const Nonfinite what = config_->nonfinite;
-    const bool bad = at >= 0;
-    if (what == Nonfinite::kSkip) {
-        const std::string own = context_ + std::to_string(node_.layer->id);
-        std::lock_guard<std::mutex> lock(culprit.mutex);
-        if (!bad && culprit.replica == own) culprit.replica.clear();
-        if (!bad || (!culprit.replica.empty() && seconds() - culprit.since < kQuiet)) return;
-        culprit.replica = own;
-        culprit.since = seconds();
-    }
-    if (!bad) return;
+    if (at < 0) return;
+    double last = last_warning;
+    const double now = seconds();
+    if (what == Nonfinite::kSkip && (now - last < kQuiet || !last_warning.compare_exchange_strong(last, now))) return;
     const int64_t length = moments_length(channels()), within = at % length;
     std::ostringstream text;
     text << "the batch is not finite: the " << (within <= channels() ? "mean" : "variance") << " of channel "
@@ -229,8 +214,7 @@ void Call::check_finite(int64_t at, double value) const {
     text << " is " << (std::isnan(value) ? kNaN : value) << ". ";  // the sign of a NaN has no meaning
     if (what == Nonfinite::kError)
         throw Failure(node_.layer->name, context_, "", text.str() + "(gluon_syncbn.configure(nonfinite='error'))");
-    text << "The running statistics leave it out (nonfinite='skip'). No further warning comes for " << kQuiet
-         << " s, or until this replica has a finite batch.";
+    text << "The running statistics leave it out (nonfinite='skip'). No further warning comes for " << kQuiet << " s.";
     log(Level::kWarning, Failure(node_.layer->name, context_, "", text.str()).what());
 }
 
