@@ -13,7 +13,7 @@ EXPORTED const char* allreduce(syncbn::Asked* exchange, bool merges, int64_t lay
                                double* out) {
     static thread_local std::string problem;
     const auto combine = merges ? syncbn::Combine::kMerge : syncbn::Combine::kAdd;
-    const syncbn::CallId id{layer, node, call, phase, name, timeout, 0};
+    const syncbn::CallId id{layer, node, call, phase, name, timeout};
     try {
         const auto total = exchange->host->begin(combine, id, {{row}, length})(syncbn::kForEver);
         std::copy(total->values.begin(), total->values.end(), out);

@@ -93,8 +93,7 @@ std::string why_no_collective() {
     return nccl().complete() ? "" : "this build of MXNet is not linked against NCCL 2.4 or later";
 }
 
-void post_allgather(const std::vector<OnDevice>& parts, const std::string& layer, double timeout,
-                    int64_t interrupts_before) {
+void post_allgather(const std::vector<OnDevice>& parts, const std::string& layer, double timeout) {
     SYNCBN_POINT("before_collective");
     std::vector<int> devices;
     for (const OnDevice& part : parts) devices.push_back(part.device);
@@ -108,7 +107,7 @@ void post_allgather(const std::vector<OnDevice>& parts, const std::string& layer
         return made;
     });
     Wait wait(timeout, layer, "NCCL has not connected the GPUs",
-              "NCCL_DEBUG=INFO shows what NCCL does. kvstore='host' avoids NCCL.", interrupts_before);
+              "NCCL_DEBUG=INFO shows what NCCL does. kvstore='host' avoids NCCL.");
     while (communicators.wait_for(kSlice) != std::future_status::ready) wait.look();
     connected[devices] = communicators.get();
 }

@@ -31,9 +31,8 @@ std::string why_no_collective();
 
 // Runs an all-gather over these devices, in this order. Posts it on all streams in one group under one lock, so that all
 // devices have the same order of collectives. Returns when all have posted. The layer of this name waits at most
-// `timeout` seconds, and ends earlier if there are more interrupts than before. Throws Failure.
-void post_allgather(const std::vector<OnDevice>& parts, const std::string& layer, double timeout,
-                    int64_t interrupts_before);
+// `timeout` seconds. Throws Failure.
+void post_allgather(const std::vector<OnDevice>& parts, const std::string& layer, double timeout);
 
 // Ends hanging collectives on these devices. The next collective on any of them makes new communicators.
 void abort_collectives(int device);

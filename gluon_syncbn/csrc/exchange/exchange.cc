@@ -21,7 +21,7 @@ class OverNccl : public Memory {
   public:
     bool on_devices() const override { return true; }
     Underway begin(Combine combine, const CallId& id, const Contribution& own) override {
-        if (own.devices.size() > 1) cuda::post_allgather(own.devices, id.name, id.timeout, id.interrupts);
+        if (own.devices.size() > 1) cuda::post_allgather(own.devices, id.name, id.timeout);
         return Memory::begin(combine, id, own);
     }
 };

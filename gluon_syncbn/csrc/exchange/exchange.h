@@ -24,7 +24,6 @@ struct CallId {
     int64_t layer, node, sequence, phase;
     const char* name;
     double timeout;
-    int64_t interrupts;  // their number at the first call of a replica
 };
 
 // The contribution of this process: a vector for each context. Without a combination, one vector for all contexts.

@@ -67,8 +67,8 @@ void check_equal(Meeting& meeting, const Phase& phase, size_t position, const Pa
 Underway begin_exchange(const Meeting& meeting, Phase& phase) {
     Exchange& exchange = *meeting.exchange;
     const LayerConfig& config = *meeting.config;
-    const CallId id{config.layer,        meeting.draw.node, meeting.sequence,  phase.number,
-                    config.name.c_str(), config.timeout,    meeting.interrupts};
+    const CallId id{config.layer, meeting.draw.node,   meeting.sequence,
+                    phase.number, config.name.c_str(), config.timeout};
     if (exchange.on_devices() || config.sharing == Sharing::kEach) {
         std::vector<cuda::OnDevice> devices;
         for (const Part& part : phase.entries) {

@@ -105,8 +105,7 @@ struct Meeting {
     }
 
     const int64_t step = syncbn::step().number;
-    const int64_t interrupts = syncbn::interrupts();  // at the first call
-    std::shared_ptr<const Failure> failure;           // the meeting's own, if its step has been forgotten
+    std::shared_ptr<const Failure> failure;  // the meeting's own, if its step has been forgotten
     std::map<int, Phase> phases;
     Condition changed;
 

@@ -76,14 +76,6 @@ void watch_interrupts() {
 
 long interrupts() { return interrupted.load(); }
 
-Wait::Wait(double timeout, std::string layer, std::string state, std::string advice, long interrupts_before)
-    : layer_(std::move(layer)),
-      state_(std::move(state)),
-      advice_(std::move(advice)),
-      limit_(timeout),
-      interrupts_(interrupts_before),
-      checked_(seconds()) {}
-
 void Wait::look() {
     throw_if_failed();
     const double now = seconds(), passed = now - checked_;

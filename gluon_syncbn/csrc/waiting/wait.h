@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 #include <string>
+#include <utility>
 
 namespace syncbn {
 
@@ -23,10 +24,9 @@ long interrupts();
 
 class Wait {
   public:
-    // `timeout`: seconds. `layer`: its name, for warnings. `state` and `advice`: see below. `interrupts_before`: the
-    // number of interrupts at its beginning.
-    explicit Wait(double timeout, std::string layer = "", std::string state = "", std::string advice = "",
-                  long interrupts_before = interrupts());
+    // `timeout`: seconds. `layer`: its name, for warnings. `state` and `advice`: see below.
+    explicit Wait(double timeout, std::string layer = "", std::string state = "", std::string advice = "")
+        : layer_(std::move(layer)), state_(std::move(state)), advice_(std::move(advice)), limit_(timeout) {}
     virtual ~Wait() = default;
 
     // Throws Failure if the wait must end: the step has failed, the process was asked to end, or time is up. Warns once if
@@ -60,10 +60,10 @@ class Wait {
   private:
     const std::string layer_, state_, advice_;
     double limit_;
-    const long interrupts_;
-    double checked_;            // the time of the last check, or of the beginning
-    double waited_ = 0;         // seconds
-    double uninterrupted_ = 0;  // of these, those before the process was asked to end
+    const long interrupts_ = interrupts();
+    double checked_ = seconds();  // the time of the last check, or of the beginning
+    double waited_ = 0;           // seconds
+    double uninterrupted_ = 0;    // of these, those before the process was asked to end
     double grace_ = 0;
     bool warned_ = false;
 };
