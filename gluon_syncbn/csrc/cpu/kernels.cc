@@ -215,10 +215,10 @@ struct Lines {
 template <typename C>
 class Table {
   public:
-    Table(const Grid& grid, int64_t channels, int constants)
+    Table(const View& view, int64_t channels, int constants)
         : channels_(channels),
-          repeat_(grid.columns() / channels),
-          apart_(grid.columns() / Lines<C>::kLine * Lines<C>::kLine + kFar),
+          repeat_(view.columns() / channels),
+          apart_(view.columns() / Lines<C>::kLine * Lines<C>::kLine + kFar),
           values_(apart_ * constants) {}
     template <typename F>
     void fill(int n, const F& value) {
@@ -252,20 +252,20 @@ class Table {
 template <typename Microkernel>
 void for_runs(const Work& work, const Microkernel& microkernel) {
     if (work.shape.size() == 0) return;
-    const Grid grid(work);
+    const View view(work);
     const int threads = work.useful_threads();
-    const bool in_rows = grid.layout == Grid::Layout::kRows;
-    const int64_t unit = in_rows ? grid.positions : 1;
-    const int64_t units = grid.images * grid.groups * grid.positions / unit;
+    const bool in_rows = view.layout == View::Layout::kRows;
+    const int64_t unit = in_rows ? view.positions : 1;
+    const int64_t units = view.images * view.groups * view.positions / unit;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int part = 0; part < threads; ++part) {
         const int64_t last = units * (part + 1) / threads * unit;
         for (int64_t position = units * part / threads * unit, end; position < last; position = end) {
-            const int64_t row = position / grid.positions;
-            end = in_rows ? last : std::min(last, (row + 1) * grid.positions);
+            const int64_t row = position / view.positions;
+            end = in_rows ? last : std::min(last, (row + 1) * view.positions);
             const float* mask = work.mask;
-            if (mask != nullptr) mask += position - (row - row / grid.groups) * grid.positions;
-            microkernel(Run{grid, position, end - position, row % grid.groups * grid.width, mask});
+            if (mask != nullptr) mask += position - (row - row / view.groups) * view.positions;
+            microkernel(Run{view, position, end - position, row % view.groups * view.width, mask});
         }
     }
 }
@@ -273,18 +273,18 @@ void for_runs(const Work& work, const Microkernel& microkernel) {
 // Adds up the results of microkernel(tile, first, second) for each channel. They are [tile.columns] each, in memory that
 // is 0. Only the shape decides the parts, so the order of a sum is the same for any number of threads.
 template <typename Microkernel>
-void sum_up(const Work& work, const Grid& grid, const Table<double>& means, double* first, double* second,
+void sum_up(const Work& work, const View& view, const Table<double>& means, double* first, double* second,
             const Microkernel& microkernel) {
     constexpr int64_t kRowsPerPart = 64, kMaxParts = 16;            // of rows of columns
     constexpr int64_t kEnoughParts = 64, kValuesPerPart = 1 << 14;  // of blocks, over all groups
-    const bool tiled = grid.layout == Grid::Layout::kColumns;
+    const bool tiled = view.layout == View::Layout::kColumns;
     const int threads = work.useful_threads();
-    const int64_t columns = grid.columns(), positions = grid.images * grid.positions;
-    const int64_t step = tiled ? kTile : grid.width, tiles = (columns + step - 1) / step;
+    const int64_t columns = view.columns(), positions = view.images * view.positions;
+    const int64_t step = tiled ? kTile : view.width, tiles = (columns + step - 1) / step;
     int64_t parts = 1;
     if (tiled) parts = std::max(parts, std::min(kMaxParts, positions / kRowsPerPart));
-    if (grid.layout == Grid::Layout::kBlocks)
-        parts = std::max(parts, std::min(kEnoughParts / grid.groups, positions * grid.width / kValuesPerPart));
+    if (view.layout == View::Layout::kBlocks)
+        parts = std::max(parts, std::min(kEnoughParts / view.groups, positions * view.width / kValuesPerPart));
     const int64_t share = (positions + parts - 1) / parts;
     const Lines<double> sums(2 * parts * columns);
     std::fill_n(sums.first, 2 * parts * columns, 0.0);
@@ -293,7 +293,7 @@ void sum_up(const Work& work, const Grid& grid, const Table<double>& means, doub
         for (int64_t i = 0; i < tiles; ++i) {
             const int64_t column = i * step;
             double* const to = sums.first + 2 * part * columns + column;
-            const Tile tile{grid,
+            const Tile tile{view,
                             tiled ? 0 : i,
                             column,
                             std::min(step, columns - column),
@@ -340,20 +340,20 @@ int64_t moments(const Work& work, const void* data, double* mean, double* m2) {
         using T = std::remove_pointer_t<decltype(t)>;
         const T* const x = static_cast<const T*>(data);
         // With a sample of the channel as pivot, sums stay small: their cancellation is below n * 2^-53.
-        const Grid grid(work);
-        Table<double> pivots(grid, shape.channels, 1);
+        const View view(work);
+        Table<double> pivots(view, shape.channels, 1);
         const T* const sample =
             x + first / shape.inner * shape.channels * shape.inner + first % shape.inner * shape.block;
         pivots.fill(0, [&](int64_t c) {
             const int64_t of_block = c & (shape.block - 1);  // of a power of 2
             return Value<T>::load(sample + (c - of_block) * shape.inner + of_block);
         });
-        sum_up(work, grid, pivots, mean, m2,
+        sum_up(work, view, pivots, mean, m2,
                [x](const Tile& tile, double* sum, double* square) { micro_moments(tile, x, sum, square); });
         for (int64_t c = 0; c < shape.channels; ++c) {
             const double rest = m2[c] - mean[c] * mean[c] / n;
             m2[c] = rest < 0 ? 0 : rest;  // below 0 by rounding; a NaN stays a NaN, which std::max would hide
-            mean[c] = pivots.from(c * grid.columns() / shape.channels)[0] + mean[c] / n;
+            mean[c] = pivots.from(c * view.columns() / shape.channels)[0] + mean[c] / n;
         }
     });
     return n;
@@ -362,7 +362,7 @@ int64_t moments(const Work& work, const void* data, double* mean, double* m2) {
 void normalise(const Work& work, const void* x, const Normalise& with, void* y) {
     with_type(work.type, [&](auto* t) {
         using T = std::remove_pointer_t<decltype(t)>;
-        Table<Compute<T>> table(Grid(work), work.shape.channels, 4);
+        Table<Compute<T>> table(View(work), work.shape.channels, 4);
         table.put_z(with.with);
         for_runs(work, [&](const Run& run) {
             micro_normalise(run, table.from(0), static_cast<const T*>(x), static_cast<const T*>(with.addend),
@@ -373,18 +373,18 @@ void normalise(const Work& work, const void* x, const Normalise& with, void* y) 
 
 void grad_sums(const Work& work, const void* dy, const void* x, const GradSums& with, double* sum_dz,
                double* sum_dz_xhat) {
-    const Grid grid(work);
+    const View view(work);
     const Activation& activation = with.with.activation;
-    Table<double> means(grid, work.shape.channels, 1);
+    Table<double> means(view, work.shape.channels, 1);
     means.put(0, with.with.mean);
     with_type(work.type, [&](auto* t) {
         using T = std::remove_pointer_t<decltype(t)>;
         const Gradients<T> from{static_cast<const T*>(dy), static_cast<const T*>(x), static_cast<const T*>(with.y),
                                 static_cast<T*>(with.dz)};
         const bool needs_z = activation.any() && with.with.scale != nullptr;
-        Table<Compute<T>> z(grid, work.shape.channels, needs_z ? 4 : 0);
+        Table<Compute<T>> z(view, work.shape.channels, needs_z ? 4 : 0);
         if (needs_z) z.put_z(with.with);
-        sum_up(work, grid, means, sum_dz, sum_dz_xhat, [&](const Tile& tile, double* sum, double* sum_xc) {
+        sum_up(work, view, means, sum_dz, sum_dz_xhat, [&](const Tile& tile, double* sum, double* sum_xc) {
             micro_grad_sums(tile, from, z.from(tile.column), activation, sum, sum_xc);
         });
     });
@@ -395,7 +395,7 @@ void grad_input(const Work& work, const void* dy, const void* x, const GradInput
     const Activation& activation = with.with.activation;
     with_type(work.type, [&](auto* t) {
         using T = std::remove_pointer_t<decltype(t)>;
-        Table<Compute<T>> table(Grid(work), work.shape.channels, 8);
+        Table<Compute<T>> table(View(work), work.shape.channels, 8);
         if (activation.any()) table.put_z(with.with);
         table.put(kScale, with.with.scale);
         table.put_split(kFedHigh, with.mean);
@@ -411,7 +411,7 @@ void grad_input(const Work& work, const void* dy, const void* x, const GradInput
 void recover(const Work& work, const void* y, const Rectified& with, void* x) {
     with_type(work.type, [&](auto* t) {
         using T = std::remove_pointer_t<decltype(t)>;
-        Table<Compute<T>> table(Grid(work), work.shape.channels, 4);
+        Table<Compute<T>> table(View(work), work.shape.channels, 4);
         table.put_z(with);
         for_runs(work, [&](const Run& run) {
             micro_recover(run, table.from(0), static_cast<const T*>(y), static_cast<T*>(x), with.activation);

@@ -50,7 +50,7 @@ namespace cpu {
 constexpr int64_t kAhead = 512;  // values to prefetch for the sums, which otherwise wait for memory
 
 // A tensor as [images][groups][positions][width]. The columns of a group are neighbours, and each has its own constants.
-struct Grid {
+struct View {
     enum class Layout {
         kRows,     // long rows of one channel: a loop runs along the positions
         kBlocks,   // blocks of 8 or 16 channels, as oneDNN has them: a loop runs along the positions, in lanes
@@ -60,7 +60,7 @@ struct Grid {
 
     // At a single position, channels are neighbours in any layout. A mask that differs within short rows makes them
     // long ones.
-    explicit Grid(const Work& work)
+    explicit View(const Work& work)
         : images(work.shape.outer), groups(work.shape.channels), positions(work.shape.inner), width(1) {
         constexpr int64_t kShortRow = 16;  // below this, a row does not fill the vectors
         const int64_t block = work.shape.block, inner = work.shape.inner;
@@ -98,7 +98,7 @@ template <typename V, int N>
 struct Constants {
     V values[N];
     template <typename C>
-    SYNCBN_METHOD void take(const Column<C>& of) {
+    SYNCBN_METHOD void read(const Column<C>& of) {
 #pragma GCC unroll 8
         for (int n = 0; n < N; ++n) load(of.first + n * of.apart, &values[n]);
     }
@@ -115,7 +115,7 @@ struct Constants {
 
 // Neighbours in [images][groups][positions]: whole rows of channels, a part of a row of blocks, or rows of columns.
 struct Run {
-    const Grid& grid;
+    const View& view;
     int64_t first, n;
     int64_t column;     // the first
     const float* mask;  // of the first position
@@ -126,7 +126,7 @@ SYNCBN_INLINE void for_each_in_blocks(const Formula& formula, const Run& run, co
     using V = Lanes<C, Width>;
     Constants<V, Formula::kConstants> constants[Vectors];
 #pragma GCC unroll 2
-    for (int v = 0; v < Vectors; ++v) constants[v].take(table.from(run.column + v * kLanes));
+    for (int v = 0; v < Vectors; ++v) constants[v].read(table.from(run.column + v * kLanes));
     for (int64_t i = 0, at = run.first * Vectors * kLanes; i < run.n; ++i, at += Vectors * kLanes) {
         const bool counts = !Formula::kMasked || run.mask[i] != 0;
 #pragma GCC unroll 2
@@ -137,12 +137,12 @@ SYNCBN_INLINE void for_each_in_blocks(const Formula& formula, const Run& run, co
 // Calls formula.apply<V>(at, constants, counts) for each value, V, or for lanes of them.
 template <int Width, class Formula, typename C>
 SYNCBN_INLINE void for_each_value(const Formula formula, const Run run, const Column<C> table) {
-    const int64_t positions = run.grid.positions, groups = run.grid.groups, width = run.grid.width;
+    const int64_t positions = run.view.positions, groups = run.view.groups, width = run.view.width;
     const float* mask = run.mask;
-    if (run.grid.layout == Grid::Layout::kRows) {
+    if (run.view.layout == View::Layout::kRows) {
         for (int64_t at = run.first, column = run.column; at < run.first + run.n; at += positions) {
             Constants<C, Formula::kConstants> constants;
-            constants.take(table.from(column));
+            constants.read(table.from(column));
 #pragma GCC ivdep  // dx may be x: each value is read before it is written
             for (int64_t i = 0; i < positions; ++i)
                 formula.template apply<C>(at + i, constants, !Formula::kMasked || mask[i] != 0);
@@ -150,7 +150,7 @@ SYNCBN_INLINE void for_each_value(const Formula formula, const Run run, const Co
             column = 0;
             if (Formula::kMasked) mask += positions;
         }
-    } else if (run.grid.layout == Grid::Layout::kColumns) {
+    } else if (run.view.layout == View::Layout::kColumns) {
         for (int64_t row = 0; row < run.n; ++row) {
             const int64_t at = (run.first + row) * width;
             const bool counts = !Formula::kMasked || mask[row] != 0;
@@ -179,7 +179,7 @@ struct Sums {
 
 // Some columns, from the first of a group or from `column` of it, and positions of [images][positions].
 struct Tile {
-    const Grid& grid;
+    const View& view;
     int64_t group, column, columns, first, last;
     const float* mask;   // of the whole tensor
     const double* mean;  // a value near that of each column
@@ -209,13 +209,13 @@ SYNCBN_INLINE void add_along(const Formula& formula, const Tile& tile, const Col
         if (kRow)
             z[v].repeat(table);
         else
-            z[v].take(table.from(v * kLanes));
+            z[v].read(table.from(v * kLanes));
     }
-    const int64_t positions = tile.grid.positions;
+    const int64_t positions = tile.view.positions;
     int64_t image = kRow ? 0 : tile.first / positions;  // a row has one part
     for (int64_t position = tile.first; position < tile.last; ++image) {
         const int64_t end = std::min(tile.last, (image + 1) * positions), n = (end - position) * kWidth;
-        const int64_t at = (position + (image * (tile.grid.groups - 1) + tile.group) * positions) * kWidth;
+        const int64_t at = (position + (image * (tile.view.groups - 1) + tile.group) * positions) * kWidth;
         const float* const mask = Formula::kMasked ? tile.mask + position : nullptr;
         int64_t i = 0;
         for (; !kLeavesOut && i + kStep <= n; i += kStep) {
@@ -264,11 +264,11 @@ SYNCBN_INLINE void add_along(const Formula& formula, const Tile& tile, const Col
 template <int Width, class Formula, typename C>
 SYNCBN_INLINE void add_up(const Formula formula, const Tile tile, const Column<C> table, double* first,
                           double* second) {
-    if (tile.grid.layout == Grid::Layout::kRows) {
+    if (tile.view.layout == View::Layout::kRows) {
         add_along<Width, 0>(formula, tile, table, first, second);
-    } else if (tile.grid.layout == Grid::Layout::kColumns) {
+    } else if (tile.view.layout == View::Layout::kColumns) {
         // One row at a time: several would mislead the processor, which fetches memory in its order.
-        const int64_t width = tile.grid.width;
+        const int64_t width = tile.view.width;
         for (int64_t row = tile.first; row < tile.last; ++row) {
             if (Formula::kMasked && tile.mask[row] == 0) continue;
 #pragma GCC ivdep
@@ -281,7 +281,7 @@ SYNCBN_INLINE void add_up(const Formula formula, const Tile tile, const Column<C
             }
         }
     } else if constexpr (kInBlocks<typename Formula::Data>) {
-        if (tile.grid.width == kLanes)
+        if (tile.view.width == kLanes)
             add_along<Width, 1>(formula, tile, table, first, second);
         else
             add_along<Width, 2>(formula, tile, table, first, second);

@@ -80,8 +80,8 @@ __device__ inline bool aligned(const void* pointer) {
     return reinterpret_cast<unsigned long long>(pointer) % kPack == 0;
 }
 
-struct Layout : Tiling {
-    __device__ explicit Layout(const Tiling& tiling) : Tiling(tiling) {}
+struct Spread : Tiling {
+    __device__ explicit Spread(const Tiling& tiling) : Tiling(tiling) {}
     __device__ Index outer() const { return samples * per_sample; }
     __device__ Index first_outer(Index slot) const {
         const Index rest = samples % slots;
@@ -136,7 +136,7 @@ struct Normal {
 
 // ---- reductions ----------------------------------------------------------------------------------------------
 
-// Calls take<kUnit>(j, offset) for the values of this thread, from its place `at` on, `step` apart. `advance` moves the
+// Calls read<kUnit>(j, offset) for the values of this thread, from its place `at` on, `step` apart. `advance` moves the
 // offset by a step. After each run of n values it calls add(n) and put<kUnit>(n). So stores wait until a whole run has
 // been read. Counts within a channel fit into 32 bits, which a GPU adds in one instruction. It adds 64 bits in two.
 template <int kUnit, class Reduction, class Advance>
@@ -149,7 +149,7 @@ __device__ void down(Reduction& reduction, unsigned at, unsigned end, unsigned s
 #pragma unroll
         for (int j = 0; j < kRun; j += kUnit) {
             const bool there = at < end;
-            reduction.template take<kUnit>(j, there ? offset : first);
+            reduction.template read<kUnit>(j, there ? offset : first);
             n += there ? kUnit : 0;
             at += step;
             advance(&offset);
@@ -163,18 +163,18 @@ __device__ void down(Reduction& reduction, unsigned at, unsigned end, unsigned s
 }
 
 template <typename T, int kUnit, class Reduction>
-__device__ void down_rows(Reduction& reduction, const Layout& layout) {
+__device__ void down_rows(Reduction& reduction, const Spread& spread) {
     const Index slot = blockIdx.y;
-    const Chunk chunk(layout.outer_of(slot) * (layout.inner / kUnit));
-    const unsigned per_row = static_cast<unsigned>(layout.inner / kUnit);
+    const Chunk chunk(spread.outer_of(slot) * (spread.inner / kUnit));
+    const unsigned per_row = static_cast<unsigned>(spread.inner / kUnit);
     const unsigned rows = kBlock / per_row, columns = kBlock % per_row;  // a thread's step to its next pack
-    const Index row_length = layout.channels * layout.inner;
-    const Index step = rows * row_length + columns * kUnit, next_row = row_length - layout.inner;
+    const Index row_length = spread.channels * spread.inner;
+    const Index step = rows * row_length + columns * kUnit, next_row = row_length - spread.inner;
     const unsigned at = static_cast<unsigned>(chunk.begin) + threadIdx.x;
     unsigned column = at % per_row;
-    const Index row = layout.first_outer(slot) + at / per_row;
+    const Index row = spread.first_outer(slot) + at / per_row;
     down<kUnit>(reduction, at, static_cast<unsigned>(chunk.end), kBlock,
-                row * row_length + blockIdx.x * layout.inner + column * kUnit, [&](Index* offset) {
+                row * row_length + blockIdx.x * spread.inner + column * kUnit, [&](Index* offset) {
                     *offset += step;
                     column += columns;
                     if (column >= per_row) {
@@ -185,16 +185,16 @@ __device__ void down_rows(Reduction& reduction, const Layout& layout) {
 }
 
 template <typename T, class Reduction>
-__device__ void down_columns(Reduction& reduction, const Layout& layout) {
-    const int width = layout.width;
+__device__ void down_columns(Reduction& reduction, const Spread& spread) {
+    const int width = spread.width;
     const unsigned step = kBlock / width;
     const Index slot = blockIdx.y, channel = Index(blockIdx.x) * width + threadIdx.x % width;
-    if (channel >= layout.channels) return;
-    const Chunk chunk(layout.outer_of(slot));
+    if (channel >= spread.channels) return;
+    const Chunk chunk(spread.outer_of(slot));
     const unsigned row = static_cast<unsigned>(chunk.begin) + threadIdx.x / width;
     down<1>(reduction, row, static_cast<unsigned>(chunk.end), step,
-            (layout.first_outer(slot) + row) * layout.channels + channel,
-            [&](Index* offset) { *offset += step * layout.channels; });
+            (spread.first_outer(slot) + row) * spread.channels + channel,
+            [&](Index* offset) { *offset += step * spread.channels; });
 }
 
 // Merges the results of threads that are a multiple of `width`, a power of two, apart: the first `width` threads get the
@@ -210,21 +210,21 @@ __device__ Result merged(const Result& own, int width) {
     return shared[threadIdx.x];
 }
 
-// Walks, combines the threads' results and leaves the packed vector of each chunk and slot in partial[chunk][slot].
+// Walks, combines the threads' results and writes the packed vector of each chunk and slot in partial[chunk][slot].
 template <typename T, class Reduction>
-__device__ void reduce(Reduction& reduction, const Layout& layout, double* partial, bool packs) {
-    if (layout.inner == 1)
-        down_columns<T>(reduction, layout);
-    else if (packs && layout.inner % kLanes<T> == 0)
-        down_rows<T, kLanes<T>>(reduction, layout);
+__device__ void reduce(Reduction& reduction, const Spread& spread, double* partial, bool packs) {
+    if (spread.inner == 1)
+        down_columns<T>(reduction, spread);
+    else if (packs && spread.inner % kLanes<T> == 0)
+        down_rows<T, kLanes<T>>(reduction, spread);
     else
-        down_rows<T, 1>(reduction, layout);
-    const int width = layout.inner == 1 ? layout.width : 1;
+        down_rows<T, 1>(reduction, spread);
+    const int width = spread.inner == 1 ? spread.width : 1;
     const auto total = merged(reduction.result(), width);
     const Index slot = blockIdx.y, channel = Index(blockIdx.x) * width + threadIdx.x;
-    if (threadIdx.x < width && channel < layout.channels)
-        total.leave(partial + (blockIdx.z * layout.slots + slot) * total.length(layout.channels), channel,
-                    layout.channels);
+    if (threadIdx.x < width && channel < spread.channels)
+        total.write(partial + (blockIdx.z * spread.slots + slot) * total.length(spread.channels), channel,
+                    spread.channels);
 }
 
 // Count, mean and the sum of squares about it. The merge is by Chan, Golub and LeVeque ("Updating formulae and a
@@ -245,8 +245,8 @@ struct MomentsIn {
     __device__ static MomentsIn at(const double* packed, Index channel, Index channels) {
         return {packed[0], packed[1 + channel], packed[1 + channels + channel]};
     }
-    // An empty slot leaves zeros.
-    __device__ void leave(double* out, Index channel, Index channels) const {
+    // An empty slot has zeros.
+    __device__ void write(double* out, Index channel, Index channels) const {
         if (channel == 0) out[0] = count;
         out[1 + channel] = count == 0 ? 0 : mean;
         out[1 + channels + channel] = m2;
@@ -274,7 +274,7 @@ struct MomentsOf {
     bool found = false;  // that first value
 
     template <int kUnit>
-    __device__ void take(int j, Index offset) {
+    __device__ void read(int j, Index offset) {
         const Pack<T, kUnit> pack = load<T, kUnit>(with.x, offset);
         const Index position = kMasked ? position_of(with.tiling, offset) : 0;
 #pragma unroll
@@ -325,7 +325,7 @@ struct Sums {
     __device__ static Sums at(const double* packed, Index channel, Index channels) {
         return {packed[channel], packed[channels + channel]};
     }
-    __device__ void leave(double* out, Index channel, Index channels) const {
+    __device__ void write(double* out, Index channel, Index channels) const {
         out[channel] = dy;
         out[channels + channel] = dy_xhat;
     }
@@ -348,7 +348,7 @@ struct SumsOf {
     Index places[kRun] = {};
 
     template <int kUnit>
-    __device__ void take(int j, Index offset) {
+    __device__ void read(int j, Index offset) {
         const Pack<T, kUnit> head = load<T, kUnit>(with.dy, offset), value = load<T, kUnit>(with.x, offset);
         const Pack<T, kUnit> mark = A::kChanges ? load<T, kUnit>(marks, offset) : value;
 #pragma unroll
@@ -396,7 +396,7 @@ __device__ void merge(const MergeArguments& with) {
     for (Index chunk = threadIdx.x / kWidth; slot < slots && chunk < with.chunks; chunk += kWarp)
         total.merge(Result::at(with.partial + (chunk * slots + slot) * length, channel, channels));
     total = merged(total, kWidth);
-    if (threadIdx.x < kWidth && slot < slots) total.leave(with.out + slot * length, channel, channels);
+    if (threadIdx.x < kWidth && slot < slots) total.write(with.out + slot * length, channel, channels);
 }
 
 // ---- pools -----------------------------------------------------------------------------------------------------
@@ -417,14 +417,14 @@ __device__ void each_of(const Lists& lists, const Range& range, const Visit& vis
 }
 
 // The statistic of one channel; share is 1 / count, or 0 for an empty pool.
-struct Statistic {
+struct ChannelStatistic {
     double share, mean, variance;
 };
 
 // Merges about the first slot's mean, which is close to all, so that a large offset costs no digit. It divides once,
 // because consumer GPUs take 32 times as long for float64 as for float32.
-__device__ inline Statistic statistic(const double* gathered, const Lists& lists, const Range& range, Index channel,
-                                      Index channels) {
+__device__ inline ChannelStatistic statistic(const double* gathered, const Lists& lists, const Range& range,
+                                             Index channel, Index channels) {
     const Index length = Moments::length(channels);
     double count = 0, apart = 0, m2 = 0;
     each_of(lists, range, [&](int slot) { count += gathered[slot * length]; });
@@ -503,18 +503,18 @@ __device__ inline void apply(const Map& map, Index offset, Index stride, int n) 
 // Calls use(slot, channel) when the statistics change, then `apply` for each batch. Rows are counted in 32 bits, because
 // a division of 64 bits would cost more than a short row.
 template <typename T, int kUnit, class Map>
-__device__ void over_rows(Map& map, const Layout& layout) {
-    const Index segment = layout.segment;
-    const unsigned rows = static_cast<unsigned>(layout.outer() * layout.channels);
-    const unsigned channels = static_cast<unsigned>(layout.channels);
-    const unsigned segments = static_cast<unsigned>((layout.inner + segment - 1) / segment);
+__device__ void over_rows(Map& map, const Spread& spread) {
+    const Index segment = spread.segment;
+    const unsigned rows = static_cast<unsigned>(spread.outer() * spread.channels);
+    const unsigned channels = static_cast<unsigned>(spread.channels);
+    const unsigned segments = static_cast<unsigned>((spread.inner + segment - 1) / segment);
     const unsigned warps = gridDim.x * (kBlock / kWarp);
     for (unsigned task = blockIdx.x * (kBlock / kWarp) + threadIdx.x / kWarp; task < rows * segments; task += warps) {
         const unsigned row = segments == 1 ? task : task / segments, outer = row / channels;
         const Index begin = (task - row * segments) * segment;
-        const Index end = begin + segment < layout.inner ? begin + segment : layout.inner;
-        map.use(layout.slots == 1 ? 0 : layout.slot_of(outer), row - outer * channels);
-        const Index base = row * layout.inner + begin;
+        const Index end = begin + segment < spread.inner ? begin + segment : spread.inner;
+        map.use(spread.slots == 1 ? 0 : spread.slot_of(outer), row - outer * channels);
+        const Index base = row * spread.inner + begin;
         const int length = static_cast<int>(end - begin), stride = kWarp * kUnit;
         for (int i = threadIdx.x % kWarp * kUnit; i < length; i += kBatch<kUnit> * stride)
             apply<T, kUnit>(map, base + i, stride, (length - i + stride - 1) / stride);
@@ -522,41 +522,42 @@ __device__ void over_rows(Map& map, const Layout& layout) {
 }
 
 template <typename T, class Map>
-__device__ void over_columns(Map& map, const Layout& layout) {
-    const int width = layout.width;
+__device__ void over_columns(Map& map, const Spread& spread) {
+    const int width = spread.width;
     const Index slot = blockIdx.y, channel = Index(blockIdx.x) * width + threadIdx.x % width;
-    if (channel >= layout.channels) return;
-    const Chunk chunk(layout.outer_of(slot));
+    if (channel >= spread.channels) return;
+    const Chunk chunk(spread.outer_of(slot));
     map.use(slot, channel);
     const int step = kBlock / width, length = static_cast<int>(chunk.end - chunk.begin);
-    const Index base = (layout.first_outer(slot) + chunk.begin) * layout.channels + channel;
+    const Index base = (spread.first_outer(slot) + chunk.begin) * spread.channels + channel;
     for (int row = threadIdx.x / width; row < length; row += kBatch<1> * step)
-        apply<T, 1>(map, base + row * layout.channels, step * layout.channels, (length - row + step - 1) / step);
+        apply<T, 1>(map, base + row * spread.channels, step * spread.channels, (length - row + step - 1) / step);
 }
 
 // `segment` is a multiple of every pack.
 template <typename T, class Map>
 __device__ void each(Map map, const Tiling& tiling) {
-    const Layout layout(tiling);
-    bool packs = layout.inner % kLanes<T> == 0 && aligned(map.to);
+    const Spread spread(tiling);
+    bool packs = spread.inner % kLanes<T> == 0 && aligned(map.to);
 #pragma unroll
     for (int k = 0; k < Map::kInputs; ++k) packs = packs && aligned(map.from[k]);
-    if (layout.inner == 1)
-        over_columns<T>(map, layout);
+    if (spread.inner == 1)
+        over_columns<T>(map, spread);
     else if (packs)
-        over_rows<T, kLanes<T>>(map, layout);
+        over_rows<T, kLanes<T>>(map, spread);
     else
-        over_rows<T, 1>(map, layout);
+        over_rows<T, 1>(map, spread);
 }
 
 // The statistics that normalise: those of a batch, or the running ones if `frozen`.
 template <typename P>
-__device__ inline Statistic statistic(const NormaliseArguments& with, const Lists& lists, Index slot, Index channel) {
+__device__ inline ChannelStatistic statistic(const NormaliseArguments& with, const Lists& lists, Index slot,
+                                             Index channel) {
     if (with.frozen == 0) return statistic(with.gathered, lists, range_of(lists, slot), channel, with.tiling.channels);
     return {0, static_cast<double>(static_cast<const P*>(with.running_mean)[channel]),
             static_cast<double>(static_cast<const P*>(with.running_var)[channel])};
 }
-__device__ inline double invstd(const NormaliseArguments& with, const Statistic& of) {
+__device__ inline double invstd(const NormaliseArguments& with, const ChannelStatistic& of) {
     // Where no value counts, xhat is 0.
     return with.frozen == 0 && of.share == 0 ? 0.0 : rsqrt(of.variance + with.epsilon);
 }
@@ -584,7 +585,7 @@ struct Normalise {
 
     __device__ bool adds() const { return with.add != 0; }
     __device__ void use(Index slot, Index channel) {
-        const Statistic used = statistic<P>(with, with.used, slot, channel);
+        const ChannelStatistic used = statistic<P>(with, with.used, slot, channel);
         normal = Normal<Wide<T>>(used.mean, invstd(with, used) * gamma<P>(with.affine, channel),
                                  beta<P>(with.affine, channel));
     }
@@ -707,7 +708,7 @@ __device__ void track(const NormaliseArguments& with) {
         double mean = 0, variance = 0, parts = 0;
         bool finite = true;
         for (int pool = 0; pool < with.pools; ++pool) {
-            const Statistic part = statistic<P>(with, with.tracked, pool, channel);
+            const ChannelStatistic part = statistic<P>(with, with.tracked, pool, channel);
             if (part.share == 0) continue;
             mean += part.mean;
             variance += with.unbiased != 0 && part.share < 1 ? part.variance / (1 - part.share) : part.variance;
@@ -735,11 +736,11 @@ __device__ void keep(const NormaliseArguments& with) {
     for (Index i = any_thread(); i < with.tiling.slots * channels; i += all_threads()) {
         const Index slot = i / channels, channel = i % channels;
         double* kept = with.kept + slot * kept_length(channels);
-        const Statistic used = statistic<P>(with, with.used, slot, channel);
+        const ChannelStatistic used = statistic<P>(with, with.used, slot, channel);
         const Range of_used = range_of(with.used, slot), of_fed = range_of(with.fed, slot);
         const bool same =
             with.used.members == with.fed.members && of_used.begin == of_fed.begin && of_used.end == of_fed.end;
-        const Statistic fed = same ? used : statistic<P>(with, with.fed, slot, channel);
+        const ChannelStatistic fed = same ? used : statistic<P>(with, with.fed, slot, channel);
         if (channel == 0) kept[0] = fed.share;
         kept[1 + channel] = used.mean;
         kept[1 + channels + channel] = invstd(with, used);
@@ -789,19 +790,19 @@ __device__ void parameter_gradients(const GradInputArguments& with) {
 // leaves zeros, and the other slots skip it.
 
 // The channel of this thread of a reduction; the last one if it has none.
-__device__ inline Index channel_of(const Layout& layout) {
-    const Index channel = layout.inner > 1 ? blockIdx.x : Index(blockIdx.x) * layout.width + threadIdx.x % layout.width;
-    return channel < layout.channels ? channel : layout.channels - 1;
+__device__ inline Index channel_of(const Spread& spread) {
+    const Index channel = spread.inner > 1 ? blockIdx.x : Index(blockIdx.x) * spread.width + threadIdx.x % spread.width;
+    return channel < spread.channels ? channel : spread.channels - 1;
 }
 
 template <typename T, bool kMasked = false>
 __device__ void moments(const MomentsArguments& with) {
-    const Layout layout(with.tiling);
-    const Index row = layout.first_outer(blockIdx.y) * layout.channels + channel_of(layout);
-    const bool any = !kMasked && layout.outer_of(blockIdx.y) > 0;
-    const Wide<T> origin = any ? static_cast<const T*>(with.x)[row * layout.inner] : Wide<T>(0);
+    const Spread spread(with.tiling);
+    const Index row = spread.first_outer(blockIdx.y) * spread.channels + channel_of(spread);
+    const bool any = !kMasked && spread.outer_of(blockIdx.y) > 0;
+    const Wide<T> origin = any ? static_cast<const T*>(with.x)[row * spread.inner] : Wide<T>(0);
     MomentsOf<T, kMasked> reduction = {with, origin};
-    reduce<T>(reduction, layout, with.partial, aligned(with.x));
+    reduce<T>(reduction, spread, with.partial, aligned(with.x));
 }
 
 // Of numbers in the order of bytes of GPUs, the last byte has the sign.
@@ -829,16 +830,16 @@ __device__ void normalise(const NormaliseArguments& with) {
 
 template <typename T, typename P, class A>
 __device__ void grad_sums(const GradSumsArguments& with) {
-    const Layout layout(with.tiling);
-    const Index channel = channel_of(layout);
-    const Kept kept(with.kept, blockIdx.y, channel, layout.channels);
+    const Spread spread(with.tiling);
+    const Index channel = channel_of(spread);
+    const Kept kept(with.kept, blockIdx.y, channel, spread.channels);
     Normal<Wide<T>> normal;
     if (A::kChanges && with.y == nullptr)
         normal = Normal<Wide<T>>(kept.used_mean, kept.used_invstd * gamma<P>(with.affine, channel),
                                  beta<P>(with.affine, channel));
     SumsOf<T, A> reduction = {with, Split<Wide<T>>(kept.used_mean), kept.used_invstd,
                               with.y != nullptr ? with.y : with.x, normal};
-    reduce<T>(reduction, layout, with.partial,
+    reduce<T>(reduction, spread, with.partial,
               aligned(with.x) && aligned(with.dy) && aligned(with.y) && aligned(with.dz));
 }
 
