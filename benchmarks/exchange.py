@@ -77,18 +77,6 @@ def child(over: Literal["mpi", "horovod"], work: Dict[str, Any]) -> None:
         print(json.dumps(result), flush=True)
 
 
-def new_layer(store: Any) -> int:
-    import mxnet as mx
-
-    from gluon_syncbn import _native
-    from gluon_syncbn.exchange.base import LayerInfo
-    from gluon_syncbn.training.session import session
-
-    layer = _native.layer_create("a benchmark", 0, 1, 0, [], 0, None)
-    session.register(LayerInfo(layer, "a benchmark", [mx.cpu()], 1, 1, exchange=store))
-    return layer
-
-
 def in_turn(steps: Dict[str, Callable[[], Any]], rounds: int) -> _measuring.Rounds:
     """Microseconds of each call; in turn, so that a slow moment hits all."""
     taken: _measuring.Rounds = {name: [] for name in steps}
@@ -114,7 +102,6 @@ def sizes(over: str, store: Any, work: Dict[str, Any]) -> Dict[str, Any]:
     if store.why_not_in_memory is not None:
         raise SystemExit(f"the processes do not share memory: {store.why_not_in_memory}")
     alone = ProcessStore(over, named.transport(over))  # does not meet in memory
-    layers = {of.handle: new_layer(of) for of in (store, alone)}
     cells = []
     for size in work["sizes"]:
         values, total = np.ones(size // 8), np.empty(size // 8)
@@ -123,18 +110,17 @@ def sizes(over: str, store: Any, work: Dict[str, Any]) -> Dict[str, Any]:
         # As in a step, nothing is made for a call; there, no Python is on the way either.
         def call(
             handle: int,
-            layer: int,
             calls: Any = calls,
             size: int = size,
             data: Any = (values.ctypes.data, total.ctypes.data),
         ) -> None:
-            id = layer, size, next(calls), 0, b"a benchmark", 120.0
+            id = 0, size, next(calls), 0, b"a benchmark", 120.0
             combine(handle, False, *id, size // 8, *data)
 
         steps: Dict[str, Callable[[], None]] = {
             "bare": _measuring.bare_sum(over, values),
-            "ours": functools.partial(call, store.handle, layers[store.handle]),
-            "transport": functools.partial(call, alone.handle, layers[alone.handle]),
+            "ours": functools.partial(call, store.handle),
+            "transport": functools.partial(call, alone.handle),
         }
         taken = in_turn(steps, work["rounds"])
         cells.append({"bytes": size, "processes": store.num_workers, "microseconds": taken})

@@ -12,7 +12,7 @@ import weakref
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
 from mxnet.autograd import Function
@@ -25,21 +25,8 @@ from .system.environment import read
 
 PATH = Path(__file__).with_name("_core.so")
 _SOURCES = PATH.parent / "csrc"
-NO_GROUPS = np.zeros(0, np.int32)
 #: Begins the name of each layer of this process in a graph.
 PROCESS = f"{os.urandom(8).hex()}:"
-
-
-class Agreed(NamedTuple):
-    """The processes' agreement about a layer, as in csrc/exchange/exchange.h."""
-
-    key: int
-    ranks: Sequence[int] = ()  # that share groups with this process, including it; none without groups
-    channels: int = 0
-    replicas: int = 0
-    members: np.ndarray = NO_GROUPS
-    groups: np.ndarray = NO_GROUPS
-    first: int = 0
 
 
 def _bytes(text: Any) -> bytes:
@@ -283,23 +270,9 @@ _exchanges: Dict[int, Any] = {}  # Python exchanges, which stay, because the cor
 
 
 def python_exchange(exchange: Any) -> int:
-    """Registers an exchange, some of whose methods the core calls. Returns its number."""
+    """Registers an exchange whose `add` the core calls. Returns its number."""
     _exchanges[id(exchange)] = exchange
     return id(exchange)
-
-
-def _guarded(call: Callable[..., None]) -> Callable[..., bool]:
-    """Returns what the core calls: a failure becomes a text."""
-
-    def function(*arguments: Any) -> bool:
-        try:
-            call(*arguments)
-            return True
-        except BaseException as error:  # it must not pass through C++; its text goes to every replica
-            _core.syncbn_failed_in_python(f"{type(error).__name__}: {error}")
-            return False
-
-    return function
 
 
 def array_at(address: int, count: int, size: int = 8) -> np.ndarray:
@@ -308,26 +281,19 @@ def array_at(address: int, count: int, size: int = 8) -> np.ndarray:
     return np.ctypeslib.as_array((kind * count).from_address(address)) if count else np.empty(0)
 
 
-def set_layers(layer_of: Callable[[Any, int], Any]) -> None:
-    """Sets, once, the function that gives an exchange a layer, by its number, before a call of the layer."""
-
-    def add(number: int, layer: int, count: int, length: int, rows: int, out: int) -> None:
-        exchange, values = _exchanges[number], array_at(rows, count * length).reshape(count, length)
-        array_at(out, length)[:] = exchange.add(layer_of(exchange, layer), values)
-
-    def agreed(number: int, layer: int, out: int) -> None:
-        exchange = _exchanges[number]
-        _core.syncbn_agreed(out, *exchange.known[layer_of(exchange, layer).id])
-
-    assert not _of_exchanges
-    _of_exchanges.extend([_ADD(_guarded(add)), _AGREED(_guarded(agreed))])
-    _core.syncbn_python_functions(*_of_exchanges)
+@ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_int64, ctypes.c_char_p, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 2)
+def _add(number: int, contexts: bytes, count: int, length: int, rows: int, out: int) -> bool:
+    """`AddInPython` in csrc/exchange/python.h."""
+    try:
+        values = array_at(rows, count * length).reshape(count, length)
+        array_at(out, length)[:] = _exchanges[number].add(contexts.decode(), values)
+        return True
+    except BaseException as error:  # it must not pass through C++; its text goes to every replica
+        _core.syncbn_failed_in_python(f"{type(error).__name__}: {error}")
+        return False
 
 
-# The types of `AddInPython` and `AgreedInPython` in csrc/exchange/python.h.
-_ADD = ctypes.CFUNCTYPE(ctypes.c_bool, *[ctypes.c_int64] * 4, *[ctypes.c_void_p] * 2)
-_AGREED = ctypes.CFUNCTYPE(ctypes.c_bool, *[ctypes.c_int64] * 2, ctypes.c_void_p)
-_of_exchanges: List[Any] = []  # the core keeps pointers to them
+_core.syncbn_python_function(_add)
 
 
 def addresses(file: str, names: Sequence[str]) -> List[int]:

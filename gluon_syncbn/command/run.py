@@ -17,7 +17,6 @@ from ..mxnet_side.trainer import left_alone, unsynchronised
 from ..nets import executors
 from ..system.arguments import some
 from ..system.distribution import __version__
-from ..training.replicas import Replicas
 from ..training.session import session
 from . import report, selfcheck
 from .replacements import MOST_CPUS, install
@@ -75,14 +74,12 @@ def main(arguments: Optional[List[str]] = None) -> int:
 
 def _what_met(script: str, convert: bool) -> Iterator[str]:
     """Tells of a script that has trained which layers met, or why nothing was synchronised."""
-    between = [store for store in session.stores if store.known and store.replicas > 1]
-    within = {layer: replicas for layer, replicas in session.met.items() if replicas > 1}
+    between = [store for store in session.stores if store.layers and store.replicas > 1]
+    within = {replicas: layers for replicas, layers in session.ran.items() if replicas > 1}
     for store in between:
-        within = {layer: replicas for layer, replicas in within.items() if layer not in store.known}
-        yield f"the statistics of {len(store.known)} layers meet over {store!r}: {store.replicas} replicas"
+        yield f"the statistics of {store.layers} layers meet over {store!r}: {store.replicas} replicas"
     if within:
-        most = max(within.values())
-        yield f"the statistics of {len(within)} layers meet within this process: {most} replicas"
+        yield f"the statistics of {sum(within.values())} layers meet within this process: {max(within)} replicas"
     if not between and not within:
         remedy = "try run --convert, if the script has no option of its own for it"
         if convert:
@@ -90,7 +87,7 @@ def _what_met(script: str, convert: bool) -> Iterator[str]:
         if convert and unsynchronised:
             named = some(list(unsynchronised), ", ")
             remedy = f"--convert changes layers, and no operator that a block calls: call a layer there ({named})"
-        if Replicas.any_ran:
+        if session.ran:
             remedy = "its layers had one device each"
         yield f"{script} has trained, and nothing was synchronised: {remedy}"
     if left_alone() and not session.stores:

@@ -148,9 +148,9 @@ SYNCBN_API(int64_t, layer_create, const char* name, int mode, int64_t virtual_de
            const Span<const int>& groups, double timeout, Asked* exchange) {
     const auto known = static_cast<syncbn::Mode>(mode);
     const auto layer = registry().create(name, {known, virtual_devices, group, groups});
-    registry().change(*layer, [&](auto& own) {
-        own.timeout = timeout;
-        if (exchange != nullptr) own.exchange = *exchange;
+    registry().change(*layer, [&](auto& config) {
+        config.own_timeout = timeout;
+        if (exchange != nullptr) config.own_exchange = *exchange;
     });
     return layer->id;
 }
@@ -172,6 +172,18 @@ SYNCBN_API(int64_t, call_create, const Span<const char*>& keys, const Span<const
 SYNCBN_API(void, layer_place, int64_t id, const Span<const char*>& contexts, const char* misplaced) {
     syncbn::read_environment();
     registry().place(*found(id), {contexts.begin(), contexts.end()}, misplaced);
+}
+
+// The processes of an exchange have agreed on a layer: see exchange/processes.h.
+SYNCBN_API(void, layer_agree, int64_t id, Asked* processes, int64_t key, size_t channels,
+           const Span<const size_t>& replicas) {
+    const auto layer = found(id);
+    auto& exchange = of_processes(processes);
+    const auto agreed = exchange.agree(key, layer->name, layer->pooling, channels, replicas);
+    registry().change(*layer, [&](auto& config) {
+        config.agreed = agreed;
+        config.agreed_by = &exchange;
+    });
 }
 
 // Says that this thread makes or executes a graph whose operators MXNet keeps, with training calls of these layers' nodes
@@ -237,20 +249,14 @@ SYNCBN_API(Asked, memory_exchange, const char* gpus) {
     return {syncbn::memory_exchange(), way == "nccl" ? Nccl::kRequired : way == "host" ? Nccl::kNever : Nccl::kIfThere};
 }
 
-// Over the contexts of this process, by a store of MXNet's: an exchange in Python, identified by its number.
+// Over the contexts of this process, by a store of MXNet's, which the user has named: an exchange in Python, identified by
+// its number. No other exchange runs Python.
 SYNCBN_API(Asked, kvstore_exchange, int64_t number) { return {syncbn::kvstore_exchange(number), Nccl::kNever}; }
 
-// Called once, before the first use; the functions must stay as long as the process.
-SYNCBN_API(void, python_functions, syncbn::AddInPython* add, syncbn::AgreedInPython* agreed) {
-    syncbn::python_add = add;
-    syncbn::python_agreed = agreed;
-}
-// For those functions: says why one fails, or fills in the result. `ranks`: without groups none.
+// Called once, before the first use; the function must stay as long as the process.
+SYNCBN_API(void, python_function, syncbn::AddInPython* add) { syncbn::python_add = add; }
+// For that function: says why it fails.
 SYNCBN_API(void, failed_in_python, const char* problem) { syncbn::python_problem = problem; }
-SYNCBN_API(void, agreed, syncbn::Agreed* out, int64_t key, const Span<const size_t>& ranks, int64_t channels,
-           int64_t replicas, const Span<const int>& members, const Span<const int>& groups, int64_t first) {
-    *out = {key, ranks, channels, replicas, members, groups, first};
-}
 
 // Memory that the processes of this machine share: see exchange/segment.h. `token`: 32 letters. `path`: empty in rank 0.
 SYNCBN_API(Segment*, segment, size_t ranks, size_t rank, const char* token, const char* path) {
@@ -259,11 +265,10 @@ SYNCBN_API(Segment*, segment, size_t ranks, size_t rank, const char* token, cons
 SYNCBN_API(int, segment_number, Segment* segment) { return segment->number(); }
 SYNCBN_API(void, segment_free, Segment* segment) { delete segment; }
 
-// Over the processes of a job. `number` identifies an exchange in Python, which knows the layers. It also carries
-// vectors, if `mpi` is null.
-SYNCBN_API(Asked, processes, int64_t number, size_t rank, size_t ranks, const syncbn::Mpi* mpi) {
+// Over the processes of a job. A transport in Python carries the messages, if `mpi` is null.
+SYNCBN_API(Asked, processes, size_t rank, size_t ranks, const syncbn::Mpi* mpi) {
     auto mail = mpi != nullptr ? syncbn::mailbox(*mpi, rank, ranks) : syncbn::mailbox(rank, ranks);
-    return {std::make_shared<syncbn::Processes>(number, std::move(mail))};
+    return {std::make_shared<syncbn::Processes>(std::move(mail))};
 }
 // For a transport in Python: see exchange/python.h.
 SYNCBN_API(std::optional<Bytes>, next_message, Asked* processes, double seconds) {

@@ -1,37 +1,24 @@
-"""Defines what every exchange and every transport has, and what an exchange knows of a layer."""
+"""Defines what every exchange and every transport has."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import os
+import re
 import sys
 import threading
 from concurrent import futures
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, NoReturn, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NoReturn, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
 
 from .. import _native
 from ..system import locks
-from .pooling import Pooling
 
 # gluon.Trainer numbers its parameters from 0 in the same store; no net has this many parameters.
 _keys = itertools.count(1 << 24)
-
-
-class LayerInfo(NamedTuple):
-    """The properties of a layer that an exchange needs."""
-
-    id: int
-    name: str
-    contexts: Sequence[mx.Context]
-    replicas: int
-    channels: int
-    pooling: Pooling = Pooling()
-    settings: Mapping[str, Any] = {}  # more that has to be equal in all processes
-    exchange: Optional[Exchange] = None  # its own
 
 
 class Exchange:
@@ -69,9 +56,12 @@ class DeviceExchange(Exchange):
         self._lock: Any  # leaders of different layers call at once, and the store serves one
         locks.give(self, _lock=threading.Lock)
 
-    def add(self, layer: LayerInfo, rows: np.ndarray) -> np.ndarray:
-        """For the core: returns the sum over all rows, float64, of shape (contexts, length)."""
-        length, contexts = rows.shape[1], tuple(layer.contexts[: len(rows)])
+    def add(self, places: str, rows: np.ndarray) -> np.ndarray:
+        """For the core, which asks Python here alone, because the user named a KVStore of MXNet's: returns the sum over
+        all rows, float64, of shape (contexts, length). ``places``: the contexts, as in "cpu(0), cpu(1)".
+        """
+        length = rows.shape[1]
+        contexts = tuple(mx.Context(kind, int(number)) for kind, number in re.findall(r"(\w+)\((\d+)\)", places))
         values = [mx.nd.array(row, ctx=context, dtype="float64") for row, context in zip(rows, contexts)]
         out = [mx.nd.empty(length, ctx=context, dtype="float64") for context in contexts]
         if getattr(self.kvstore, "_updater", None) is not None:

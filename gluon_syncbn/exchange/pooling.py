@@ -1,12 +1,9 @@
-"""Describes which replicas share a statistic, and which processes have the members of a group."""
+"""Describes which replicas share a statistic."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, List, NamedTuple, Optional, Tuple
 
-import numpy as np
-
-from .._native import Agreed
 from ..system import arguments
 
 #: The order is that of `Mode` in csrc/pooling/pooling.h.
@@ -72,27 +69,9 @@ class Pooling(NamedTuple):
             )
         return ""
 
-    def group_of_each(self, replicas: int) -> np.ndarray:
-        """Returns the group of each of so many replicas."""
-        out = np.arange(replicas, dtype=np.int32) // (self.group_size or 1)
-        for number, ranks in enumerate(self.groups or ()):
-            out[list(ranks)] = number
-        return out
-
-    def agreed(self, key: int, channels: int, replicas: Sequence[int], rank: int) -> Agreed:
-        """Returns what the processes agree on about a layer: with groups, who shares one with some replica of ``rank``.
-
-        ``replicas`` has the number of those of each process.
-        """
-        if not (self.group_size or self.groups):
-            return Agreed(key)
-        group_of, ranks_of = self.group_of_each(sum(replicas)), np.repeat(np.arange(len(replicas)), replicas)
-        here = np.isin(group_of, group_of[ranks_of == rank])
-        ranks = np.union1d(ranks_of[here], [rank])
-        members = np.flatnonzero(here[np.isin(ranks_of, ranks)])
-        groups = np.unique(group_of[here], return_inverse=True)[1]
-        first = np.flatnonzero(ranks_of[here] == rank)[:1].sum()
-        return Agreed(key, ranks.tolist(), channels, replicas[rank], members, groups, int(first))
+    def group_of_each(self) -> List[int]:
+        """Returns the group of each replica that the groups name."""
+        return [group for _, group in sorted((rank, i) for i, ranks in enumerate(self.groups or ()) for rank in ranks)]
 
 
 def _checked(value: Any) -> Groups:

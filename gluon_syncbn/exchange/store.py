@@ -1,12 +1,12 @@
 """Provides a KVStore that spans processes: one object for gradients and statistics.
 
 The native core exchanges (csrc/exchange/processes.h). The store introduces the processes to each other. It compares
-their nets, numbers the layers alike, and finds the members of groups.
+their nets, and numbers the layers alike.
 """
 
 from __future__ import annotations
 
-import collections
+import gc
 import hashlib
 import itertools
 import json
@@ -23,10 +23,9 @@ import numpy as np
 from numpy.lib.format import descr_to_dtype, dtype_to_descr
 
 from .. import _native
-from .._native import Agreed
 from ..system import arguments, environment, kinds, locks
 from ..system.logs import log
-from .base import Exchange, LayerInfo, Transport
+from .base import Exchange, Transport
 
 #: Bytes of gradients that NCCL adds at once. Not measured: NCCL is said to need some MB for its full rate.
 _BUCKET = 8 << 20
@@ -107,10 +106,9 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
     def __init__(self, name: str, transport: Transport) -> None:
         self._name = name
         self._transport = transport
-        #: What the processes have agreed on, by layer.
-        self.known: Dict[int, Agreed] = {}
+        self.layers = 0  # on which the processes have agreed
         self.replicas = 0  # of such a layer, in all processes
-        self._warned = False  # of layers that some processes do not have
+        self._collected = self._warned = False  # of layers that some processes do not have
         self._rounds: Dict[str, Iterator[int]] = {}  # of exchanges, by their names
         self._trainers: weakref.WeakKeyDictionary[Any, _TrainerState] = weakref.WeakKeyDictionary()
         #: Whether gradients of GPUs may go over NCCL.
@@ -123,8 +121,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         self.local_rank, self.local_size = 0, 1
         #: The ranks of each machine that meet in memory; the first of each is the leader of its machine.
         self.machines: List[List[int]] = []
-        number = _native.python_exchange(self)
-        self.handle = _native.processes(number, self.rank, self.num_workers, transport.mpi)
+        self.handle = _native.processes(self.rank, self.num_workers, transport.mpi)
         transport.open(self.handle)
         self._each_by_itself = False  # gradients leave each process by the transport, and do not meet in memory
 
@@ -458,46 +455,39 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
     def forked(self) -> None:
         self._transport.forked()
 
-    def learn(
-        self,
-        layers: Sequence[LayerInfo],
-        more: bool = False,
-        called: Sequence[LayerInfo] = (),
-        wanted: Optional[int] = None,
-    ) -> None:
-        """Numbers the layers without a number, sorted by name, after a comparison with the other processes.
+    def agree(self, layer: Any, layers: Sequence[Any], more: bool) -> None:
+        """Numbers a layer that is about to train, and others without a number, after a comparison with the other
+        processes. It may take more than one such exchange until this layer has a number.
 
-        Where ``more`` are to come, the processes agree on the first ones, as many as all have, in their own order. The
-        first forward of an eager net initialises layers while another process is ahead. Some processes may have layers
-        that never train, such as those of an average of the net. Then they agree on the first of those that were
-        ``called`` in training, until the one that is ``wanted`` has a number. These have to come in one order, which
-        shows where each stands among the names of its kind: a copy has the name of its original.
+        ``layers`` has those of this store that have parameters, this one included, in the order of their
+        initialisation. Where ``more`` are to come, the processes agree on the first ones, as many as all have: the
+        first forward of an eager net initialises layers while another process has all. Otherwise they agree on all,
+        sorted by name. Some processes may have layers that never train, such as those of an average of the net. Then
+        they agree on the layer that each of them is about to call, by its place among the names of its kind: a copy has
+        the name of its original.
         """
         with self._lock:
-            new = [layer for layer in layers if layer.id not in self.known]
-            if wanted in self.known or not new:
+            if layer.store is self:  # another thread has been faster
                 return
-            in_training = [layer for layer in called if layer.id not in self.known]
-            of_kinds: Dict[str, Iterator[int]] = collections.defaultdict(lambda: itertools.count(1))
-            names = sorted({layer.name for layer in layers}, key=numbered)
-            places = {name: next(of_kinds[_kind(name)]) for name in names}
-            placed = [
-                (name, f"{text}, number {places[layer.name]} of its kind", replicas)
-                for layer, (name, text, replicas) in zip(in_training, map(_describe, in_training))
-            ]
-            ours = list(map(_describe, new)), more, placed
-            answers = self.tell_all("the agreement on the layers of the net", ours)
-            everyone, trained = ([list(answer[at]) for answer in answers] for at in (0, 2))
+            new = [one for one in layers if one.store is not self]
+            names = sorted({one.name for one in layers if _kind(one.name) == _kind(layer.name)}, key=numbered)
+            name, text, count = _describe(layer)
+            called = name, f"{text}, number {1 + names.index(layer.name)} of its kind", count
+            answers = self.tell_all("the agreement on the layers of the net", [list(map(_describe, new)), more, called])
+            everyone = [theirs for theirs, _, _ in answers]
             several = [len(theirs) for theirs, to_come, _ in answers if to_come]
             if several:
                 everyone = [theirs[: min(several)] for theirs in everyone]
             else:  # a file and a forward may initialise branches of a net in different orders
                 everyone = [sorted(theirs, key=lambda one: numbered(one[0])) for theirs in everyone]
-                new.sort(key=lambda layer: numbered(_describe(layer)[0]))
-            difference, of_calls = self._difference(everyone), list(map(len, trained))
-            all_could_follow = all(to_come or len(theirs) >= max(of_calls) for theirs, to_come, _ in answers)
-            if difference and all(of_calls) and all_could_follow:
-                new, everyone = in_training, [theirs[: min(of_calls)] for theirs in trained]
+                new.sort(key=lambda one: numbered(_describe(one)[0]))
+            difference = self._difference(everyone)
+            if difference and not self._collected:  # layers without a user may be left, and not in all processes
+                self._collected = True
+                gc.collect()
+                return
+            if difference:
+                new, everyone = [layer], [[called] for _, _, called in answers]
                 if not (self._warned or self._difference(everyone)):
                     log.warning(
                         "the processes have different layers: layer %s. Those meet that are called in training, in the "
@@ -509,16 +499,16 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             self.compare(everyone, "the net: layer", advice)
             self.replicas = sum(one[0][2] for one in everyone)
             log.info("the statistics of %d layers meet over %r: %d replicas", len(everyone[0]), self, self.replicas)
-            for layer, *of_ranks in zip(new, *everyone):
-                replicas = [one[2] for one in of_ranks]
-                problem = layer.pooling.problem(sum(replicas))
+            for one, *of_ranks in zip(new, *everyone):
+                replicas = [count for _, _, count in of_ranks]
+                problem = one.pooling.problem(sum(replicas))
                 if problem:
                     raise ValueError(problem)
-                self.known[layer.id] = layer.pooling.agreed(len(self.known), layer.channels, replicas, self.rank)
+                one.agrees(self, self.layers, replicas)
+                self.layers += 1
 
 
-def _describe(layer: LayerInfo) -> Tuple[str, str, int]:
+def _describe(layer: Any) -> Tuple[str, str, int]:
     """Returns the name of a layer, what has to be equal in all processes, and the number of replicas in this one."""
-    settings = {**layer.pooling._asdict(), **layer.settings}
-    text = "".join(f", {name} {value!r}" for name, value in settings.items())
-    return f"SyncBatchNorm '{layer.name}'", f"({layer.channels} channels{text})", layer.replicas
+    text = "".join(f", {name} {value!r}" for name, value in layer.compared().items())
+    return f"SyncBatchNorm '{layer.name}'", f"({layer.channels} channels{text})", len(layer.contexts)

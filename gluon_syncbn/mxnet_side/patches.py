@@ -172,7 +172,8 @@ class _Issuing(mx.nd.CachedOp):
     def __init__(self, symbol: mx.sym.Symbol, flags: List[Tuple[str, Any]], graph: Json) -> None:
         super().__init__(symbol, flags)
         found = layers_of(graph)
-        self.layers = [layer for layer, _ in found]  # until they have run
+        self.layers = [layer for layer, _ in found]
+        self.exchange: Any = ...  # the default with which they have run
         self.lock: Callable[[mx.Context], ContextManager] = session.issuing if found else nullcontext
         self.keeps = bool(dict(flags).get("static_shape"))  # MXNet makes its operators once, and executes them again
         loops = [node for node in graph["nodes"] if node["op"] in ("_foreach", "_while_loop", "_cond")]
@@ -192,10 +193,10 @@ class _Issuing(mx.nd.CachedOp):
                 "call hybridize(False) on the block that has the loop, or use autograd.train_mode() without gradients"
             )
         training, context = autograd.is_training(), args[0].ctx
-        if training:
+        if training and self.exchange is not session.exchange:
             for layer in self.layers:
                 layer.runs(IN_GRAPH)
-            self.layers = []
+            self.exchange = session.exchange
         with self.lock(context), executing(context, *self.calls if training else ()) if self.keeps else nullcontext():
             return super().__call__(*args, **kwargs)
 

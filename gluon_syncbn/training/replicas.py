@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections import ChainMap
 from contextlib import contextmanager
 from typing import Any, ClassVar, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
@@ -14,7 +13,7 @@ from mxnet.gluon import Parameter
 
 from .. import _native
 from ..activation import PLAIN, Computation
-from ..exchange.base import Exchange, LayerInfo
+from ..exchange.base import Exchange
 from ..exchange.pooling import MODES, Pooling
 from ..exchange.store import ProcessStore
 from ..system import cuda
@@ -77,8 +76,8 @@ class Replicas:
     by_token: ClassVar[weakref.WeakValueDictionary[str, Replicas]] = weakref.WeakValueDictionary()
     #: By the numbers of their eager calls in the core.
     by_call: ClassVar[weakref.WeakValueDictionary[str, Replicas]] = weakref.WeakValueDictionary()
-    #: Whether any layer of the process has trained.
-    any_ran: ClassVar[bool] = False
+    #: Those with contexts, in the order in which they got them first, which is that of the net.
+    placed: ClassVar[weakref.WeakValueDictionary[int, Replicas]] = weakref.WeakValueDictionary()
 
     def __init__(
         self,
@@ -104,13 +103,12 @@ class Replicas:
         self.ran = NEVER  # how the last training call came
         self.taken_in = ""  # names the operators that the layer absorbed in the graph that was recorded last
         numbers = MODES.index(pooling.mode), pooling.virtual_devices, pooling.group_size or 0
-        groups = pooling.group_of_each(pooling.named()).tolist()
         handle = None if exchange is None else exchange.handle
-        self.id = _native.layer_create(name, *numbers, groups, timeout or 0, handle)
+        self.id = _native.layer_create(name, *numbers, pooling.group_of_each(), timeout or 0, handle)
         self.token = f"{_native.PROCESS}{self.id}"
         self.by_token[self.token] = self
-        if pooling.mode != "local":
-            session.to_come.add(self)
+        self.store: Any = ...  # that its last training call met by; None is the core's own
+        self.key = self.id  # in that store, the same in all processes
         # At exit a daemon thread may still use it.
         weakref.finalize(self, _native.layer_drop, self.id).atexit = False
 
@@ -143,10 +141,9 @@ class Replicas:
         self.on_cpus = any(context.device_type != "gpu" for context in contexts)
         if self.separates():
             self._separate_resources()
-        computes = {key: value for key, value in self.computes.arguments().items() if key != "inplace"}
-        settings = self.pooling, ChainMap(self.kwargs, computes), self.exchange
-        session.register(LayerInfo(self.id, self.name, self.contexts, len(contexts), channels, *settings))
-        session.to_come.discard(self)
+        self.placed[self.id] = self
+        if len(contexts) > 1:
+            session.make_room_for_errors()
         _native.layer_place(self.id, [str(context) for context in contexts], misplaced)
 
     def problem_on(self, contexts: List[Context]) -> str:
@@ -176,12 +173,36 @@ class Replicas:
         )
 
     def runs(self, how: str) -> None:
-        """Notes that the layer is called in training."""
-        self.ran = how
-        Replicas.any_ran = True
-        frozen = self.kwargs["use_global_stats"]
-        if self.contexts and self.meets() and self.pooling.mode != "local" and not frozen:
-            session.trains(self.id)
+        """Notes that the layer is about to be called in training. Before its first call, the processes agree on it.
+
+        They do so in the user's thread, whose line an error has. A layer that never trains takes no part.
+        """
+        store: Any = self.exchange or session.exchange
+        if self.ran == how and self.store is store:
+            return
+        meets = bool(self.contexts) and self.pooling.mode != "local" and not self.kwargs["use_global_stats"]
+        between = isinstance(store, ProcessStore)
+        with session.counting:
+            if self.ran == NEVER:
+                session.ran[len(self.contexts) if meets and not between else 1] += 1
+            self.ran = how
+        while between and meets and self.store is not store:
+            more = any(not one.contexts and one.pooling.mode != "local" for one in list(self.by_token.values()))
+            counted = [one for one in list(self.placed.values()) if one.pooling.mode != "local"]
+            store.agree(self, [one for one in counted if (one.exchange or session.exchange) is store], more)
+        if meets:
+            self.store = store
+
+    def compared(self) -> Dict[str, Any]:
+        """Returns the settings that have to be equal in all processes."""
+        computes = self.computes.arguments()
+        del computes["inplace"]
+        return {**self.pooling._asdict(), **self.kwargs, **computes}
+
+    def agrees(self, store: ProcessStore, key: int, replicas: List[int]) -> None:
+        """Takes the agreement of the processes, of which each has so many replicas."""
+        _native.layer_agree(self.id, store.handle, key, self.channels, replicas)
+        self.store, self.key = store, key
 
     def meets(self) -> bool:
         """Whether the layer has several replicas."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any, Callable, DefaultDict, Dict, List, Literal, Optional, Tuple
 
 import mxnet as mx
@@ -13,7 +13,7 @@ from mxnet.context import Context
 
 from .. import _native
 from ..exchange import named
-from ..exchange.base import Exchange, LayerInfo
+from ..exchange.base import Exchange
 from ..exchange.store import ProcessStore
 from ..system import arguments, locks
 
@@ -31,21 +31,18 @@ class Session:
         self._in_core = Exchange(_native.memory_exchange(""))
         self.chosen = False  # `configure` has set it
         self.warned = False  # of processes that do not meet
-        # In the order of first initialisation, which is the order in the net. Layers stay here after their last use,
-        # because the processes could not agree on when one was collected. A layer's last sum may also be on its way.
-        self._layers: Dict[int, LayerInfo] = {}
-        self.to_come: weakref.WeakSet[Any] = weakref.WeakSet()  # replicas of layers without parameters so far
-        #: The layers that have trained with others, in the order of their first calls: the replicas in this process.
-        self.met: Dict[int, int] = {}
         #: All that are in use; the other processes must be told of a failure and of the end.
         self.stores: List[ProcessStore] = []
         self._issuing: DefaultDict[Tuple[int, int], threading.Lock]  # by context
         self.open: Dict[threading.Thread, int] = {}  # scopes, of threads that have any
         self.beginning: Any  # held by a thread that enters its first scope, or forgets a failed step
         self.tracing: Any  # held by a thread that records the graph of a net
-        locks.give(self, beginning=threading.RLock, tracing=threading.RLock)
+        locks.give(self, beginning=threading.RLock, tracing=threading.RLock, counting=threading.Lock)
         locks.give(self, _issuing=lambda: defaultdict(threading.Lock))
         self.training_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that have opened a scope
+        #: The layers that have trained, by the number of replicas that meet in this process alone, or 1.
+        self.ran: Counter[int] = Counter()
+        self.counting: Any  # held while `ran` changes
         self.trainers: weakref.WeakSet[Any] = weakref.WeakSet()  # of Gluon
         self.raised = ""  # the last failure that went through a scope as an exception
         self.ending = False  # exit handlers have begun
@@ -80,20 +77,6 @@ class Session:
         self.exchange = exchange
         _native.default_exchange((exchange or self._in_core).handle)
 
-    def layer_of(self, exchange: Exchange, number: int) -> LayerInfo:
-        """For the core: returns the layer of a call. The exchange knows the layer from now on."""
-        layer = self.trains(number)
-        while isinstance(exchange, ProcessStore) and number not in exchange.known:
-            more = len(self.to_come) > 0  # before the look at the layers, because the user's thread may add one
-            layers = self._layers_of(exchange)
-            in_use = {one.id: one for one in layers}
-            exchange.learn(layers, more, [in_use[one] for one in list(self.met) if one in in_use], number)
-        return layer
-
-    def _layers_of(self, exchange: Exchange) -> List[LayerInfo]:
-        counted = [layer for layer in list(self._layers.values()) if layer.pooling.mode != "local"]
-        return [layer for layer in counted if (layer.exchange or self.exchange) is exchange]
-
     def tell_others(self, reason: str) -> None:
         """Tells the other processes that a step has failed here."""
         for store in self.stores:
@@ -101,18 +84,21 @@ class Session:
 
     # ---- layers --------------------------------------------------------------------------------------------
 
-    def register(self, layer: LayerInfo) -> None:
-        """Adds a layer whose parameters are new or have moved."""
-        self._layers[layer.id] = layer
-        if layer.replicas > 1 and not self._has_room:
-            self._has_room = True
-            _make_room_for_errors()
+    def make_room_for_errors(self) -> None:
+        """Lets MXNet's list of errors grow before it has one.
 
-    def trains(self, number: int) -> LayerInfo:
-        """Notes that a layer trains with others."""
-        layer = self._layers[number]
-        self.met.setdefault(number, layer.replicas)
-        return layer
+        MXNet keeps the errors of operators in a list that has no lock (`AddToGlobalExceptions` in
+        src/engine/threaded_engine.h). Each operator behind an error looks through the list. If several replicas fail,
+        the list may get an error of another thread meanwhile. If it has to move for that, the process ends.
+        """
+        if self._has_room:
+            return
+        self._has_room = True
+        arrays = [mx.nd.empty(1, ctx=mx.cpu()) for _ in range(_ROOM)]
+        _native.fail_arrays(arrays)
+        for array in arrays:
+            with contextlib.suppress(mx.MXNetError):  # who reads an error removes it, and its place stays
+                array.wait_to_read()
 
     def issuing(self, context: Context) -> threading.Lock:
         """Returns the lock of a thread that issues operators of a layer on this context.
@@ -148,20 +134,6 @@ class Session:
         locks.forked()
         for store in self.stores:
             store.forked()
-
-
-def _make_room_for_errors() -> None:
-    """Lets MXNet's list of errors grow before it has one.
-
-    MXNet keeps the errors of operators in a list that has no lock (`AddToGlobalExceptions` in
-    src/engine/threaded_engine.h). Each operator behind an error looks through the list. If several replicas fail, the
-    list may get an error of another thread meanwhile. If it has to move for that, the process ends.
-    """
-    arrays = [mx.nd.empty(1, ctx=mx.cpu()) for _ in range(_ROOM)]
-    _native.fail_arrays(arrays)
-    for array in arrays:
-        with contextlib.suppress(mx.MXNetError):  # who reads an error removes it, and its place stays
-            array.wait_to_read()
 
 
 session = Session()
@@ -270,6 +242,3 @@ def kvstore(name: Literal["mpi", "horovod", "dist_sync"], *, gpus: Optional[Lite
     store = session.store(name)
     store.nccl = store.nccl and gpus is None
     return store
-
-
-_native.set_layers(session.layer_of)

@@ -43,7 +43,7 @@ void wait_for_others() {
 
 constexpr char kFault[] = "the cable is out";
 
-bool add(int64_t, int64_t, int64_t rows, int64_t length, const double* values, double* total) {
+bool add(int64_t, const char*, int64_t rows, int64_t length, const double* values, double* total) {
     const Within program(false);
     wait_for_others();
     if (fails()) {
@@ -52,11 +52,6 @@ bool add(int64_t, int64_t, int64_t rows, int64_t length, const double* values, d
     }
     std::copy(values, values + length, total);
     for (int64_t i = length; i < rows * length; ++i) total[i % length] += values[i];
-    return true;
-}
-
-bool agreed(int64_t, int64_t layer, syncbn::Agreed* out) {
-    out->key = layer;
     return true;
 }
 
@@ -122,7 +117,7 @@ const syncbn::Segment* shared = nullptr;  // by of_machine
 auto& made = *new std::vector<Asked*>;    // all of them, so that none counts as lost
 
 void make_exchanges_of_processes() {
-    of_processes = syncbn_processes(2, 0, 2, nullptr);
+    of_processes = syncbn_processes(0, 2, nullptr);
     made.push_back(of_processes);
     current = of_processes;
     std::thread(carry, of_processes).detach();
@@ -131,7 +126,7 @@ void make_exchanges_of_processes() {
     auto rank_1 = std::make_shared<syncbn::Segment>(2, 1, token, "/proc/self/fd/" + std::to_string(rank_0->number()));
     shared = rank_0.get();
     constexpr size_t kRanks[] = {0, 1};
-    of_machine = syncbn_processes(3, 0, 2, nullptr);
+    of_machine = syncbn_processes(0, 2, nullptr);
     syncbn_meet(of_machine, rank_0.release(), {2, kRanks}, {1, kRanks}, nullptr, INT64_MAX, false);
     made.push_back(of_machine);
     std::thread([rank_1] { play_rank_1(*rank_1); }).detach();
@@ -145,7 +140,7 @@ void gathers(int64_t layer) {
 }
 
 void make_exchanges() {
-    syncbn_python_functions(add, agreed);
+    syncbn_python_function(add);
     in_memory = syncbn_memory_exchange("");
     of_contexts = syncbn_kvstore_exchange(1);
     make_exchanges_of_processes();

@@ -46,6 +46,7 @@ Layer::Layer(Random& random, const Spec& spec, const std::string& name)
             placed[i].parameters.beta->set(c, random.whole(-4, 4) / 8.0);
         }
     }
+    if (spec.exchange != nullptr) set_exchange(spec.exchange);
     place(spec.contexts);
     for (int node = 0; node < kNodes; ++node) graph_[node] = property(node);
 }
@@ -77,11 +78,15 @@ void Layer::place(int contexts, const char* misplaced) const {
 }
 
 void Layer::set_timeout(double seconds) const {
-    syncbn::registry().change(*syncbn::registry().find(id), [&](auto& own) { own.timeout = seconds; });
+    syncbn::registry().change(*syncbn::registry().find(id), [&](auto& own) { own.own_timeout = seconds; });
 }
 
 void Layer::set_exchange(Asked* const* exchange) const {
-    syncbn::registry().change(*syncbn::registry().find(id), [&](auto& own) { own.exchange = **exchange; });
+    syncbn::registry().change(*syncbn::registry().find(id), [&](auto& own) {
+        own.own_exchange = **exchange;
+        own.agreed = std::make_shared<const syncbn::Agreed>(syncbn::Agreed{{}, id, name, 0, 0});
+        own.agreed_by = own.own_exchange.host.get();
+    });
 }
 
 void Layer::drop() const { syncbn_layer_drop(id); }

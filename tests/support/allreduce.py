@@ -1,14 +1,15 @@
-"""Combines rows, one of each process, by an exchange of the core."""
+"""Combines rows, one of each process, by an exchange of the core, and finds who has the members of groups."""
 
-from ctypes import c_bool, c_char_p, c_double, c_int64, c_size_t, c_void_p
+from ctypes import c_bool, c_char_p, c_double, c_int, c_int64, c_size_t, c_void_p
 
 import libraries
 import numpy as np
-from places import SUPPORT
+from places import SOURCES, SUPPORT
 
 from gluon_syncbn._native import MXNetError
 
-_library = libraries.build("exchange", [SUPPORT / "exchange_driver.cc"], ["-O2", "-fvisibility=hidden"])
+_SOURCE = [SUPPORT / "exchange_driver.cc", SOURCES / "pooling" / "pooling.cc"]
+_library = libraries.build("exchange", _SOURCE, ["-O2", "-fvisibility=hidden"])
 _library.allreduce.restype = c_char_p
 _library.allreduce.argtypes = [c_void_p, c_bool, *[c_int64] * 4, c_char_p, c_double, c_size_t, c_void_p, c_void_p]
 _library.sent.restype, _library.sent.argtypes = c_int64, [c_void_p]
@@ -27,6 +28,19 @@ def allreduce(exchange, id, row, merges=False):
     out = np.empty_like(row)
     combine(exchange, merges, *numbers, name.encode(), timeout, row.size, row.ctypes.data, out.ctypes.data)
     return out
+
+
+def reach(pooling, replicas, rank):
+    """Of one process, where each has so many replicas: the ranks that share groups with it, these groups' members among
+    the replicas of those ranks, the group of each, and the first of its own."""
+    groups, out = pooling.group_of_each(), (c_int64 * (5 + 3 * sum(replicas)))()
+    of_each, of_ranks = (c_int * len(groups))(*groups), (c_size_t * len(replicas))(*replicas)
+    given = c_int64(pooling.group_size or 0), c_size_t(len(groups)), of_each
+    _library.reach(*given, c_size_t(len(replicas)), of_ranks, c_size_t(rank), out)
+    lists, values = [], iter(out)
+    for _ in range(4):
+        lists.append(np.array([next(values) for _ in range(next(values))], int))
+    return (*lists[:3], int(lists[3][0]))
 
 
 def sent(exchange):

@@ -20,12 +20,9 @@ import numpy as np
 from allreduce import allreduce, sent
 from forks import fork_ranks
 
-from gluon_syncbn import _native
 from gluon_syncbn.exchange import bridge
 from gluon_syncbn.exchange import store as store_module
-from gluon_syncbn.exchange.base import LayerInfo
 from gluon_syncbn.exchange.store import ProcessStore
-from gluon_syncbn.training.session import session
 
 STEPS, FAULT_AT = 12, 6
 MOST = 74240  # numbers, as in csrc/exchange/segment.h
@@ -85,22 +82,16 @@ def work(rank, folder, machines, fault, faulty, timeout):
     store = ProcessStore("relay", Relayed(folder, rank, len(machines)))
     store.meet_in_memory()
     assert store.why_not_in_memory is None, store.why_not_in_memory
-    layers = []
-    for i in range(len(LENGTHS)):
-        layers.append(_native.layer_create(f"layer{i}", 0, 1, 0, [], 0, None))
-        session.register(LayerInfo(layers[i], f"layer{i}", [mx.cpu(0)], 1, 3, exchange=store))
 
     def exchange(step, i):
         limit = timeout if step >= FAULT_AT else 60.0  # the first one waits for the others to start
-        got = allreduce(store.handle, (layers[i], -1, step, 0, f"layer{i}", limit), vector(rank, step, LENGTHS[i]))
+        got = allreduce(store.handle, (i, -1, step, 0, f"layer{i}", limit), vector(rank, step, LENGTHS[i]))
         np.testing.assert_array_equal(got, total(machines, step, LENGTHS[i]))
 
-    before, began = 0, time.monotonic()
+    before, began = sent(store.handle), time.monotonic()
     try:
         for step in range(STEPS):
             began = time.monotonic()
-            if step == 1:  # after the agreement on the layers
-                before = sent(store.handle)
             if step == FAULT_AT:
                 gluon_syncbn.configure(timeout=timeout)
                 if rank == faulty and fault in ("SIGKILL", "SIGSTOP"):

@@ -9,7 +9,6 @@ import itertools
 import os
 import signal
 import sys
-import threading
 import time
 import unittest
 import warnings
@@ -45,8 +44,7 @@ from reports import leave, leave_memory, path_of, report, wait_for  # noqa: E402
 
 from gluon_syncbn import _native, contrastive  # noqa: E402
 from gluon_syncbn.exchange import mpi, named, store  # noqa: E402
-from gluon_syncbn.exchange.base import LayerInfo  # noqa: E402
-from gluon_syncbn.training.session import session  # noqa: E402
+from gluon_syncbn.training.replicas import EAGER  # noqa: E402
 
 if os.environ.get("GLUON_SYNCBN_TEST_DEVICE") == "gpu":
     CONTEXTS = [mx.gpu(i) for i in range(mx.context.num_gpus())]
@@ -92,8 +90,7 @@ def make_layer(batch, dtype="float64", way="eager", **settings):
 def specified(layer, batch, **settings):
     """What it computes, by the number that all processes have for it."""
     local = layer._replicas.id
-    if local in kv.known:
-        layer._replicas.id = kv.known[local].key
+    layer._replicas.id = layer._replicas.key
     want = specification(layer, batch, **settings)
     layer._replicas.id = local
     return want
@@ -464,7 +461,7 @@ def levels():
         layer = prepare(
             gluon_syncbn.SyncBatchNorm(in_channels=5, kvstore=kv), part, CONTEXTS[:1], "float32", WAYS["eager"]
         )
-        kv.learn(session._layers_of(kv))
+        layer._replicas.runs(EAGER)  # in which all agree
         before = sent(kv.handle)
         step(layer, part, CONTEXTS[:1], "float32")
         count = sent(kv.handle) - before
@@ -655,19 +652,17 @@ def of_many():
     pushpull_and_broadcast()
     if kv.num_workers <= 5:  # there are batches for so many
         same_bits_on_repetition()
-    layer = _native.layer_create("a test", 0, 1, 0, [], 0, None)
     alone = store.ProcessStore("mpi", named.transport("mpi"))  # which does not meet in memory
-    session.register(LayerInfo(layer, "a test", CONTEXTS[:1], 1, 3, exchange=alone))
     for call, size in enumerate((1, 7, 3000)):
         parts = [np.random.RandomState(rank).randn(size) for rank in range(kv.num_workers)]
-        total = allreduce(alone.handle, (layer, -1, call, 1, "a test", 60.0), parts[kv.rank])
+        total = allreduce(alone.handle, (0, -1, call, 1, "a test", 60.0), parts[kv.rank])
         np.testing.assert_allclose(total, sum(parts), rtol=1e-12, atol=1e-12)
         everyone = kv.allgather("a test", total)
         assert all((theirs == total).all() for theirs in everyone), "other bits"
     # The order counts for the bits of merged moments.
     rows = [np.concatenate([[3 + r], np.random.RandomState(r).randn(3) * 10**r, [1, 2, 3]]) for r in range(8)]
     rows = rows[: kv.num_workers]
-    merged = allreduce(alone.handle, (layer, -1, 9, 0, "a test", 60.0), rows[kv.rank], True)
+    merged = allreduce(alone.handle, (0, -1, 9, 0, "a test", 60.0), rows[kv.rank], True)
     np.testing.assert_allclose(merged, functools.reduce(_native.merge_moments, rows), rtol=1e-12)
     assert all((theirs == merged).all() for theirs in kv.allgather("a test", merged)), "other bits"
     rows_of_any_type()
@@ -859,32 +854,19 @@ def another_net():
 def initialised_at_different_speeds():
     """Rank 0 has initialised all layers when the processes agree on them, and rank 1 the first."""
     gluon_syncbn.configure(timeout=60, kvstore=kv)
-    layers = [gluon_syncbn.SyncBatchNorm(prefix=f"layer{i}_") for i in range(3)]
+    layers = [gluon_syncbn.SyncBatchNorm(prefix=f"layer{i}_", in_channels=5 * (kv.rank == 0)) for i in range(3)]
     for layer in layers:
         layer.initialize(ctx=CONTEXTS[:1])
-    asked, initialised, learn = threading.Event(), threading.Event(), type(kv).learn
-
-    def learning(self, *arguments):
-        asked.set()
-        assert kv.rank == 1 or initialised.wait(60)
-        if kv.rank == 0:
-            arguments = session._layers_of(self), False
-        learn(self, *arguments)
-
-    type(kv).learn = learning
+        layer.cast("float64")
     rng = np.random.RandomState(5)
     shards = [(r + 1) * rng.randn(r + 2, 5, 3) + r for r in range(kv.num_workers)]
     with autograd.record():
         y = nd.array(shards[kv.rank], dtype="float64")
         for layer in layers:
-            layer.cast("float64")
             y = layer(y)
-            assert kv.rank == 0 or asked.wait(60)
-        initialised.set()
     mean, var = (f(np.concatenate(shards), axis=(0, 2), keepdims=True) for f in (np.mean, np.var))
     want = (shards[kv.rank] - mean) / np.sqrt(var + 1e-5)
     np.testing.assert_allclose(y.asnumpy(), want, atol=1e-4)
-    type(kv).learn = learn
 
 
 def interrupted():

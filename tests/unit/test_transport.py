@@ -5,27 +5,32 @@ import os
 import mxnet as mx
 import numpy as np
 import pytest
-from allreduce import allreduce, sent
+from allreduce import allreduce, reach, sent
 from forks import fork_ranks
 from moments import moments
 from thread_transport import ThreadTransport, everywhere
 
 import gluon_syncbn
 from gluon_syncbn import _native
-from gluon_syncbn.exchange.base import LayerInfo
 from gluon_syncbn.exchange.pooling import Pooling
 from gluon_syncbn.exchange.store import ProcessStore
-from gluon_syncbn.training.session import session
 
 CHANNELS = 3
 
 
-@pytest.fixture
-def layer_id():
-    """Of a layer in the native core, for its time limit."""
-    number = _native.layer_create("bn", 0, 1, 0, [], 0, None)
-    yield number
-    _native.layer_drop(number)
+class Layer:
+    """What a store knows of a layer. In a process, each rank has its own."""
+
+    channels, store, key = CHANNELS, None, None
+
+    def __init__(self, replicas=1, name="bn", **pooling):
+        self.name, self.contexts, self.pooling = name, [mx.cpu()] * replicas, Pooling(**pooling)
+
+    def compared(self):
+        return self.pooling._asdict()
+
+    def agrees(self, store, key, replicas):
+        self.store, self.key = store, key
 
 
 @pytest.fixture(autouse=True)
@@ -49,10 +54,6 @@ def sent_by(stores):
     return sum(sent(store.handle) for store in stores)
 
 
-def info(layer_id, replicas, **pooling):
-    return LayerInfo(layer_id, "bn", [], replicas, CHANNELS, Pooling(**pooling))
-
-
 def packed(x):
     mean, var, count = moments([x])
     return np.concatenate([[count], mean, var * count])
@@ -63,23 +64,17 @@ def test_moments_of_all_processes(size):
     rng = np.random.RandomState(0)
     shards = [1e4 + (rank + 1) * rng.randn(2 + rank % 2, CHANNELS, 3) for rank in range(size)]
     all_stores = stores(size)
-    ids = [_native.layer_create("bn", 0, 1, 0, [], 0, None) for _ in all_stores]
-    for number, store in zip(ids, all_stores):
-        session.register(info(number, 1)._replace(exchange=store))
 
     def work(store):
-        return allreduce(store.handle, (ids[store.rank], -1, 0, 0, "bn", 60.0), packed(shards[store.rank]), True)
+        return allreduce(store.handle, (0, -1, 0, 0, "bn", 60.0), packed(shards[store.rank]), True)
 
     totals = everywhere(all_stores, work)
     want = packed(np.concatenate(shards))
     for total in totals:
         np.testing.assert_array_equal(total, totals[0], err_msg="the same bits everywhere")
         np.testing.assert_allclose(total, want, rtol=1e-12)
-    agreement = size * (size - 1)
     # With 5 in steps, of which each is a pair's.
-    assert sent_by(all_stores) == agreement + {1: 0, 2: 2, 3: 6, 5: 10}[size]
-    for number in ids:
-        _native.layer_drop(number)
+    assert sent_by(all_stores) == {1: 0, 2: 2, 3: 6, 5: 10}[size]
 
 
 GROUPS = [
@@ -103,32 +98,26 @@ GROUPS = [
 
 
 @pytest.mark.parametrize("replicas, named, messages", GROUPS, ids=str)
-def test_groups_that_stay_at_home(layer_id, replicas, named, messages):
-    """The agreement names the processes that share a group with this one, and their rows are all that it needs."""
+def test_groups_that_stay_at_home(replicas, named, messages):
+    """The processes that share a group with one, and their rows, are all that it needs."""
     rng = np.random.RandomState(1)
-    length = 1 + 2 * CHANNELS
-    values = [rng.randn(n, length) for n in replicas]
-    all_stores = stores(len(replicas))
-
-    def work(store):
-        layer = info(layer_id, replicas[store.rank], **{"groups" if isinstance(named, list) else "group_size": named})
-        store.learn([layer])
-        of = store.known[layer.id]
-        return np.concatenate([values[other] for other in of.ranks])[of.members], of
-
-    results = everywhere(all_stores, work)
+    values = [rng.randn(n, 3) for n in replicas]
+    pooling = Pooling(**{"groups" if isinstance(named, list) else "group_size": named})
     all_values = np.concatenate(values)
     starts = np.cumsum([0, *replicas])
     if isinstance(named, int):
         named = [range(first, first + named) for first in range(0, sum(replicas), named)]
-    for rank, (got, of) in enumerate(results):
-        assert (of.channels, of.replicas) == (CHANNELS, replicas[rank])
+    needed = 0
+    for rank in range(len(replicas)):
+        ranks, members, groups, first = reach(pooling, replicas, rank)
+        got = np.concatenate([values[other] for other in ranks])[members]
         own = slice(starts[rank], starts[rank + 1])
-        np.testing.assert_array_equal(got[of.first : of.first + replicas[rank]], all_values[own])
+        np.testing.assert_array_equal(got[first : first + replicas[rank]], all_values[own])
         for i in range(replicas[rank]):  # the group of each replica, in the order of the ranks
-            (members,) = [sorted(group) for group in named if starts[rank] + i in group]
-            np.testing.assert_array_equal(got[of.groups == of.groups[of.first + i]], all_values[members])
-    assert sum(len(of.ranks) - 1 for _, of in results) == messages
+            (in_group,) = [sorted(group) for group in named if starts[rank] + i in group]
+            np.testing.assert_array_equal(got[groups == groups[first + i]], all_values[in_group])
+        needed += len(ranks) - 1
+    assert needed == messages
 
 
 @pytest.mark.parametrize(
@@ -139,42 +128,44 @@ def test_groups_that_stay_at_home(layer_id, replicas, named, messages):
     ],
     ids=str,
 )
-def test_groups_of_other_replicas(layer_id, groups, expected):
-    for error in everywhere(stores(2), lambda store: store.learn([info(layer_id, 2, groups=groups)])):
+def test_groups_of_other_replicas(groups, expected):
+    for error in agreed([[Layer(2, groups=groups)]] * 2):
         assert isinstance(error, ValueError)
         assert expected in str(error)
 
 
-def test_other_groups_in_another_process(layer_id):
+def agreed(layers, calls=((0,), (0,))):
+    """The numbers that the processes agree on, of the layers that each of them calls, or the error of each."""
+
+    def work(store):
+        for number in calls[store.rank]:
+            while layers[store.rank][number].store is not store:
+                store.agree(layers[store.rank][number], layers[store.rank], False)
+        return [layers[store.rank][number].key for number in calls[store.rank]]
+
+    return everywhere(stores(2), work)
+
+
+def test_other_groups_in_another_process():
     groups = [((0, 2), (1, 3)), ((0, 3), (1, 2))]
-    for error in everywhere(stores(2), lambda store: store.learn([info(layer_id, 2, groups=groups[store.rank])])):
+    for error in agreed([[Layer(2, groups=one)] for one in groups]):
         assert "the processes disagree about the net" in str(error)
-        assert all(f"groups {one}) on rank {rank}" in str(error) for rank, one in enumerate(groups))
+        for rank, one in enumerate(groups):
+            assert f"groups {one}), number 1 of its kind on rank {rank}" in str(error)
 
 
 def test_layers_that_one_process_alone_has(caplog):
     """Rank 0 has copies that do not train. The layers meet that are called, if all call them in one order."""
-    layers = [info(number, 1)._replace(name=f"bn{number % 2 + 9}") for number in range(4)]  # bn9, bn10 and their copies
-    others = [info(number, 1)._replace(name=f"bn{number}") for number in range(2)]
 
-    def learn(calls):
-        def work(store):
-            here = [layers, others][store.rank]
-            called = [here[number] for number in calls[store.rank]]
-            while called[-1].id not in store.known:
-                store.learn(here, False, called, called[-1].id)
-            return {number: agreed.key for number, agreed in store.known.items()}
+    def made():  # bn9, bn10 and their copies
+        return [[Layer(name=f"bn{number % 2 + 9}") for number in range(4)], [Layer(name=f"bn{n}") for n in range(2)]]
 
-        return everywhere(stores(2), work)
-
-    assert learn([[0, 1], [0, 1]]) == [{0: 0, 1: 1}] * 2
-    assert learn([[1, 0], [1, 0]]) == [{1: 0, 0: 1}] * 2
+    assert agreed(made(), [[0, 1], [0, 1]]) == [[0, 1]] * 2
+    assert agreed(made(), [[1, 0], [1, 0]]) == [[0, 1]] * 2
     assert sum("the processes have different layers: layer 3 is" in one for one in caplog.messages) == 4
-    for error in learn([[0, 1], [1, 0]]):
+    for error in agreed(made(), [[0, 1], [1, 0]]):
         assert "the processes disagree about the net: layer 1 is SyncBatchNorm 'bn" in str(error)
         assert "number 1 of its kind" in str(error) and "number 2 of its kind" in str(error)
-    for error in learn([[0, 1, 2], [0, 1]]):
-        assert "the processes disagree about the net: layer 3 is" in str(error)
 
 
 @pytest.mark.parametrize("kind", [mx.nd, mx.np])

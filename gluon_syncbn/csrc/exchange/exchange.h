@@ -13,10 +13,19 @@
 
 #include "cuda/collective.h"
 #include "exchange/mailbox.h"
+#include "pooling/pooling.h"
 #include "pooling/statistics.h"
 #include "types.h"
 
 namespace syncbn {
+
+// The processes' agreement about a layer. With groups, it also says which others share some with this one.
+struct Agreed : Reach {
+    int64_t key = 0;   // the same in every process
+    std::string name;  // for messages
+    size_t channels = 0;
+    size_t replicas = 0;  // of this process
+};
 
 // Identifies a contribution: `node`, `sequence` and `phase` are the same in every process, and none comes again. Also has
 // the layer's name, and its timeout in seconds.
@@ -24,6 +33,8 @@ struct CallId {
     int64_t layer, node, sequence, phase;
     const char* name;
     double timeout;
+    std::shared_ptr<const Agreed> agreed;      // for an exchange between processes
+    const std::vector<std::string>& contexts;  // of the contributions of this process
 };
 
 // The contribution of this process: a vector for each context. Without a combination, one vector for all contexts.
@@ -44,28 +55,9 @@ struct Total {
     std::vector<int> groups = {};
 };
 
-// The processes' agreement about a layer.
-struct Agreed {
-    int64_t key = 0;  // the same in every process
-    // If the layer has groups, the processes that share some with this one, which is among them. The rest describes
-    // these. Empty: all.
-    Ranks ranks;
-    int64_t channels = 0;
-    int64_t replicas = 0;      // of this process
-    std::vector<int> members;  // that share a group with these, including them: their places among those of the ranks
-    std::vector<int> groups;   // of each member, from 0
-    int64_t first = 0;         // the first member of this process
-};
-
 // An exchange that this process has contributed to: returns its total once, if that is there within so many seconds.
 // Leaving it early means a failure, which must be reported elsewhere.
 using Underway = std::function<std::optional<Total>(double seconds)>;
-// One that takes long: it makes the total for a thread that waits without a limit.
-inline Underway later(std::function<Total()> make) {
-    return [make = std::move(make)](double seconds) {
-        return seconds == kForEver ? std::optional<Total>(make()) : std::nullopt;
-    };
-}
 
 class Exchange {
   public:

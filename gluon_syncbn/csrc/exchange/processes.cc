@@ -41,8 +41,8 @@ Total side_by_side(const std::vector<Mailbox::Found>& parts, size_t own, const A
         total.values.insert(total.values.end(), parts[i].values, parts[i].values + parts[i].length());
     }
     if (agreed.ranks.empty()) return total;
-    const size_t length = parts[own].length() / static_cast<size_t>(agreed.replicas);
-    Total of_members{{}, static_cast<size_t>(agreed.first) * length, 0, agreed.groups};
+    const size_t length = parts[own].length() / agreed.replicas;
+    Total of_members{{}, agreed.first * length, 0, agreed.groups};
     for (const int member : agreed.members) {
         const auto vector = total.values.begin() + static_cast<int64_t>(length) * member;
         of_members.values.insert(of_members.values.end(), vector, vector + static_cast<int64_t>(length));
@@ -137,9 +137,9 @@ class Processes::WaitForVectors final : public WaitForOthers {
     }
     std::string name_of(int64_t key) const {
         std::lock_guard<std::mutex> lock(processes_.mutex_);
-        for (const auto& [layer, known] : processes_.known_)
-            if (known.agreed.key == key) return known.name;
-        return "number " + std::to_string(key + 1);
+        const auto found = processes_.agreed_.find(key);
+        const auto agreed = found == processes_.agreed_.end() ? nullptr : found->second.lock();
+        return agreed != nullptr ? agreed->name : "number " + std::to_string(key + 1);
     }
     bool have_come() {
         bool all = true;
@@ -187,15 +187,9 @@ class Processes::Steps {
         const auto steps = std::make_shared<Steps>(processes, arguments...);
         return [steps](double seconds) { return steps->within(seconds); };
     }
-    Steps(Processes& processes, const std::vector<Step>& steps, Combine combine, const CallId& id, const Agreed& agreed,
+    Steps(Processes& processes, const std::vector<Step>& steps, Combine combine, const CallId& id,
           const Contribution& own)
-        : processes_(processes),
-          combine_(combine),
-          id_(id),
-          agreed_(agreed),
-          length_(own.length),
-          values_(own.rows[0]),
-          steps_(steps) {
+        : processes_(processes), combine_(combine), id_(id), length_(own.length), values_(own.rows[0]), steps_(steps) {
         if (own.rows.size() > 1) reduce(combine, own);
         std::lock_guard<std::mutex> lock(processes_.mutex_);
         processes_.here_.push_back(label());
@@ -217,13 +211,13 @@ class Processes::Steps {
             processes_.leave(Mailbox::State::kFailed, error.what());
             throw;
         }
-        total_.key = agreed_.key;
+        total_.key = id_.agreed->key;
         return std::move(total_);
     }
 
   private:
     Label label(Label::Channel channel = Label::kVectors, int64_t piece = 0) const {
-        return {channel, static_cast<int32_t>(id_.phase), agreed_.key, id_.node, id_.sequence, piece};
+        return {channel, static_cast<int32_t>(id_.phase), id_.agreed->key, id_.node, id_.sequence, piece};
     }
     void reduce(Combine combine, const Contribution& rows) {
         total_.values = combined(combine, rows);
@@ -257,7 +251,7 @@ class Processes::Steps {
             for (const Mailbox::Found& part : parts) rows.rows.push_back(part.values);
             reduce(combine_, rows);
         } else if (fits) {
-            total_ = side_by_side(parts, static_cast<size_t>(place), agreed_);
+            total_ = side_by_side(parts, static_cast<size_t>(place), *id_.agreed);
         }
         wait_->done();
         if (!fits) steps_.push_back({processes_.job_.get(), 0, step.readers, step.from});
@@ -266,7 +260,6 @@ class Processes::Steps {
     Processes& processes_;
     const Combine combine_;
     const CallId id_;
-    const Agreed agreed_;
     const size_t length_;
     const double* values_;  // what this rank has: its row, or a total
     Total total_;
@@ -275,8 +268,7 @@ class Processes::Steps {
     std::optional<WaitForVectors> wait_;
 };
 
-Processes::Processes(int64_t number, std::unique_ptr<Mailbox> job)
-    : number_(number), job_(std::move(job)), in_job_(between(job_->everybody)) {}
+Processes::Processes(std::unique_ptr<Mailbox> job) : job_(std::move(job)), in_job_(between(job_->everybody)) {}
 
 Processes::~Processes() = default;
 
@@ -332,30 +324,34 @@ std::vector<Processes::Step> Processes::between(const Ranks& ranks) const {
     return steps;
 }
 
-// The first call of a layer asks later for the agreement, because that may take a while.
+std::shared_ptr<const Agreed> Processes::agree(int64_t key, const std::string& name, const Pooling& pooling,
+                                               size_t channels, const std::vector<size_t>& replicas) {
+    const size_t rank = job_->rank();
+    auto agreed =
+        std::make_shared<const Agreed>(Agreed{reach_of(pooling, replicas, rank), key, name, channels, replicas[rank]});
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto it = agreed_.begin(); it != agreed_.end();) it = it->second.expired() ? agreed_.erase(it) : std::next(it);
+    agreed_.emplace(key, agreed);
+    return agreed;
+}
+
 Underway Processes::begin(Combine combine, const CallId& id, const Contribution& own) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    const auto known = known_.find(id.layer);
-    const Agreed* const agreed = known == known_.end() ? nullptr : &known->second.agreed;
-    lock.unlock();
+    const Agreed* const agreed = id.agreed.get();
     if (agreed == nullptr)
-        return later([=] {
-            Known learned{agreed_in_python(number_, id), id.name};
-            std::unique_lock<std::mutex> lock(mutex_);
-            known_.emplace(id.layer, std::move(learned));
-            lock.unlock();
-            return *begin(combine, id, own)(kForEver);
-        });
+        throw Failure(
+            "the processes have not agreed on this layer, because nothing has announced this call to them: call "
+            "the layer itself, or a Gluon block that contains it.");
     if (combine != Combine::kSideBySide) {
         const bool fits = machine_ != nullptr && own.length <= machine_->most_values();
-        return Steps::begun(*this, fits ? in_levels_ : in_job_, combine, id, *agreed, own);
+        return Steps::begun(*this, fits ? in_levels_ : in_job_, combine, id, own);
     }
     if (!agreed->ranks.empty()) {
-        const auto replicas = static_cast<int64_t>(own.length) / (2 * agreed->channels + (id.phase == 0));
+        const size_t replicas = own.length / (2 * agreed->channels + (id.phase == 0));
         if (replicas != agreed->replicas) {  // they form groups of their own
             const std::vector<int>& groups = agreed->groups;
             const std::string reach = agreed->ranks.size() > 1 ? "reach from " + job_->name_of(job_->rank()) : "";
-            if (!reach.empty() || replicas % std::count(groups.begin(), groups.end(), groups[0]) != 0)
+            if (!reach.empty() ||
+                replicas % static_cast<size_t>(std::count(groups.begin(), groups.end(), groups[0])) != 0)
                 throw Failure("groups " + (reach.empty() ? "do not divide these" : reach + " to others") + ", so all " +
                               std::to_string(agreed->replicas) +
                               " devices of this process take part in every step, not " + std::to_string(replicas) +
@@ -367,7 +363,7 @@ Underway Processes::begin(Combine combine, const CallId& id, const Contribution&
     Mailbox* mail = job_.get();
     if (machine_ != nullptr && machine_->ranks() == job_->ranks()) mail = machine_.get();
     const Ranks others = without(agreed->ranks.empty() ? mail->everybody : agreed->ranks, mail->rank());
-    return Steps::begun(*this, std::vector<Step>{{mail, 0, others, others}}, combine, id, *agreed, own);
+    return Steps::begun(*this, std::vector<Step>{{mail, 0, others, others}}, combine, id, own);
 }
 
 std::string Processes::bytes_of(int64_t key, const char* what, double timeout, const std::vector<std::string>& own) {

@@ -24,13 +24,17 @@ namespace syncbn {
 
 class Processes : public Exchange {
   public:
-    // Over the processes of a job. `number`: of the exchange in Python, which knows the layers.
-    Processes(int64_t number, std::unique_ptr<Mailbox> job);
+    // Over the processes of a job.
+    explicit Processes(std::unique_ptr<Mailbox> job);
     ~Processes() override;
     // Before the first layer: `ranks` share the memory of a machine, of which each has one of the `leaders`. Without
     // memory, only gradients go that way, and each process is a machine. Leaders add gradients by MPI; if `mpi` is null,
     // see Machines.
     void meet(std::shared_ptr<Segment> memory, Ranks ranks, Ranks leaders, const Mpi* mpi, size_t adds_from);
+
+    // The processes have agreed on a layer, which has so many replicas in each. All of them do so before its first call.
+    std::shared_ptr<const Agreed> agree(int64_t key, const std::string& name, const Pooling& pooling, size_t channels,
+                                        const std::vector<size_t>& replicas);
 
     bool spans_processes() const override { return true; }
     Underway begin(Combine combine, const CallId& id, const Contribution& own) override;
@@ -55,25 +59,19 @@ class Processes : public Exchange {
         bool contributes = true;  // to what comes; otherwise, that is a total already
         Label::Channel channel = Label::kVectors;
     };
-    // What the processes have agreed on about a layer.
-    struct Known {
-        Agreed agreed;
-        std::string name;  // for messages
-    };
     class WaitForVectors;
     class Steps;
     std::vector<Step> levels(const Ranks& leaders) const;
     std::vector<Step> between(const Ranks& ranks) const;
 
-    const int64_t number_;
     const std::unique_ptr<Mailbox> job_;
     std::shared_ptr<Segment> machine_, memory_of_sums_;  // null if memory is not shared; before `meet`
     const std::vector<Step> in_job_;
     std::vector<Step> in_levels_;  // of reductions
     std::unique_ptr<Sums> sums_;
-    mutable Mutex mutex_;             // guards the next two
-    std::map<int64_t, Known> known_;  // by layer
-    std::vector<Label> here_;         // the exchanges that this rank has come to, and has not finished
+    mutable Mutex mutex_;                                    // guards the next two
+    std::map<int64_t, std::weak_ptr<const Agreed>> agreed_;  // by key, of layers that are left
+    std::vector<Label> here_;  // the exchanges that this rank has come to, and has not finished
 };
 
 }  // namespace syncbn

@@ -8,41 +8,38 @@
 #include <utility>
 
 #include "exchange/inbox.h"
+#include "failure.h"
 #include "lock.h"
 #include "point.h"
 
 namespace syncbn {
 namespace {
 
-template <typename Function, typename... Arguments>
-void call(const char* what, int64_t exchange, Function* function, Arguments... arguments) {
-    SYNCBN_POINT("before_exchange");
-    if (!function(exchange, arguments...))
-        throw std::runtime_error(std::string("the KVStore ") + what + ": " + python_problem);
-    SYNCBN_POINT("after_exchange");
-}
-
 class MxnetKvstore : public Exchange {
   public:
     explicit MxnetKvstore(int64_t number) : number_(number) {}
 
-    // It takes as long as the interpreter and MXNet's engine like.
+    // It takes as long as the interpreter and MXNet's engine like, so a thread that waits without a limit makes the total.
     Underway begin(Combine combine, const CallId& id, const Contribution& own) override {
-        return later([=] {
+        return [=](double seconds) -> std::optional<Total> {
+            if (seconds != kForEver) return std::nullopt;
             if (own.rows.size() == 1 || own.length == 0) return Total{combined(combine, own), 0, id.layer};
             Vector rows;
             for (const double* row : own.rows) rows.insert(rows.end(), row, row + own.length);
             const bool adds = combine == Combine::kAdd;
             return Total{adds ? sum(id, rows, own.length) : merged(id, std::move(rows), own.length), 0, id.layer};
-        });
+        };
     }
 
   private:
     // Of rows of this length, one after the other.
     Vector sum(const CallId& id, const Vector& rows, size_t length) const {
         Vector total(length);
-        call("could not add the statistics", number_, python_add, id.layer, static_cast<int64_t>(rows.size() / length),
-             static_cast<int64_t>(length), rows.data(), total.data());
+        SYNCBN_POINT("before_exchange");
+        if (!python_add(number_, join_names(id.contexts).c_str(), static_cast<int64_t>(rows.size() / length),
+                        static_cast<int64_t>(length), rows.data(), total.data()))
+            throw std::runtime_error("the KVStore could not add the statistics: " + python_problem);
+        SYNCBN_POINT("after_exchange");
         return total;
     }
     // A store can only add. Sums of squares about 0 lose the digits that an offset of the data takes. So the squares are
@@ -148,12 +145,6 @@ std::optional<std::string> next_message(Mailbox& mailbox, double seconds) {
 
 void deliver(Mailbox& mailbox, const char* message, size_t size) {
     static_cast<PythonMailbox&>(mailbox).deliver(message, size);
-}
-
-Agreed agreed_in_python(int64_t exchange, const CallId& id) {
-    Agreed found;
-    call("could not agree on the net", exchange, python_agreed, id.layer, &found);
-    return found;
 }
 
 }  // namespace syncbn

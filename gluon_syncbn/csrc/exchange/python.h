@@ -11,18 +11,14 @@
 
 namespace syncbn {
 
-// Functions in Python. `exchange` is the number of the exchange. Several threads call at once. They return whether they
-// have succeeded. Otherwise the reason is in `python_problem`.
+// The one function in Python that an exchange calls, because the user asked for a KVStore of MXNet's. `exchange` is its
+// number. Several threads call at once. Returns whether it has succeeded. Otherwise the reason is in `python_problem`.
 inline thread_local std::string python_problem;
-// The sum over the contexts of this process, from [rows][length].
-using AddInPython = bool(int64_t exchange, int64_t layer, int64_t rows, int64_t length, const double*, double* total);
-// The agreement about a layer.
-using AgreedInPython = bool(int64_t exchange, int64_t layer, Agreed*);
-// Set once, before the first use. They must stay as long as the process.
+// The sum over these contexts, "cpu(0), cpu(1)", from [rows][length].
+using AddInPython = bool(int64_t exchange, const char* contexts, int64_t rows, int64_t length, const double*,
+                         double* total);
+// Set once, before the first use. It must stay as long as the process.
 inline AddInPython* python_add = nullptr;
-inline AgreedInPython* python_agreed = nullptr;
-
-Agreed agreed_in_python(int64_t exchange, const CallId& id);
 
 // The mailbox of a transport in Python. A message is the number of its readers and their ranks, as int64, then a Head and
 // what follows it. The following are for the transport.

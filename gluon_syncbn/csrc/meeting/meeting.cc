@@ -67,8 +67,9 @@ void check_equal(Meeting& meeting, const Phase& phase, size_t position, const Pa
 Underway begin_exchange(const Meeting& meeting, Phase& phase) {
     Exchange& exchange = *meeting.exchange;
     const LayerConfig& config = *meeting.config;
-    const CallId id{config.layer, meeting.draw.node,   meeting.sequence,
-                    phase.number, config.name.c_str(), config.timeout};
+    const auto agreed = config.agreed_by == &exchange ? config.agreed : nullptr;
+    const CallId id{config.layer,        meeting.draw.node, meeting.sequence, phase.number,
+                    config.name.c_str(), config.timeout,    agreed,           config.taking_part};
     if (exchange.on_devices() || config.sharing == Sharing::kEach) {
         std::vector<cuda::OnDevice> devices;
         for (const Part& part : phase.entries) {

@@ -55,14 +55,19 @@ struct Settings {
     Nonfinite nonfinite = Nonfinite::kPropagate;
 };
 
-// What holds for a layer: a snapshot of its settings.
+// What holds for a layer: a snapshot. Python says what the layer is, where it is, and what the processes have agreed on.
+// The defaults stand in for what the layer has not of its own.
 struct LayerConfig : Settings {
     int64_t layer = 0;
     std::string name;
     Sharing sharing = Sharing::kNothing;
+    double own_timeout = 0;                // 0: the default
+    Asked own_exchange;                    // without a host: the default
     std::vector<std::string> contexts;     // that hold the parameters
     std::vector<std::string> taking_part;  // of these, in the same order
     std::string misplaced;                 // why these contexts cannot train; empty if they can
+    std::shared_ptr<const Agreed> agreed;  // the last agreement, which holds for one exchange
+    const Exchange* agreed_by = nullptr;
 };
 using LayerConfigPtr = std::shared_ptr<const LayerConfig>;
 

@@ -33,19 +33,9 @@ class Layer {
     // The current settings.
     LayerConfigPtr config() const;
 
-    // Those of its own.
-    struct Own {
-        std::vector<std::string> contexts;  // that hold the parameters
-        std::string misplaced;              // why these cannot train; empty if they can
-        double timeout = 0;                 // seconds; 0: the default
-        Asked exchange;                     // without a host: the default
-    };
-
   private:
     friend class Registry;
-    // The registry's lock guards both.
-    Own own_;
-    LayerConfigPtr config_;
+    LayerConfigPtr config_ = std::make_shared<LayerConfig>();  // the registry's lock guards it
 };
 
 class Registry {
@@ -53,7 +43,11 @@ class Registry {
     std::shared_ptr<Layer> create(const std::string& name, const Pooling& pooling) {
         Lock lock(mutex_);
         auto layer = std::make_shared<Layer>(next_id_++, name, pooling);
-        renew(*layer);
+        renew(*layer, [&](LayerConfig& config) {
+            config.layer = layer->id;
+            config.name = name;
+            config.sharing = sharing_of(pooling);
+        });
         return layers_[layer->id] = layer;
     }
     // Returns null if it is gone.
@@ -65,9 +59,7 @@ class Registry {
     // Operators in flight keep it alive.
     void drop(int64_t id) {
         Lock lock(mutex_);
-        const auto it = layers_.find(id);
-        if (it == layers_.end()) return;
-        layers_.erase(it);
+        layers_.erase(id);
     }
     std::vector<std::shared_ptr<Layer>> all() const {
         Lock lock(mutex_);
@@ -88,10 +80,10 @@ class Registry {
     // same contexts does not wait, and a step may be running.
     void place(Layer& layer, std::vector<std::string> contexts, std::string misplaced) {
         bool same = false;
-        change(layer, [&](Layer::Own& own) {
-            same = own.contexts == contexts;
-            own.contexts = std::move(contexts);
-            own.misplaced = std::move(misplaced);
+        change(layer, [&](LayerConfig& config) {
+            same = config.contexts == contexts;
+            config.contexts = std::move(contexts);
+            config.misplaced = std::move(misplaced);
         });
         if (!same) layer.rendezvous.forget();
     }
@@ -104,33 +96,29 @@ class Registry {
     void change(const Work& work) {
         Lock lock(mutex_);
         work(defaults_);
-        for (const auto& entry : layers_) renew(*entry.second);
+        for (const auto& entry : layers_) renew(*entry.second, [](LayerConfig&) {});
     }
     template <typename Work>
     void change(Layer& layer, const Work& work) {
         Lock lock(mutex_);
-        work(layer.own_);
-        renew(layer);
+        renew(layer, work);
     }
 
   private:
     friend class Layer;
     using Lock = std::lock_guard<std::mutex>;
 
-    // Makes the layer's config; the caller holds the lock.
-    void renew(Layer& layer) {
-        const Layer::Own& own = layer.own_;
-        auto config = std::make_shared<LayerConfig>();
+    // Makes the layer's next config; the caller holds the lock.
+    template <typename Work>
+    void renew(Layer& layer, const Work& work) {
+        auto config = std::make_shared<LayerConfig>(*layer.config_);
+        work(*config);
         static_cast<Settings&>(*config) = defaults_;
-        if (own.timeout > 0) config->timeout = own.timeout;
-        if (own.exchange.host != nullptr) config->exchange = own.exchange;
-        config->layer = layer.id;
-        config->name = layer.name;
-        config->sharing = sharing_of(layer.pooling);
-        config->contexts = own.contexts;
-        config->misplaced = own.misplaced;
+        if (config->own_timeout > 0) config->timeout = config->own_timeout;
+        if (config->own_exchange.host != nullptr) config->exchange = config->own_exchange;
+        config->taking_part.clear();
         const auto& devices = config->devices;
-        for (const std::string& context : own.contexts)
+        for (const std::string& context : config->contexts)
             if (devices.empty() || std::find(devices.begin(), devices.end(), context) != devices.end())
                 config->taking_part.push_back(context);
         layer.config_ = std::move(config);

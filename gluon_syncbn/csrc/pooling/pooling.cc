@@ -130,6 +130,33 @@ Pools pools_of(const Pooling& pooling, const std::vector<double>& counts, const 
     return out;
 }
 
+Reach reach_of(const Pooling& pooling, const std::vector<size_t>& replicas, size_t rank) {
+    Reach out;
+    if (sharing_of(pooling) != Sharing::kEach || pooling.mode != Mode::kSync) return out;
+    std::vector<size_t> rank_of;
+    for (size_t other = 0; other < replicas.size(); ++other) rank_of.insert(rank_of.end(), replicas[other], other);
+    const std::vector<int> group_of = groups_of(pooling, static_cast<int>(rank_of.size()), {});
+    std::set<int> own;
+    for (size_t i = 0; i < rank_of.size(); ++i)
+        if (rank_of[i] == rank) own.insert(group_of[i]);
+    std::set<size_t> ranks{rank};
+    for (size_t i = 0; i < rank_of.size(); ++i)
+        if (own.count(group_of[i]) != 0) ranks.insert(rank_of[i]);
+    out.ranks.assign(ranks.begin(), ranks.end());
+    bool is_first = true;
+    for (size_t i = 0, place = 0; i < rank_of.size(); ++i) {
+        if (ranks.count(rank_of[i]) == 0) continue;
+        const auto group = own.find(group_of[i]);
+        if (group != own.end()) {
+            if (rank_of[i] == rank && std::exchange(is_first, false)) out.first = out.members.size();
+            out.members.push_back(static_cast<int>(place));
+            out.groups.push_back(static_cast<int>(std::distance(own.begin(), group)));
+        }
+        ++place;
+    }
+    return out;
+}
+
 Vector combined(const Pools& pools, Range list, const Vector& slots, int64_t length, Combine combine) {
     const auto n = static_cast<size_t>(length);
     Vector total(n, 0.0);

@@ -70,6 +70,17 @@ struct Pools {
 Pools pools_of(const Pooling& pooling, const std::vector<double>& counts, const Draw& draw, Range own,
                const std::vector<int>& groups = {});
 
+// Which processes have the members of groups of this one. Their ranks, in their order, this one's included; without
+// groups none. The members of these groups: the places among the replicas of those ranks, the group of each, from 0, and
+// the first of this process.
+struct Reach {
+    std::vector<size_t> ranks;
+    std::vector<int> members, groups;
+    size_t first = 0;
+};
+// `replicas`: the number in each process.
+Reach reach_of(const Pooling& pooling, const std::vector<size_t>& replicas, size_t rank);
+
 // Combines the vectors of the slots of a list, from those of all slots [slots][length].
 Vector combined(const Pools& pools, Range list, const Vector& slots, int64_t length, Combine combine);
 
