@@ -186,7 +186,7 @@ def test_gradients_of_all_processes(monkeypatch, kind):
     for total, first in everywhere(all_stores, work):
         np.testing.assert_allclose(total, sum(values), rtol=1e-6)
         np.testing.assert_array_equal(first, values[0])
-    assert sent_by(all_stores) == 6 + 2 + 4 + 6  # who shares memory, what is next, the sum, and the broadcast
+    assert sent_by(all_stores) == 6 + 6 + 2 + 4 + 6  # machines, who shares memory, what is next, the sum, the broadcast
 
 
 class Trainer:
