@@ -134,9 +134,8 @@ def for_replica(call: Callable, block: gluon.Block, *args: Any) -> Any:
     if not isinstance(block, gluon.HybridBlock) and not _has_parameters(block):
         with _spare_space(True):
             return call(block, *args)
-    is_outermost = not getattr(_of_thread, "issues", False) and autograd.is_training()
-    given = kinds.arrays_of(args) if is_outermost else []
-    if not any(isinstance(one, mx.nd.NDArray) and _native.issue_for(one) for one in given):
+    is_inner = getattr(_of_thread, "issues", False) or not autograd.is_training()
+    if is_inner or not any(isinstance(x, mx.nd.NDArray) and _native.issue_for(x) for x in kinds.arrays_of(args)):
         return call(block, *args)
     _of_thread.issues = True
     try:
