@@ -1,5 +1,6 @@
 #include "exchange/python.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <deque>
@@ -23,52 +24,25 @@ class MxnetKvstore : public Exchange {
     Underway begin(Combine combine, const CallId& id, const Contribution& own) override {
         return [=](double seconds) -> std::optional<Total> {
             if (seconds != kForEver) return std::nullopt;
-            if (own.rows.size() == 1 || own.length == 0) return Total{combined(combine, own), 0, id.layer};
-            Vector rows;
-            for (const double* row : own.rows) rows.insert(rows.end(), row, row + own.length);
-            const bool adds = combine == Combine::kAdd;
-            return Total{adds ? sum(id, rows, own.length) : merged(id, std::move(rows), own.length), 0, id.layer};
+            const size_t replicas = own.rows.size(), length = own.length;
+            if (replicas == 1 || length == 0) return Total{combined(combine, own), 0, id.layer};
+            // A store can only add. So rows that are to be merged stay apart, each in a place of its own in the sum.
+            const size_t places = combine == Combine::kAdd ? 1 : replicas;
+            Vector rows(replicas * places * length), sums(places * length);
+            Contribution apart{{}, length};
+            for (size_t i = 0; i < replicas; ++i)
+                std::copy_n(own.rows[i], length, &rows[(i * places + i % places) * length]);
+            for (size_t i = 0; i < places; ++i) apart.rows.push_back(&sums[i * length]);
+            SYNCBN_POINT("before_exchange");
+            if (!python_add(number_, join_names(id.contexts).c_str(), static_cast<int64_t>(replicas),
+                            static_cast<int64_t>(sums.size()), rows.data(), sums.data()))
+                throw std::runtime_error("the KVStore could not add the statistics: " + python_problem);
+            SYNCBN_POINT("after_exchange");
+            return Total{combined(combine, apart), 0, id.layer};
         };
     }
 
   private:
-    // Of rows of this length, one after the other.
-    Vector sum(const CallId& id, const Vector& rows, size_t length) const {
-        Vector total(length);
-        SYNCBN_POINT("before_exchange");
-        if (!python_add(number_, join_names(id.contexts).c_str(), static_cast<int64_t>(rows.size() / length),
-                        static_cast<int64_t>(length), rows.data(), total.data()))
-            throw std::runtime_error("the KVStore could not add the statistics: " + python_problem);
-        SYNCBN_POINT("after_exchange");
-        return total;
-    }
-    // A store can only add. Sums of squares about 0 lose the digits that an offset of the data takes. So the squares are
-    // taken about a mean that is near all rows.
-    Vector merged(const CallId& id, Vector rows, size_t length) const {
-        const size_t channels = length / 2;
-        size_t most = 0;  // where the row with the most values begins
-        for (size_t at = 0; at < rows.size(); at += length)
-            if (rows[at] > rows[most]) most = at;
-        const Vector origin(&rows[most + 1], &rows[most + 1 + channels]);
-        for (size_t at = 0; at < rows.size(); at += length)
-            for (size_t c = 0; c < channels; ++c) {
-                double &mean = rows[at + 1 + c], &m2 = rows[at + 1 + channels + c];
-                const double apart = rows[at] > 0 ? mean - origin[c] : 0;
-                mean = rows[at] * apart;
-                m2 += mean * apart;
-            }
-        Vector total = sum(id, rows, length);
-        const double count = total[0];
-        for (size_t c = 0; c < channels && count != 0; ++c) {
-            double &mean = total[1 + c], &m2 = total[1 + channels + c];
-            const double apart = mean / count;
-            mean = origin[c] + apart;
-            m2 -= count * apart * apart;
-            if (m2 < 0) m2 = 0;  // rounding; a NaN stays
-        }
-        return total;
-    }
-
     const int64_t number_;
 };
 
