@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, List, Optional
 import mxnet as mx
 from mxnet.gluon import HybridBlock
 
-from . import layer
+from . import _native, layer
 from .mxnet_side import blocks, op, patches
 from .mxnet_side.export import SYNCHRONISED
 from .mxnet_side.nodes import json_of, layers_of, value_of
@@ -18,7 +18,7 @@ from .system import arguments
 
 __all__ = ["SyncBatchNorm"]
 
-# A node of a symbol cannot keep an object alive, so these layers stay for as long as the process.
+# A node of a symbol cannot keep an object alive, so these layers stay as long as the core has nodes of them.
 _written: List[layer.SyncBatchNorm] = []
 
 
@@ -112,7 +112,7 @@ def SyncBatchNorm(
         prefix=f"{own.name}_",
         **{argument: _value(value) for argument, value in kwargs.items()},
     )
-    _written.append(node)
+    _written[:] = [one for one in _written if _native.layer_in_use(one._replicas.id)] + [node]
     with node.name_scope(), mx.AttrScope(**attributes):
         y = node.hybrid_forward(mx.sym, variables[0], mask, **dict(zip(blocks.PARAMETERS, variables[1:])))
     y._set_attr(name=own.name)  # as MXNet's operators have it: an output is called after its node

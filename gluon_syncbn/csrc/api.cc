@@ -164,6 +164,9 @@ SYNCBN_API(void, layer_drop, int64_t id) {
     registry().drop(id);
 }
 
+// Whether a node of a graph, or a call, has the layer, beside the registry and this function.
+SYNCBN_API(bool, layer_in_use, int64_t id) { return found(id).use_count() > 2; }
+
 SYNCBN_API(int64_t, call_create, const Span<const char*>& keys, const Span<const char*>& values) {
     return syncbn::create_call(static_cast<int>(keys.count), keys.values, values.values);
 }

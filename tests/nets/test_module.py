@@ -636,6 +636,11 @@ def test_layers_live_as_long_as_their_executors(contexts):
         del other
     gc.collect()
     assert _native.layers() == before + 2  # those of the symbol
+    del symbol
+    for _ in range(3):
+        classifier(SyncBatchNorm)
+    gc.collect()
+    assert _native.layers() == before + 2  # those of the last one
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------
