@@ -63,8 +63,7 @@ def call(replicas: Replicas, eager: bool, frozen: bool = False, inplace: bool = 
     if not eager:
         return {**attributes, "name": "fwd"}
     number = str(_native.call_create(list(attributes), list(attributes.values())))
-    replicas.attributes[number], replicas.by_call[number] = attributes, replicas
-    replicas.calls[key] = number
+    replicas.attributes[number], replicas.calls[key] = attributes, number
     return {"call": number}
 
 

@@ -74,8 +74,6 @@ class Replicas:
 
     #: By the tokens that nodes of graphs have: those of this process that still exist.
     by_token: ClassVar[weakref.WeakValueDictionary[str, Replicas]] = weakref.WeakValueDictionary()
-    #: By the numbers of their eager calls in the core.
-    by_call: ClassVar[weakref.WeakValueDictionary[str, Replicas]] = weakref.WeakValueDictionary()
     #: Those with contexts, in the order in which they got them first, which is that of the net.
     placed: ClassVar[weakref.WeakValueDictionary[int, Replicas]] = weakref.WeakValueDictionary()
 

@@ -1,6 +1,7 @@
 """N devices with the layer are one device with nn.BatchNorm on the concatenated batch."""
 
 import copy
+import gc
 import inspect
 import json
 import pickle
@@ -34,6 +35,7 @@ import gluon_syncbn
 from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd, checkpoint, convert, freeze, reference
 from gluon_syncbn.exchange import store
 from gluon_syncbn.mxnet_side import op
+from gluon_syncbn.training.replicas import Replicas
 
 
 @pytest.mark.parametrize("dtype", ON_CPUS)
@@ -238,6 +240,25 @@ def test_bfloat16_in_what_is_done_with_nets(contexts, rng):
     values = np.concatenate(batch.shards).astype("float64")
     np.testing.assert_allclose(layer.running_mean.data(contexts[1]).asnumpy(), values.mean((0, 2, 3)), rtol=1e-5)
     np.testing.assert_allclose(layer.running_var.data(contexts[0]).asnumpy(), values.var((0, 2, 3)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("hybridized", [False, True])
+def test_a_layer_that_is_gone_leaves_nothing(contexts, hybridized):
+    def count():
+        mx.nd.waitall()
+        gc.collect()
+        return gluon_syncbn._native.layers(), len(Replicas.by_token), len(Replicas.placed)
+
+    before = count()
+    layer = gluon_syncbn.SyncBatchNorm()
+    layer.initialize(ctx=contexts[:2])
+    layer.hybridize(hybridized)
+    with autograd.record():
+        ys = [layer(mx.nd.ones((2, 3), ctx=context)) for context in contexts[:2]]
+    autograd.backward(ys)
+    assert count() == tuple(number + 1 for number in before)
+    del layer, ys
+    assert count() == before
 
 
 def test_eager_calls_have_a_number_in_place_of_their_attributes(monkeypatch):
