@@ -16,6 +16,7 @@ from gluon_syncbn.mxnet_side.trainer import update_of
 from gluon_syncbn.training.session import session
 
 WORKER = SUPPORT / "gradients_worker.py"
+pytestmark = pytest.mark.timeout(600)  # one job does most of this
 SCENARIOS = [
     "shares_the_store",
     "accumulates",
@@ -54,32 +55,57 @@ FAULTS = {
 }
 
 
-# Ranks 0 and 1 are on a machine, or each rank is on one.
-@pytest.mark.parametrize("machines", ["0,0", "0,0,1", "0,1"])
-def test_steps(machines):
-    ranks = len(machines.split(","))
-    scenarios = SCENARIOS + ["takes_many_small_steps"] * (ranks == 2)
-    environment = {"MPI_WORKER_MACHINES": machines}
-    job = Job(ranks, "+".join(scenarios), worker=WORKER, limit=250, environment=environment)
-    for scenario in scenarios:
-        assert all(f"DONE {rank} {scenario}" in job.output for rank in range(ranks)), job.output
+# What the way of a job is called.
+WAYS = {
+    "0,0": "on one machine; statistics: shared memory",
+    "0,0,1": "on 2 machines; statistics: shared memory, and mpi",
+    "0,1": "each by itself",
+}
+
+
+@pytest.fixture(scope="module")
+def two():
+    """A job of two processes: on one machine, also what fails, and on two."""
+    parts = "+".join([*SCENARIOS, "takes_many_small_steps"])
+    failing = "+".join(f"!{fault}" for fault in FAULTS if fault != "ends")
+    return Job(2, f"@0,0+{parts}+{failing}+@0,1+{parts}+!freezes", worker=WORKER, limit=400)
+
+
+def assert_done(job, ranks, machines):
+    for scenario in SCENARIOS:
+        assert all(f"DONE {rank} {scenario} {machines}" in job.output for rank in range(ranks)), job.output
     assert job.succeeded(ranks), job.output
-    way = {
-        "0,0": "on one machine; statistics: shared memory",
-        "0,0,1": "on 2 machines; statistics: shared memory, and mpi",
-    }
-    assert f"Processes: <kvstore 'mpi': rank 1 of {ranks}, {way.get(machines, 'each by itself')}" in job.output
+    assert f"Processes: <kvstore 'mpi': rank 1 of {ranks}, {WAYS[machines]}" in job.output
 
 
-@pytest.mark.parametrize("fault, machines", [*((fault, "0,0") for fault in FAULTS), ("ends", "0,1")])
-def test_a_step_that_fails(fault, machines):
+@pytest.mark.parametrize("machines", ["0,0", "0,1"])
+def test_steps(machines, two):
+    assert_done(two, 2, machines)
+
+
+def test_steps_of_three():
+    """Of which two are on one machine."""
+    assert_done(Job(3, "+".join(["@0,0,1", *SCENARIOS]), worker=WORKER, limit=250), 3, "0,0,1")
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "ends"])
+def test_a_step_that_fails(fault, two):
     """It changes no parameter, which the worker checks."""
-    job = Job(2, fault, worker=WORKER, environment={"MPI_WORKER_MACHINES": machines})
-    assert job.code not in (0, None)
-    seconds, error = job.failure_of(0)
+    assert_told(two, fault, f"{fault} 0,0")
+
+
+def assert_told(job, fault, case):
+    seconds, error = job.failure_of(0, case)
     assert seconds < 30
     for text in FAULTS[fault]:
         assert text in error
+
+
+@pytest.mark.parametrize("machines", ["0,0", "0,1"])
+def test_a_process_that_ends(machines):
+    job = Job(2, "ends", worker=WORKER, environment={"MPI_WORKER_MACHINES": machines})
+    assert job.code not in (0, None)
+    assert_told(job, "ends", "")
 
 
 def test_what_an_update_depends_on():
@@ -111,12 +137,11 @@ def test_what_an_update_depends_on():
     assert len(set(texts)) == len(changes), texts
 
 
-def test_another_net_on_another_machine():
-    job = Job(2, "freezes", worker=WORKER, environment={"MPI_WORKER_MACHINES": "0,1"})
-    _, error = job.failure_of(1)
+def test_another_net_on_another_machine(two):
+    _, error = two.failure_of(1, "freezes 0,1")
     assert "1_weight' (1200000 values of float32) on rank 1 and the gradient of " in error
     assert error.endswith("freeze the same parameters (grad_req='null').") and " on rank 0. Build" in error
-    assert "the processes disagree about their arrays" in job.failure_of(0)[1]
+    assert "the processes disagree about their arrays" in two.failure_of(0, "freezes 0,1")[1]
 
 
 def test_names_of_stores_that_are_not_ours(monkeypatch):

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 from environments import shell
-from mpi_job import Job, assert_no_strange_error
+from mpi_job import assert_no_strange_error
 from places import SUPPORT
 
 WORKER = SUPPORT / "hierarchy_worker.py"
@@ -76,25 +76,3 @@ def test_a_process_that_goes(outputs, fault, which):
     # In memory alone, whoever finds the cause tells the others, so that one may hear of it from another.
     assert (any if which == "alone" else all)(said in output for output in heard), heard
     assert which != "alone" or all("layer" in output for output in heard), heard
-
-
-@pytest.mark.parametrize("machines", ["0,0,1,1", "0,1,0"])
-def test_layers_over_two_machines(machines):
-    """All modes, types and ways of running, against the specification; the same bits on all ranks, in any order."""
-    ranks = len(machines.split(","))
-    scenarios = "equals_the_specification+same_bits_on_repetition+levels" + "+random_order" * (ranks == 4)
-    job = Job(ranks, scenarios, 30, limit=250, environment={"MPI_WORKER_MACHINES": machines})
-    assert job.succeeded(ranks), job.output
-
-
-def test_many_machines():
-    """More leaders than send to each other directly, of which the number is no power of two."""
-    job = Job(6, "levels", limit=250, environment={"MPI_WORKER_MACHINES": "0,1,2,3,4,4"})
-    assert job.succeeded(6), job.output
-
-
-def test_a_rank_that_fails_ends_an_exchange_of_others():
-    job = Job(3, "fails_beside_two", limit=100, environment={"GLUON_SYNCBN_SHARED_MEMORY": "off"})
-    seconds, error = job.failure_of(0)
-    assert "rank 2 of 3 has failed: the disk is full (rank 0 was in the forward of call 2 of SyncBatchNorm" in error
-    assert seconds < 30  # the time limit is 60 s

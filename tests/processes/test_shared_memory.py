@@ -5,7 +5,6 @@ from pathlib import Path
 
 import mxnet as mx
 import pytest
-from mpi_job import Job
 
 from gluon_syncbn import _native
 
@@ -25,9 +24,3 @@ def test_another_file_is_not_taken_for_the_memory(tmp_path):
     with pytest.raises(mx.MXNetError, match="is another file"):
         _native.segment(2, 1, token, str(other))
     _native.segment_free(segment)
-
-
-def test_what_goes_by_which_way():
-    """By the transport where memory is switched off; test_mpi.py has the other way."""
-    job = Job(2, "ways_of_statistics", environment={"GLUON_SYNCBN_SHARED_MEMORY": "off"})
-    assert job.succeeded(2), job.output

@@ -17,17 +17,12 @@ FAULTS_BY_RELAY = [
     ("frozen", "rank 0 of 2 waits for rank 1 in ", 3),
     ("exits", "rank 1 of 2 has ended (rank 0 was in ", 60),
     ("raises", "rank 1 of 2 has failed: OSError left the recorded step (disk full)", 60),
-    ("one batch more", "rank 1 of 2 has ended (rank 0 was in ", 60),
-    ("skips a layer", "in the forward of call 2 of SyncBatchNorm 'layer1'", 3),
-    ("another layer", "in the forward of call 2 of SyncBatchNorm 'layer1'", 3),
-    ("repeats a step", "in the forward of call 3 of SyncBatchNorm 'layer0'", 3),
-    ("another shape", "the processes disagree about their arrays in gradient 0, round 2", 60),
 ]
 
 
-def failure_of(rank, output):
-    """(seconds from the beginning of the step, text) of the error that this process got."""
-    found = re.search(rf"FAILED rank {rank} after ([0-9.]+) s: (.*)", output)
+def failure_of(rank, output, case=""):
+    """(seconds from the beginning of the step, text) of the error that this process got; ``case``: of several."""
+    found = re.search(rf"FAILED {case and case + ' '}rank {rank} after ([0-9.]+) s: (.*)", output)
     assert found, output
     return float(found[1]), found[2]
 
@@ -66,5 +61,5 @@ class Job:
     def succeeded(self, processes):
         return self.code == 0 and all(f"OK {rank}" in self.output for rank in range(processes))
 
-    def failure_of(self, rank):
-        return failure_of(rank, self.output)
+    def failure_of(self, rank, case=""):
+        return failure_of(rank, self.output, case)

@@ -5,6 +5,7 @@
 
 import contextlib
 import functools
+import gc
 import itertools
 import os
 import signal
@@ -21,6 +22,7 @@ import gluon_syncbn
 CONTEXTS = gluon_syncbn.cpu_devices(4)
 
 import mxnet as mx  # noqa: E402
+import reports  # noqa: E402
 from allreduce import allreduce, sent  # noqa: E402
 from core_counts import core_count  # noqa: E402
 from gate import Gate  # noqa: E402
@@ -49,12 +51,27 @@ from gluon_syncbn.training.replicas import EAGER  # noqa: E402
 if os.environ.get("GLUON_SYNCBN_TEST_DEVICE") == "gpu":
     CONTEXTS = [mx.gpu(i) for i in range(mx.context.num_gpus())]
 
-if "MPI_WORKER_MACHINES" in os.environ:  # those of the ranks; or its own, where no launcher has given it a rank
-    own_machine = os.environ["MPI_WORKER_MACHINES"].split(",")[int(os.environ.get("PMI_RANK", 0))]
-    store._machine = lambda: own_machine
+RANK = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))  # of MPICH, of Open MPI
 
-kv = gluon_syncbn.kvstore(os.environ.get("GLUON_SYNCBN_TEST_TRANSPORT", "mpi"))
-leave_memory()
+
+def meet(way=""):
+    """Takes a store that no failure has reached. ``way``: 'off' for one without memory, or the machines of the ranks,
+    as '0,1,0', or its own, where no launcher has given it a rank."""
+    global kv
+    session.stores.clear()
+    session._layers.clear()  # of the scenarios before, which a rank may have alone
+    gluon_syncbn.configure(kvstore=None, timeout=300, seed=0, nonfinite="propagate")
+    session.chosen = False  # as where a script has chosen nothing
+    store._machine = (lambda: way.split(",")[RANK]) if way not in ("", "off") else MACHINE
+    if way:
+        os.environ["GLUON_SYNCBN_SHARED_MEMORY"] = "off" if way == "off" else "on"
+    kv = gluon_syncbn.kvstore(os.environ.get("GLUON_SYNCBN_TEST_TRANSPORT", "mpi"))
+    leave_memory()
+    sys.modules["__main__"].kv = kv  # of a worker that has it from here
+
+
+MACHINE = store._machine
+meet(os.environ.get("MPI_WORKER_MACHINES", ""))
 
 
 @contextlib.contextmanager
@@ -448,8 +465,8 @@ def ways_of_statistics():
 
 def levels():
     """The leaders of the machines exchange, and all have the same bits."""
-    machines = os.environ["MPI_WORKER_MACHINES"].split(",")
-    assert kv.machines == [[r for r, on in enumerate(machines) if on == name] for name in dict.fromkeys(machines)]
+    names = kv.tell_all("a test", store._machine())
+    assert kv.machines == [[r for r, on in enumerate(names) if on == name] for name in dict.fromkeys(names)]
     own = next(ranks for ranks in kv.machines if kv.rank in ranks)
     assert (own[kv.local_rank], len(own)) == (kv.rank, kv.local_size)
     speaks = kv.rank in [ranks[0] for ranks in kv.machines]
@@ -634,15 +651,6 @@ def shuffled_keys():
             np.testing.assert_allclose(got, 3 * table[keys] ** 2, rtol=1e-15)
 
 
-def gathers_alone():
-    gluon_syncbn.configure(timeout=3)
-    if kv.rank == 1:
-        wait_for([0])
-        raise SystemExit(3)
-    with reporting(), autograd.record():
-        contrastive.gather(nd.ones((2, 3)), name="features", kvstore=kv).asnumpy()
-
-
 def gathers_other_rows():
     with reporting(range(2)), autograd.record():
         contrastive.gather(nd.ones((2, 3 + kv.rank)), name="features", kvstore=kv).asnumpy()
@@ -787,24 +795,10 @@ def train_step(k):
         except OSError:
             wait_for([0])
             raise
-    if fault == "one batch more" and kv.rank == 1 and k == 2:
-        raise SystemExit(0)
-    if faulty and fault == "skips a layer":
-        with autograd.record():
-            y = _layers[1](x)
-        y.asnumpy()
-    if faulty and fault == "another layer":
-        with autograd.record():
-            y = _layers[1](_layers[1](x))
-        y.asnumpy()
-    if faulty and fault == "repeats a step":
-        with autograd.record():
-            y = _layers[0](x)
-        y.asnumpy()
     with autograd.record():
         y = _layers[1](_layers[0](x))
     y.backward(x)
-    kv.pushpull(0, nd.ones(7) if faulty and fault == "another shape" else _layers[0].gamma.grad())
+    kv.pushpull(0, _layers[0].gamma.grad())
     mx.nd.waitall()
 
 
@@ -887,11 +881,29 @@ def interrupted():
 
 
 def main(scenarios):
-    """Runs those that were asked for. ``scenarios`` has them by name."""
+    """Runs those that were asked for. ``scenarios`` has them by name. What follows '@WAY' has another store (`meet`).
+    '!' stands before one that ends in an error, with which a store ends. Reports name the scenario and the way."""
+    way = ""
     for scenario in sys.argv[1].split("+"):
-        scenarios[scenario]()
-        print(f"DONE {kv.rank} {scenario}", flush=True)
+        if scenario[0] == "@":
+            meet(scenario[1:])
+            way = f" {scenario[1:]}"
+            continue
+        if scenario[0] == "!":
+            reports.case = f"{scenario[1:]}{way} "
+            try:
+                scenarios[scenario[1:]]()
+                raise AssertionError(f"{scenario} has not failed")
+            except SystemExit:
+                reports.case = ""
+                gluon_syncbn.reset()
+        else:
+            scenarios[scenario]()
+        print(f"DONE {kv.rank} {scenario}{way}", flush=True)
         gluon_syncbn.configure(kvstore=None)
+        gc.collect()  # so that the replicas of this one are gone
+        if scenario[0] == "!":
+            meet(way.strip())
     print(f"OK {kv.rank}", flush=True)
 
 

@@ -1,12 +1,13 @@
 """A process with the core of points.py: a step is hit at one point, and the process tells what became of it.
 
 ``points_worker.py REPLICAS``: for each case a line of JSON from stdin, and one to stdout.
-``mpiexec -n 2 points_worker.py mpi CASE``: rank 1 is hit in its second step.
+``mpiexec -n 2 points_worker.py mpi CASES``: in each, rank 1 is hit in its second step, with a store of its own.
 ``mpiexec -n 2 points_worker.py seeds``: each call has a seed of its own.
 """
 
 import ctypes
 import json
+import os
 import sys
 import time
 
@@ -25,6 +26,7 @@ from reports import leave, leave_memory, wait_for  # noqa: E402
 from gluon_syncbn import _native  # noqa: E402
 from gluon_syncbn.exchange import bridge  # noqa: E402
 from gluon_syncbn.exchange.store import ProcessStore  # noqa: E402
+from gluon_syncbn.training.session import session  # noqa: E402
 
 _native._core.syncbn_points_arm.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_double]
 
@@ -172,12 +174,15 @@ class Bridge(bridge.BridgedTransport):
 
 
 def between_processes(point, action, times, seconds, limit, way):
+    os.environ["GLUON_SYNCBN_SHARED_MEMORY"] = "on" if way == "memory" else "off"
+    session.stores.clear()
+    gluon_syncbn.configure(timeout=LIMIT)
     kv = gluon_syncbn.kvstore("mpi")
     leave_memory()
     if way == "bridge":
         kv = ProcessStore("bridge", Bridge(kv))
         kv.meet_in_memory()
-    gluon_syncbn.configure(kvstore=kv, timeout=LIMIT)
+    gluon_syncbn.configure(kvstore=kv)
     net = Net(make_batch(np.random.RandomState(3), 2), slice(kv.rank, kv.rank + 1), kv)
     errors, outputs, dxs = net.step()
     assert not errors and net.is_right(outputs, dxs), errors
@@ -190,19 +195,21 @@ def between_processes(point, action, times, seconds, limit, way):
     errors, outputs, dxs = net.step()
     took = time.monotonic() - start
     after = net.values("running_mean", "running_var")
-    told = {
+    result = {
         "reached": reached(point),
         "errors": errors,
         "seconds": took,
         "parameters kept": _equal(net.values("gamma", "beta"), affine),
         "statistics": _kind(after[0], running[0], net.tracked(running)[0]),
     }
-    leave(f"told {kv.rank}", f"TOLD {kv.rank} {json.dumps(told)}\n")
-    if errors:
-        if action == "raise":  # the other has something to tell
-            wait_for([f"told {1 - kv.rank}"])
+    case = f"{point} {action} {way}"
+    leave(f"told {case} {kv.rank}", f"TOLD {kv.rank} {case} {json.dumps(result)}\n")
+    if action == "raise":
+        wait_for([f"told {case} {1 - kv.rank}"])
+        arm("", "", 0, 0)
+        gluon_syncbn.reset()
+    elif errors:
         raise SystemExit(3)
-    print(f"OK {kv.rank}", flush=True)
 
 
 def with_a_seed_for_each_call():
@@ -228,6 +235,9 @@ if __name__ == "__main__":
     if sys.argv[1] == "seeds":
         with_a_seed_for_each_call()
     elif sys.argv[1] == "mpi":
-        between_processes(**json.loads(sys.argv[2]))
+        for one in json.loads(sys.argv[2]):
+            between_processes(**one)
+        session.stores.clear()  # not all have failed in both ranks, which end together
+        print(f"OK {os.environ.get('PMI_RANK', os.environ.get('OMPI_COMM_WORLD_RANK'))}", flush=True)
     else:
         within_a_process(int(sys.argv[1]))

@@ -8,15 +8,18 @@ import re
 import time
 from pathlib import Path
 
+case = ""  # of several in a job, the one that is under way: its files have names of their own
+
 
 def path_of(name):
-    return Path(os.environ["MPI_WORKER_REPORTS"], str(name))
+    return Path(os.environ["MPI_WORKER_REPORTS"], f"{case}{name}")
 
 
 def leave(name, text=""):
     """The file is there when all of it is there."""
-    path_of(f".{name}").write_text(text)
-    path_of(f".{name}").rename(path_of(name))
+    path = path_of(name)
+    path.with_name(f".{path.name}").write_text(text)
+    path.with_name(f".{path.name}").rename(path)
 
 
 def leave_memory():
@@ -27,7 +30,7 @@ def leave_memory():
 
 
 def report(rank, since, error):
-    leave(rank, f"FAILED rank {rank} after {time.monotonic() - since:.1f} s: {error}\n")
+    leave(rank, f"FAILED {case}rank {rank} after {time.monotonic() - since:.1f} s: {error}\n")
 
 
 def wait_for(names):
