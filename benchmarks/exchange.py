@@ -1,9 +1,11 @@
 """What it costs to put statistics together over processes: microseconds per exchange.
 
-Processes of this machine, over MPI or Horovod. *Bare* is mpi4py's ``Allreduce`` or Horovod's ``allreduce`` of the same
-bytes in the same processes and run, which never give up waiting; MPI matches by the order of the calls.
+Processes of this machine, over the MPI beside this Python, or Horovod. *Bare* is mpi4py's ``Allreduce`` or Horovod's
+``allreduce`` of the same bytes in the same processes and run, which never give up waiting; MPI matches by the order of
+the calls.
 
     python benchmarks/exchange.py                   # writes benchmarks/results/exchange.{md,json,png}
+    .venv-openmpi/bin/python benchmarks/exchange.py # where Open MPI is: exchange_openmpi.{md,json,png}
     python benchmarks/exchange.py --over horovod    # where Horovod is: exchange_horovod.{md,json,png}
     python benchmarks/exchange.py --quick           # a smoke test, its figures mean nothing
 """
@@ -41,8 +43,9 @@ def main(arguments: Sequence[str]) -> int:
     if options.child:
         child(options.over, json.loads(options.child))
         return 0
-    env = _results.environment(["benchmarks/exchange.py", *arguments])
     over = options.over
+    carrier = _measuring.library(over)
+    env = {**_results.environment(["benchmarks/exchange.py", *arguments]), "processes over": carrier}
     script = [__file__, "--over", over]
     processes, rounds = ([2], 50) if options.quick else (PROCESSES[over], ROUNDS[over])
     samples: List[_measuring.Cell] = []
@@ -54,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     table = _results.table(header, [row(cell) for cell in cells])
     print(table)
     text = EXPLANATION.format(table=table, rounds=rounds, bare=_measuring.BARE[over])
-    stem = "exchange" if over == "mpi" else f"exchange_{over}"
+    stem = _measuring.stem("exchange", carrier)
     _results.write(options.out, stem, "Exchange between processes", text, env, {"sizes": cells}, {"sizes": samples})
     plot(options.out / f"{stem}.png", over, cells, env)
     return 0

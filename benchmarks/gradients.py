@@ -1,8 +1,9 @@
 """What the gradients of several processes add to a training step, beside one bare sum of as many values.
 
-The processes are of one machine, over MPI or Horovod.
+The processes are of one machine, over the MPI beside this Python, or Horovod.
 
     python benchmarks/gradients.py                   # writes benchmarks/results/gradients.{md,json,png}
+    .venv-openmpi/bin/python benchmarks/gradients.py # where Open MPI is: gradients_openmpi.{md,json,png}
     python benchmarks/gradients.py --over horovod    # where Horovod is: gradients_horovod.{md,json,png}
     python benchmarks/gradients.py --quick           # a smoke test, its figures mean nothing
 """
@@ -52,7 +53,8 @@ def main(arguments: Sequence[str]) -> int:
         child(options.over, json.loads(options.child))
         return 0
     over = options.over
-    env = _results.environment(["benchmarks/gradients.py", *arguments])
+    carrier = _measuring.library(over)
+    env = {**_results.environment(["benchmarks/gradients.py", *arguments]), "processes over": carrier}
     effort = {"rounds": 3, "budget_s": 10} if options.quick else EFFORT
     models = MODELS[2:] if options.quick else [*MODELS, WHOLE]
     counts = [2] if options.quick else [2, 4]
@@ -67,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
     header += ["step", "alone", "step / alone", "contexts" if over == "mpi" else "Horovod's"]
     table = _results.table(header, [row(result) for result in results])
     print(table)
-    title, stem = "Gradients between processes", "gradients" if over == "mpi" else f"gradients_{over}"
+    title, stem = "Gradients between processes", _measuring.stem("gradients", carrier)
     text = EXPLANATION.format(over=over, bare=_measuring.BARE[over], last=LAST[over], table=table)
     _results.write(options.out, stem, title, text, env, results, samples)
     plot(options.out / f"{stem}.png", over, results, env)

