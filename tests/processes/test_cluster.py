@@ -19,7 +19,7 @@ import mxnet as mx
 import pytest
 from environments import shell
 from exchanges import assert_sound
-from mpi_job import FAULTS_BY_RELAY, assert_no_strange_error, failure_of, left
+from mpi_job import assert_no_strange_error, failure_of, left
 from places import PACKAGE, SUPPORT
 
 import gluon_syncbn
@@ -94,7 +94,6 @@ class Cluster:
     ("workers", "program", "scenario"),
     [
         (3, "gradients_worker.py", "rows_of_any_type+under_masks+pushpull_and_broadcast+resumes"),
-        pytest.param(3, "mpi_worker.py", "large_sums", marks=pytest.mark.slow),
         pytest.param(2, "mpi_worker.py", "equals_the_specification", marks=pytest.mark.slow),
         pytest.param(2, "mpi_worker.py", "same_bits_on_repetition", marks=pytest.mark.slow),
         pytest.param(3, "mpi_worker.py", "gathers+gradients_in_any_order+shuffled_keys", marks=pytest.mark.slow),
@@ -116,19 +115,6 @@ def test_in_shared_memory():
 def test_layers_in_any_order(steps):
     with Cluster(3, "mpi_worker.py", "random_order", steps, GLUON_SYNCBN_SHARED_MEMORY="off") as job:
         job.check_success(60 + 2 * steps)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("fault", "text", "limit"), FAULTS_BY_RELAY)
-def test_a_worker_that_does_something_else(fault, text, limit):
-    """Rank 0 gets an error that names rank and place, at once or after the time limit of 3 s. If the workers end, the
-    servers and the scheduler do."""
-    with Cluster(2, "mpi_worker.py", "fault", fault, limit, GLUON_SYNCBN_SHARED_MEMORY="off") as job:
-        seconds, error = failure_of(0, left(job, 0))
-        assert text in error
-        assert seconds < 30
-        if fault != "frozen":
-            assert None not in job.wait([*job.servers, job.scheduler])
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,11 @@ FAILING = ["another_net", "a_batch_that_is_not_finite", "broadcasts_parameters",
 # What rank 1 does in the second step, what rank 0 then learns, and the time limit that it has set.
 FAULTS = {
     "frozen": ("in the forward of call 2 of SyncBatchNorm 'layer0'", 3),
-    "exits": ("in the forward of call 2 of SyncBatchNorm 'layer0'). The output of rank 1, or the log of its", 60),
+    "exits": (
+        "in the forward of call 2 of SyncBatchNorm 'layer0'). The output of rank 1, or the log of its machine, "
+        "says why. Give every process the same number of steps, or train within gluon_syncbn.join",
+        60,
+    ),
     "raises": ("rank 1 of 2 has failed: OSError left the recorded step (disk full)", 60),
 }
 

@@ -11,13 +11,6 @@ from places import SUPPORT
 
 WORKER = SUPPORT / "mpi_worker.py"
 BIN = Path(sys.executable).parent
-# What rank 1 does in the second step or later, what rank 0 then learns where messages go by a relay in Python, and the
-# time limit that it has set. Either rank may be the first whose sum is late.
-FAULTS_BY_RELAY = [
-    ("frozen", "rank 0 of 2 waits for rank 1 in ", 3),
-    ("exits", "rank 1 of 2 has ended (rank 0 was in ", 60),
-    ("raises", "rank 1 of 2 has failed: OSError left the recorded step (disk full)", 60),
-]
 
 
 def failure_of(rank, output, case=""):

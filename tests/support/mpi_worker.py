@@ -712,15 +712,6 @@ def random_order():
 # ---- sums by the relay of Horovod and dist_sync ------------------------------------------------------------------
 
 
-def large_sums():
-    """Added up in the order of the ranks, whatever their size."""
-    for size in (1, 1000, 33_000, 500_003):
-        parts = [np.random.RandomState(rank).randn(size, 2) * 10**rank for rank in range(kv.num_workers)]
-        total = nd.array(parts[kv.rank], dtype="float64")
-        kv.pushpull(size, total)
-        assert (total.asnumpy() == sum(parts)).all()
-
-
 def interrupted_sum():
     """Ctrl-C in rank 0's main thread, while rank 1 is late: it hears of it."""
     if kv.rank == 0:
