@@ -34,7 +34,7 @@ def contexts(args) -> list:
         raise UserError(f"--cpus {args.cpus} and --ngpus {args.ngpus}: give one of them")
     try:
         there = mx.context.num_gpus()
-    except mx.MXNetError:  # a CUDA build without a driver; `python -m gluon_syncbn` explains this
+    except mx.MXNetError:  # a CUDA build without a driver; `gluon-syncbn check` explains this
         there = 0
     index, sharing = place(args)  # the processes of a machine divide its GPUs in the order of their ranks
     if args.ngpus and args.ngpus * sharing > there:

@@ -25,10 +25,11 @@ USAGE = """usage: gluon-syncbn check
            tells what serves on this machine, and whether it works
        gluon-syncbn check --report [FILE]
            the same, and trainings on all GPUs against one, and the layer's speed there, into a file to send
-       gluon-syncbn run [--cpus N] [--convert] script.py [arguments of the script]
+       gluon-syncbn run [--cpus N] [--convert] script.py [options and arguments of the script]
            runs a training script as it is, with the SyncBatchNorm and the parallel helpers of gluon_syncbn in the
            places of contrib's and GluonCV's; --cpus N lets mx.gpu(0) to mx.gpu(N - 1) be N CPU contexts; --convert
-           synchronises plain BatchNorm too, in all nets that the script trains
+           synchronises plain BatchNorm too, in all nets that the script trains. What stands behind the script goes
+           to the script
        gluon-syncbn --version
            prints the version
 
@@ -73,14 +74,16 @@ def main(arguments: Optional[List[str]] = None) -> int:
 
 
 def _what_met(script: str, convert: bool) -> Iterator[str]:
-    """Tells of a script that has trained which layers met, or why nothing was synchronised."""
+    """Tells of a script that has trained how many layers met, or why nothing was synchronised."""
     between = [store for store in session.stores if store.layers and store.replicas > 1]
-    within = {replicas: layers for replicas, layers in session.ran.items() if replicas > 1}
-    for store in between:
-        yield f"the statistics of {store.layers} layers meet over {store!r}: {store.replicas} replicas"
-    if within:
-        yield f"the statistics of {sum(within.values())} layers meet within this process: {max(within)} replicas"
-    if not between and not within:
+    within = {contexts: layers for contexts, layers in session.ran.items() if len(contexts) > 1}
+    met = sum(within.values()) + sum(store.layers for store in between)
+    if met:
+        over = [f"{store.replicas} replicas of {store.num_workers} processes" for store in between]
+        contexts = max(within or [()], key=len)
+        over += [f"{contexts[0]} to {contexts[-1]}"] if contexts else []
+        yield f"{met} of {met + len(unsynchronised)} layers synchronised over {' and '.join(over)}"
+    else:
         remedy = "try run --convert, if the script has no option of its own for it"
         if convert:
             remedy = "no gluon.Trainer or Module trains a net in which batch normalisation was found"
@@ -112,8 +115,10 @@ def _parsed(arguments: List[str]) -> Tuple[Optional[int], bool, str, List[str]]:
         options, rest = getopt.getopt(arguments, "", ["cpus=", "convert"])
     except getopt.GetoptError as error:
         option = f"--{error.opt}" if error.opt[1:] else f"-{error.opt}"
-        _refuse("option", option, "--cpus N or --convert; options of the script come after them")
-    given, script = dict(options), "".join(rest[:1])
+        _refuse("option", option, "--cpus N or --convert; options of the script come behind the script")
+    if not rest:
+        _refuse("arguments of run", " ".join(arguments), "a script: gluon-syncbn run [--cpus N] [--convert] script.py")
+    given, script = dict(options), rest[0]
     cpus = given.get("--cpus")
     if cpus is not None and not (cpus.isdecimal() and 1 <= int(cpus) <= MOST_CPUS):
         _refuse("--cpus", cpus, f"a whole number from 1 to {MOST_CPUS}")

@@ -1,6 +1,6 @@
 """Checks this machine: reports what it supports and runs one training step. Exit code 1 means a failed check.
 
-``python -m gluon_syncbn``; with ``check --report [FILE]`` it writes a file that the owner of GPUs can send.
+``gluon-syncbn check``; with ``--report [FILE]`` it writes a file that the owner of GPUs can send.
 """
 
 from __future__ import annotations
@@ -73,14 +73,9 @@ def core() -> str:
 
 
 def stores() -> str:
-    found = []
-    for name in (*named.TYPES, *named.IN_CORE):
-        try:
-            named.exchange(name)
-            found.append(name)
-        except ValueError as missing:
-            found.append(f"no {name} ({str(missing).splitlines()[0].split(': ')[-1]})")
-    return "shared memory (between GPUs NCCL, where this build has it), KVStore " + ", ".join(found)
+    missing = _native.nccl_problem()
+    nccl = f"no NCCL between GPUs ({missing})" if missing else "between GPUs NCCL"
+    return f"shared memory, {nccl}, KVStore {', '.join(named.TYPES)}"
 
 
 def processes() -> str:

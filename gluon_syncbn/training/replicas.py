@@ -182,7 +182,7 @@ class Replicas:
         between = isinstance(store, ProcessStore)
         with session.counting:
             if self.ran == NEVER:
-                session.ran[len(self.contexts) if meets and not between else 1] += 1
+                session.ran[tuple(self.contexts) if meets and not between else ()] += 1
             self.ran = how
         while between and meets and self.store is not store:
             more = any(not one.contexts and one.pooling.mode != "local" for one in list(self.by_token.values()))

@@ -40,8 +40,8 @@ class Session:
         locks.give(self, beginning=threading.RLock, tracing=threading.RLock, counting=threading.Lock)
         locks.give(self, _issuing=lambda: defaultdict(threading.Lock))
         self.training_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that have opened a scope
-        #: The layers that have trained, by the number of replicas that meet in this process alone, or 1.
-        self.ran: Counter[int] = Counter()
+        #: How many layers have trained, by the contexts on which they meet if that is in this process alone.
+        self.ran: Counter[Tuple[Context, ...]] = Counter()
         self.counting: Any  # held while `ran` changes
         self.trainers: weakref.WeakSet[Any] = weakref.WeakSet()  # of Gluon
         self.raised = ""  # the last failure that went through a scope as an exception
