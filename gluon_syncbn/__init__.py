@@ -45,7 +45,6 @@ import functools as _functools
 import typing as _typing
 
 from . import contrastive, parallel, symbol
-from ._native import StepError
 from .layer import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd
 from .mxnet_side import lifetime as _lifetime
 from .mxnet_side import patches as _patches
@@ -70,7 +69,6 @@ for _module in (contrastive, parallel, symbol):  # `dir` shows their public name
 
 __all__ = [
     "ShuffleBatchNorm",
-    "StepError",
     "SyncBatchNorm",
     "SyncBatchNormAdd",
     "__version__",
@@ -108,15 +106,9 @@ if _typing.TYPE_CHECKING:  # a checker would take every name for one of the modu
 else:
 
     def __getattr__(name: str) -> _typing.Any:
-        """Loads what few programs call, and says what to write in the place of what earlier versions had."""
+        """Loads what few programs call."""
         if name in ("install", "uninstall"):
             from .command import replacements
 
             return getattr(replacements, name)
-        instead = {name: f"gluon_syncbn.contrastive.{name}" for name in contrastive.__all__}
-        instead["unpatch"] = "gluon_syncbn.uninstall(everything=True)"
-        instead["fold"] = (
-            "net.export(PATH), and SymbolBlock.imports(...).optimize_for(x, backend='MKLDNN'), which fuses BatchNorm"
-        )
-        remedy = f": write {instead[name]}" if name in instead else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{remedy}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

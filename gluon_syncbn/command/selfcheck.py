@@ -11,7 +11,6 @@ import importlib.metadata
 import os
 import platform
 import re
-import sys
 from typing import Callable, List, Mapping, Optional, Sequence
 
 import mxnet as mx
@@ -27,8 +26,6 @@ from ..training.session import configure
 from . import report
 
 NVRTC = "libnvrtc.so.11.2"
-# The newest that needs numpy<1.24, and one that accepts every NumPy for Python 3.12 and later.
-HEADLESS = f"opencv-python-headless=={'4.8.1.78' if sys.version_info < (3, 12) else '4.11.0.86'}"
 INDENT = "\n" + " " * 18
 CPU_BUILD = "none: this is a CPU build of MXNet"
 
@@ -125,22 +122,6 @@ def gpus() -> str:
     return on_gpus(described)
 
 
-def opencv() -> str:
-    names = [f"opencv-{contrib}python{headless}" for contrib in ("", "contrib-") for headless in ("", "-headless")]
-    found = [f"{name} {_version(name)}" for name in names if _version(name)]
-    if not found:
-        return "none: only GluonCV needs it"
-    try:
-        import cv2
-    except ImportError as error:
-        others = " ".join(name.split()[0] for name in found)
-        raise RuntimeError(
-            f"{' and '.join(found)}: import cv2 ends in {error}. A build without a screen needs no libGL: "
-            f"`pip uninstall -y {others}`, then `pip install --no-deps {HEADLESS}`"
-        ) from None
-    return f"{cv2.getVersionString()}, from {' over '.join(found[::-1])}"
-
-
 def live() -> str:
     return step([mx.cpu(0), mx.cpu(1)], {None: "shared memory", "device": "KVStore device"})
 
@@ -214,7 +195,7 @@ def step(contexts: Sequence[mx.Context], stores: Mapping[Optional[str], str]) ->
 
 def main(file: Optional[str] = None) -> int:
     """Runs and prints all checks. A report in a file also has trainings on all GPUs, and the layer's speed."""
-    checks = [versions, names, core, libraries, gpus, stores, processes, opencv, live, live_gpu]
+    checks = [versions, names, core, libraries, gpus, stores, processes, live, live_gpu]
     checks += [net_gpu, times_gpu] if file else []
     broken = 0
     lines = []

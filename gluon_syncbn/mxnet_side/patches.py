@@ -255,11 +255,10 @@ def running_graph(block: gluon.HybridBlock, *args: Any) -> Tuple[List[mx.sym.Sym
     """Returns the inputs of the graph that a block records, and the graph that it runs for these arguments, in the form
     of files too.
     """
+    if _has_loaded_graph(block):
+        _forget_loaded(block)
     inputs, symbol = block._get_graph(*args)
     recorded = json_of(symbol)
-    if _normalises_in_place_of_layers(block, recorded):
-        _forget_loaded(block)
-        return running_graph(block, *args)
     is_other = number_nodes(recorded)
     graph = fused(symbol, recorded, dict(zip([one.name for one in inputs], kinds.arrays_of(args))))
     if is_other or graph is not recorded:
@@ -268,12 +267,12 @@ def running_graph(block: gluon.HybridBlock, *args: Any) -> Tuple[List[mx.sym.Sym
     return inputs, symbol, graph
 
 
-def _normalises_in_place_of_layers(block: gluon.HybridBlock, graph: Json) -> bool:
+def _has_loaded_graph(block: gluon.HybridBlock) -> bool:
     """Whether an operator of MXNet's stands for a synchronised layer, as in a graph that ``Block.load`` has read."""
-    if isinstance(block, gluon.SymbolBlock):
+    if isinstance(block, gluon.SymbolBlock) or not block._cached_graph:
         return False
     parameters = block.collect_params()
-    means = [node.inputs[3] for node in blocks.recorded(block, graph) if node.operator in blocks.OPERATORS]
+    means = [node.inputs[3] for node in blocks.recorded(block) if node.operator in blocks.OPERATORS]
     return bool(followers_of(parameters[mean] for mean in means if mean in parameters))
 
 

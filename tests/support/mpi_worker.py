@@ -46,7 +46,8 @@ from reports import leave, leave_memory, path_of, report, wait_for  # noqa: E402
 
 from gluon_syncbn import _native, contrastive  # noqa: E402
 from gluon_syncbn.exchange import mpi, named, store  # noqa: E402
-from gluon_syncbn.training.replicas import EAGER  # noqa: E402
+from gluon_syncbn.training.replicas import EAGER, Replicas  # noqa: E402
+from gluon_syncbn.training.session import session  # noqa: E402
 
 if os.environ.get("GLUON_SYNCBN_TEST_DEVICE") == "gpu":
     CONTEXTS = [mx.gpu(i) for i in range(mx.context.num_gpus())]
@@ -59,7 +60,7 @@ def meet(way=""):
     as '0,1,0', or its own, where no launcher has given it a rank."""
     global kv
     session.stores.clear()
-    session._layers.clear()  # of the scenarios before, which a rank may have alone
+    Replicas.placed.clear()  # of the scenarios before, which a rank may have alone
     gluon_syncbn.configure(kvstore=None, timeout=300, seed=0, nonfinite="propagate")
     session.chosen = False  # as where a script has chosen nothing
     store._machine = (lambda: way.split(",")[RANK]) if way not in ("", "off") else MACHINE
