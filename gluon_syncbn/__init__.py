@@ -43,19 +43,20 @@ if tuple(map(int, _mxnet.__version__.split(".")[:2])) < (1, 8):
 
 import functools as _functools
 import typing as _typing
+import warnings as _warnings
 
 from . import contrastive, parallel, symbol
 from .layer import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd
 from .mxnet_side import lifetime as _lifetime
 from .mxnet_side import patches as _patches
 from .nets import executors as _executors
-from .nets.checkpoint import checkpoint
-from .nets.checkpoint import install as _follow_seeds
 from .nets.convert import convert, freeze, revert
 from .nets.parameters import broadcast_parameters, from_torch, to_torch
+from .nets.recompute import recompute
 from .nets.statistics import average_running_stats, update_bn_stats
 from .nets.summary import assert_synchronised, summary
-from .training.devices import cpu_devices, devices
+from .nets.summary import assert_synchronised as assert_synchronized
+from .training.devices import cpu_devices, only_on
 from .training.join import join
 from .training.session import configure, kvstore
 from .training.steps import reset
@@ -63,7 +64,6 @@ from .training.steps import reset
 _lifetime.begin()
 _patches.install()
 _executors.install()
-_follow_seeds()
 for _module in (contrastive, parallel, symbol):  # `dir` shows their public names alone
     vars(_module)["__dir__"] = _functools.partial(list, _module.__all__)
 
@@ -73,20 +73,21 @@ __all__ = [
     "SyncBatchNormAdd",
     "__version__",
     "assert_synchronised",
+    "assert_synchronized",
     "average_running_stats",
     "broadcast_parameters",
-    "checkpoint",
     "configure",
     "contrastive",
     "convert",
     "cpu_devices",
-    "devices",
     "freeze",
     "from_torch",
     "install",
     "join",
     "kvstore",
+    "only_on",
     "parallel",
+    "recompute",
     "reset",
     "revert",
     "summary",
@@ -95,6 +96,9 @@ __all__ = [
     "uninstall",
     "update_bn_stats",
 ]
+
+
+_RENAMED = {"checkpoint": "recompute", "devices": "only_on"}  # for one release
 
 
 def __dir__() -> _typing.List[str]:
@@ -111,4 +115,7 @@ else:
             from .command import replacements
 
             return getattr(replacements, name)
+        if name in _RENAMED:
+            _warnings.warn(f"{__name__}.{name} is {__name__}.{_RENAMED[name]} now", DeprecationWarning, stacklevel=2)
+            return globals()[_RENAMED[name]]
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -211,7 +211,7 @@ class Tape:
         if left:
             raise MXNetError(
                 f"the second forward called {abs(left)} layer{'s' if abs(left) > 1 else ''} of SyncBatchNorm "
-                f"{'fewer' if left > 0 else 'more'} than the first. A block of gluon_syncbn.checkpoint must "
+                f"{'fewer' if left > 0 else 'more'} than the first. A block of gluon_syncbn.recompute must "
                 "compute the same each time."
             )
 

@@ -8,6 +8,7 @@ Learning", CVPR 2020, arXiv 1911.05722 (section 3.3 and appendix A.9).
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any, Callable, Iterator, List, Literal, Sequence, Tuple
 
@@ -221,7 +222,7 @@ class ShuffleSampler(Sampler):
         sampler = gluon_syncbn.contrastive.ShuffleSampler(len(images), 8, kv.num_workers, kv.rank, seed=1)
         loader = gluon.data.DataLoader(Views(images), batch_sampler=sampler)
         for epoch in range(2):
-            sampler.epoch = epoch
+            sampler.set_epoch(epoch)
             for batch, (x_q, x_k) in enumerate(loader):
                 with autograd.train_mode():
                     k = sampler.restore(encoder_k(x_k), batch)  # k[i] belongs to x_q[i]
@@ -232,12 +233,12 @@ class ShuffleSampler(Sampler):
         Samples of the data set.
     batch_size : int
         Samples of one process in a batch.
-    num_processes, rank : int
-        The number of processes, which all take part in each batch, and the number of this one.
+    num_workers, rank : int
+        The number of processes, which all take part in each batch, and the number of this one, as a KVStore has them.
     seed : int
         From 0 to 2**64 - 1, the same for all processes.
     epoch : int
-        An attribute. Set it before the iteration over an epoch begins.
+        The first epoch. `set_epoch` sets the next ones, before the iteration begins.
     last_batch : str
         ``'discard'`` leaves out samples that do not fill a batch of all processes. ``'keep'`` distributes them as
         ``numpy.array_split`` does, and needs at least one for each process.
@@ -252,7 +253,7 @@ class ShuffleSampler(Sampler):
         self,
         length: int,
         batch_size: int,
-        num_processes: int,
+        num_workers: int,
         rank: int,
         seed: int,
         epoch: int = 0,
@@ -260,30 +261,35 @@ class ShuffleSampler(Sampler):
     ) -> None:
         length = arguments.whole("length", length, 1, _MOST)
         batch_size = arguments.whole("batch_size", batch_size, 1, _MOST)
-        num_processes = arguments.devices("num_processes", num_processes)
-        rank = arguments.whole("rank", rank, 0, num_processes - 1)
+        num_workers = arguments.devices("num_workers", num_workers)
+        rank = arguments.whole("rank", rank, 0, num_workers - 1)
         seed = arguments.seed("seed", seed)
         last_batch = arguments.one_of("last_batch", last_batch, ("discard", "keep"))
-        whole = batch_size * num_processes
+        whole = batch_size * num_workers
         batches, rest = divmod(length, whole)
         if last_batch == "keep" and rest:
-            if rest < num_processes:
-                shortage = f"{rest} samples in the last batch, fewer than the {num_processes} processes"
+            if rest < num_workers:
+                shortage = f"{rest} samples in the last batch, fewer than the {num_workers} processes"
                 raise ValueError(f"length: {length} leaves {shortage}; expected another length or last_batch='discard'")
             batches += 1
         if not batches:
             raise ValueError(f"length: {length} was given, expected at least {whole}, one batch of all processes")
         self._length, self._whole, self._batches = length, whole, batches
-        self._num_processes, self._rank, self._seed = num_processes, rank, seed
-        self.epoch = epoch
+        self._num_workers, self._rank, self._seed = num_workers, rank, seed
+        self.set_epoch(epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch of the next iterations, which draws other permutations, and of `restore`."""
+        self._epoch = arguments.whole("epoch", epoch, 0, _MOST)
 
     @property
     def epoch(self) -> int:
         return self._epoch
 
     @epoch.setter
-    def epoch(self, value: int) -> None:
-        self._epoch = arguments.whole("epoch", value, 0, _MOST)
+    def epoch(self, value: int) -> None:  # for one release
+        warnings.warn("sampler.epoch = e is sampler.set_epoch(e) now", DeprecationWarning, stacklevel=2)
+        self.set_epoch(value)
 
     def __len__(self) -> int:
         return self._batches
@@ -303,7 +309,7 @@ class ShuffleSampler(Sampler):
         return _permutation(min(self._whole, self._length - batch * self._whole), self._seed, epoch, 1 + batch)
 
     def _own(self, rows: np.ndarray) -> np.ndarray:
-        return np.array_split(rows, self._num_processes)[self._rank]
+        return np.array_split(rows, self._num_workers)[self._rank]
 
     def restore(self, features: Any, batch: int, kvstore: Any = None) -> Any:
         """Returns the keys of this process in the order of its queries. Autograd goes through NDArrays.
@@ -343,8 +349,8 @@ class ShuffleSampler(Sampler):
             expected = f"{len(own)} rows, those of this process in batch {batch}, or {len(order)}, all of them"
             arguments.refuse("features", features, expected)
         place = (store.rank, store.num_workers) if isinstance(store, ProcessStore) else (0, 1)
-        if place != (self._rank, self._num_processes):
-            expected = f"one in which this is rank {self._rank} of {self._num_processes}, as the sampler says"
+        if place != (self._rank, self._num_workers):
+            expected = f"one in which this is rank {self._rank} of {self._num_workers}, as the sampler says"
             raise ValueError(f"kvstore: this process is rank {place[0]} of {place[1]} in it, expected {expected}")
         gathered = gather([kinds.classic(part) for part in parts], name="keys", kvstore=kvstore)
         cuts = np.cumsum([len(part) for part in parts])[:-1]

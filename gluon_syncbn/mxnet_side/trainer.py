@@ -38,7 +38,7 @@ _LAUNCHERS = (
 
 def constructing(construct: Callable, trainer: gluon.Trainer, *args: Any, **kwargs: Any) -> None:
     """A new Trainer and the layers use the same store of processes, if one of them has one and the user has chosen
-    nothing else. `devices` finds the Trainer's gradients: those of contexts that take no part would be added again.
+    nothing else. `only_on` finds the Trainer's gradients: those of contexts that take no part would be added again.
     """
     construct(trainer, *args, **kwargs)
     trainer.__class__ = _following(type(trainer))  # type: ignore[arg-type]

@@ -17,10 +17,10 @@ from .steps import drain
 
 
 @contextmanager
-def devices(contexts: Sequence[Context]) -> Iterator[None]:
+def only_on(contexts: Sequence[Context]) -> Iterator[None]:
     """Lets only these contexts take part, for example for a short last batch.
 
-    Its ``record()`` and ``backward()`` stand in a block ``with gluon_syncbn.devices(contexts[:2]):``, which waits
+    Its ``record()`` and ``backward()`` stand in a block ``with gluon_syncbn.only_on(contexts[:2]):``, which waits
     for all work at its beginning and end, so that each step has one set of contexts. It affects the whole process.
     Afterwards, the other contexts have the same running statistics, if the layer has one statistic (mode ``'sync'``
     without groups). A gradient that the block computes is 0 on the other contexts, for a ``gluon.Trainer``. With
@@ -43,7 +43,7 @@ def devices(contexts: Sequence[Context]) -> Iterator[None]:
         arguments.refuse("contexts", contexts, expected)
     global _active
     if _active:
-        raise ValueError("contexts: devices(...) is active already; leave that block first")
+        raise ValueError("contexts: only_on(...) is active already; leave that block first")
     mx.nd.waitall()
     for parameter in session.trained():
         for array in parameter.list_data():
@@ -56,7 +56,7 @@ def devices(contexts: Sequence[Context]) -> Iterator[None]:
         yield
         mx.nd.waitall()
     except BaseException as error:
-        _native.fail(f"{type(error).__name__} left gluon_syncbn.devices(...): {error}")
+        _native.fail(f"{type(error).__name__} left gluon_syncbn.only_on(...): {error}")
         drain()
         raise
     finally:
@@ -70,10 +70,10 @@ def devices(contexts: Sequence[Context]) -> Iterator[None]:
 
 
 def settle_gradients(parameters: Iterable[gluon.Parameter]) -> None:
-    """Within `devices`, makes the gradients of contexts without a batch those of an empty batch.
+    """Within `only_on`, makes the gradients of contexts without a batch those of an empty batch.
 
     MXNet marks a parameter's array on a context when a backward writes its gradient. A ``gluon.Trainer`` that updates
-    the weights itself takes the mark away, and one that updates in its KVStore does not. So `devices` takes all marks
+    the weights itself takes the mark away, and one that updates in its KVStore does not. So `only_on` takes all marks
     away, and those of parameters without a gradient of the block come back here.
     """
     for parameter in parameters if _active else ():

@@ -56,7 +56,7 @@ def gather(features: Any, *, name: str = "gather", kvstore: Any = None) -> Any:
     StepError
         If another process is late, has failed, or has rows of another shape or type. The text names its rank.
     MXNetError
-        Between processes, within `join` and within a block of `checkpoint`.
+        Between processes, within `join` and within a block of `recompute`.
     """
     listed = isinstance(features, (list, tuple))
     arrays = list(features) if listed else [features]
@@ -99,7 +99,7 @@ def _of_all_processes(own: nd.NDArray, name: str, store: ProcessStore) -> nd.NDA
         )
     if _native.tape_runs():
         raise mx.MXNetError(
-            f"{title}: gather between processes does not work within a block of gluon_syncbn.checkpoint, which would "
+            f"{title}: gather between processes does not work within a block of gluon_syncbn.recompute, which would "
             "exchange the rows twice. Call it on the output of the block."
         )
     this_round = store.next_round(title)

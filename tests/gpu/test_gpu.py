@@ -303,7 +303,7 @@ def test_some_of_the_gpus(rng, kvstore):
     """A short last batch: the others take no part."""
     contexts, batch = gpus(4), make_batch(rng, 3)
     layer = prepare(SyncBatchNorm(in_channels=5, kvstore=kvstore), batch, contexts, "float64")
-    with gluon_syncbn.devices(contexts[:3]):
+    with gluon_syncbn.only_on(contexts[:3]):
         got = step(layer, batch, contexts[:3], "float64")
     want = specification(layer, batch)
     assert_same(got._replace(running_mean=[], running_var=[], dgamma=want.dgamma, dbeta=want.dbeta), want, 1e-10)

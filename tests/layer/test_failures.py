@@ -159,7 +159,7 @@ def test_a_batch_on_fewer_devices_ends_soon(contexts, rng, caplog):
     trainer.step(2, ignore_stale_grad=True)
     with pytest.raises(StepError) as error:
         metric.update(None, [loss])  # of one device
-    for part in ("missing cpu(1)", __file__, "metric.update(None, [loss])  # of one device)", "devices(contexts)"):
+    for part in ("missing cpu(1)", __file__, "metric.update(None, [loss])  # of one device)", "only_on(contexts)"):
         assert part in str(error.value)
     steps.drain()
     assert all(np.array_equal(value, before[key]) for key, value in every_value(net).items())
@@ -544,7 +544,7 @@ def test_devices(contexts, rng, way):
     """A step on some contexts is right on those, and gives the others their running statistics."""
     layer = a_layer(contexts[:4], way)
     assert_next_step_is_right(layer, contexts[:4], rng)
-    with gluon_syncbn.devices([contexts[1], contexts[3]]):
+    with gluon_syncbn.only_on([contexts[1], contexts[3]]):
         assert_next_step_is_right(layer, [contexts[1], contexts[3]], rng)
     assert_next_step_is_right(layer, contexts[:4], rng)
 
@@ -552,14 +552,14 @@ def test_devices(contexts, rng, way):
 def test_devices_and_a_call_on_another_one(contexts, rng):
     layer = a_layer(contexts[:3], timeout=60)
     xs = shards(rng, contexts[:3])
-    with gluon_syncbn.devices(contexts[:2]):
+    with gluon_syncbn.only_on(contexts[:2]):
         with autograd.record():
             ys = [layer(x) for x in xs]
         assert_explains(
             released(ys[2]),
             layer,
             "on cpu(2): the layer was called here",
-            "devices(...) lets only cpu(0), cpu(1) take part",
+            "only_on(...) lets only cpu(0), cpu(1) take part",
         )
         steps.drain()  # the others heard of it too, or had met before
     assert_next_step_is_right(layer, contexts[:3], rng)
@@ -568,20 +568,20 @@ def test_devices_and_a_call_on_another_one(contexts, rng):
 def test_devices_and_a_replica_that_is_never_called(contexts, rng):
     layer = a_layer(contexts[:3])
     with short_waits(), pytest.raises(StepError, match="1 of 2 replicas arrived"):
-        with gluon_syncbn.devices(contexts[:2]), autograd.record():
+        with gluon_syncbn.only_on(contexts[:2]), autograd.record():
             layer(shards(rng, contexts[:2])[0])
     assert_next_step_is_right(layer, contexts[:3], rng)
 
 
 def test_devices_in_devices(contexts, rng):
     layer = a_layer(contexts[:2])
-    with gluon_syncbn.devices(contexts[:2]):
-        with pytest.raises(ValueError, match="active already"), gluon_syncbn.devices(contexts[:1]):
+    with gluon_syncbn.only_on(contexts[:2]):
+        with pytest.raises(ValueError, match="active already"), gluon_syncbn.only_on(contexts[:1]):
             pass
         with pytest.raises(ValueError, match=r"contexts: .* was given, expected a list of different mx.Context"):
-            gluon_syncbn.devices([contexts[0], contexts[0]]).__enter__()
+            gluon_syncbn.only_on([contexts[0], contexts[0]]).__enter__()
         assert_next_step_is_right(layer, contexts[:2], rng)
-    with gluon_syncbn.devices(contexts[0]):
+    with gluon_syncbn.only_on(contexts[0]):
         pass
 
 

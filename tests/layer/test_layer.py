@@ -32,7 +32,7 @@ from replicas import (
 )
 
 import gluon_syncbn
-from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd, checkpoint, convert, freeze, reference
+from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd, convert, freeze, recompute, reference
 from gluon_syncbn.exchange import store
 from gluon_syncbn.mxnet_side import op
 from gluon_syncbn.training.replicas import Replicas
@@ -198,7 +198,7 @@ for parameter in net.collect_params(".*running_mean").values():
 def test_a_pickled_net_in_another_process(contexts, tmp_path):
     net, x = gluon.nn.HybridSequential(), nd.random.normal(shape=(4, 3, 2, 2))
     net.add(nn.BatchNorm(in_channels=3), nn.BatchNorm(in_channels=3), ShuffleBatchNorm(in_channels=3))
-    checkpoint(convert(net)[1])
+    recompute(convert(net)[1])
     net.initialize(ctx=contexts[:1])
     (tmp_path / "net").write_bytes(pickle.dumps((x, net(x), net)))
     ran = ended([sys.executable, "-W", "ignore", "-c", PICKLED], SUPPORT, cwd=tmp_path)
@@ -227,15 +227,15 @@ def test_a_layer_with_a_kvstore_is_copied_and_not_pickled():
 
 @pytest.mark.skipif("bfloat16" not in ON_CPUS, reason="MXNet has no bfloat16 on GPUs")
 def test_bfloat16_in_what_is_done_with_nets(contexts, rng):
-    """`checkpoint` computes again what it computed, and `update_bn_stats` takes the values that the layer is given."""
+    """`recompute` computes again what it computed, and `update_bn_stats` takes the values that the layer is given."""
     batch = make_batch(rng, 2, dtype="bfloat16")
     results = []
     for active in (False, True):
         layer = prepare(SyncBatchNorm(in_channels=5, activation="leaky"), batch, contexts[:2], "bfloat16")
-        gluon_syncbn.checkpoint(layer, active)
+        gluon_syncbn.recompute(layer, active)
         results.append(step(layer, batch, contexts, "bfloat16"))
     assert_same_bits(*results)
-    gluon_syncbn.checkpoint(layer, False)
+    gluon_syncbn.recompute(layer, False)
     gluon_syncbn.update_bn_stats(layer, [on_devices(batch.shards, contexts, "bfloat16")])
     values = np.concatenate(batch.shards).astype("float64")
     np.testing.assert_allclose(layer.running_mean.data(contexts[1]).asnumpy(), values.mean((0, 2, 3)), rtol=1e-5)

@@ -273,7 +273,7 @@ def test_named_groups_and_fewer_devices(contexts, rng):
     batch = make_batch(rng, 4)
     layer = prepare(SyncBatchNorm(in_channels=5, groups=[[0, 2], [1, 3]]), batch, contexts[:4], "float64")
     with pytest.raises(mx.MXNetError, match="groups name 4 replicas, but 2 take part in this step"):
-        with gluon_syncbn.devices(contexts[:2]):
+        with gluon_syncbn.only_on(contexts[:2]):
             step(layer, make_batch(rng, 2), contexts, "float64")
     assert_same(step(layer, batch, contexts, "float64"), specification(layer, batch), 1e-11)
 
@@ -336,7 +336,7 @@ def test_fewer_devices_for_a_step(contexts, rng):
     batch = make_batch(rng, 4)
     layer = prepare(ShuffleBatchNorm(in_channels=5), batch, contexts[:4], "float64")
     part = batch._replace(shards=batch.shards[:3], heads=batch.heads[:3])
-    with gluon_syncbn.devices(contexts[:3]):
+    with gluon_syncbn.only_on(contexts[:3]):
         got = step(layer, part, contexts, "float64")
     assert_same(got, specification(layer, part), 1e-11)
 

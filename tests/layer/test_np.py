@@ -260,8 +260,8 @@ DRAWS = {
 
 @pytest.mark.parametrize("hybrid", [False, True])
 @pytest.mark.parametrize("draw", DRAWS)
-def test_checkpoint_draws_the_same_numbers(set_np, rng, draw, hybrid):
-    block = gluon_syncbn.checkpoint(Noisy(DRAWS[draw]))
+def test_recompute_draws_the_same_numbers(set_np, rng, draw, hybrid):
+    block = gluon_syncbn.recompute(Noisy(DRAWS[draw]))
     block.hybridize(hybrid)
     x, head = (mx.np.array(rng.randn(4, 6), dtype="float32") for _ in range(2))
     for _ in range(3):  # generators of other threads stand elsewhere
@@ -276,11 +276,11 @@ def test_checkpoint_draws_the_same_numbers(set_np, rng, draw, hybrid):
 
 
 @pytest.mark.parametrize("hybrid", [False, True])
-def test_checkpoint(set_np, contexts, images, hybrid):
+def test_recompute(set_np, contexts, images, hybrid):
     xs, heads = (put(arrays, contexts) for arrays in images)
     results = []
     for active in (False, True):
-        net = gluon_syncbn.checkpoint(ready(Residual(norm=SyncBatchNorm), contexts[:2], xs[0]), active)
+        net = gluon_syncbn.recompute(ready(Residual(norm=SyncBatchNorm), contexts[:2], xs[0]), active)
         net.hybridize(hybrid)
         results.append(step_of_net(net, xs, heads) + [net.last.running_var.data(c).asnumpy() for c in contexts[:2]])
     assert_near(*results)

@@ -419,7 +419,7 @@ for count in [2, 4, 1, 3, *rng.randint(1, 5, 12)]:
     places = [contexts[i] for i in sorted(rng.permutation(4)[:count])]
     part = make_batch(rng, count)
     part = part._replace(gamma=batch.gamma, beta=batch.beta)
-    with gluon_syncbn.devices(places):
+    with gluon_syncbn.only_on(places):
         layer.collect_params().zero_grad()
         got = step(layer, part, places, "float64")
     assert_same(got, truth(part, momentum=0), 1e-11)

@@ -241,7 +241,7 @@ class Trial:
         least = 2 if self.case.mode == "shuffle" and slots == 1 else 1  # replicas
         sizes = [n for n in range(1, len(contexts)) if n % group == 0 and n >= least]
         some = sorted(self.rng.permutation(len(contexts))[: self.rng.choice(sizes or [len(contexts)])])
-        with gluon_syncbn.devices([contexts[i] for i in some]):
+        with gluon_syncbn.only_on([contexts[i] for i in some]):
             self.train([contexts[i] for i in some])
         shares = self.case.mode == "sync" and "group_size" not in self.case.pooling
         zeroes = self.case.grad_req == "write" and self.trainer is not None

@@ -121,7 +121,7 @@ def short_batches():
         layer = layer or make_layer(part)
         layer.gamma.set_data(nd.array(batch.gamma, dtype="float64"))
         layer.beta.set_data(nd.array(batch.beta, dtype="float64"))
-        with gluon_syncbn.devices(contexts[: here[kv.rank]]):
+        with gluon_syncbn.only_on(contexts[: here[kv.rank]]):
             got = step(layer, part, contexts, "float64")
         want = wanted(layer, batch, devices=mine)
         assert_same(got._replace(dgamma=want.dgamma, dbeta=want.dbeta, running_mean=[], running_var=[]), want, 1e-10)

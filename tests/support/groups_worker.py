@@ -157,8 +157,8 @@ def fewer_devices():
     ):
         layer = make_layer(batch, **settings)
         step(layer, batch, CONTEXTS, "float64")
-        # The end of `devices` raises an error of gradients that nobody has read.
-        with pytest.raises(mx.MXNetError, match=error) if error else nullcontext(), gluon_syncbn.devices(CONTEXTS[1:]):
+        # The end of `only_on` raises an error of gradients that nobody has read.
+        with pytest.raises(mx.MXNetError, match=error) if error else nullcontext(), gluon_syncbn.only_on(CONTEXTS[1:]):
             got = step(layer, one, CONTEXTS[1:], "float64")
         gluon_syncbn.reset()
     for name in ("outputs", "dxs"):

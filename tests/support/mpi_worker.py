@@ -432,7 +432,7 @@ def recomputed():
         for active in (False, True):
             gluon_syncbn.configure(seed=0)
             for unit in net:
-                gluon_syncbn.checkpoint(unit, active=active)
+                gluon_syncbn.recompute(unit, active=active)
                 if active and hybrid:
                     unit.hybridize()
             for parameter in net.collect_params(".*running.*").values():
@@ -636,7 +636,7 @@ def shuffled_keys():
     table = images.reshape(len(images), -1)[:, :dim].astype("float64")  # the features
     sampler = contrastive.ShuffleSampler(len(images), 8, kv.num_workers, kv.rank, seed=4, last_batch="keep")
     for epoch in range(2):
-        sampler.epoch = epoch
+        sampler.set_epoch(epoch)
         for batch, pairs in enumerate(sampler):
             queries, keys = (np.array(column) for column in zip(*pairs))
             parts = np.array_split(table[keys], here)

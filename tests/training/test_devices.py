@@ -100,7 +100,7 @@ def test_an_epoch_of_uneven_batches(contexts, rng, tmp_path, store, updates, req
         updates_now = req == "write" or number % 2 == 1  # otherwise the next batch adds to this one
         with contextlib.ExitStack() as block:
             if len(used) < len(places):
-                block.enter_context(gluon_syncbn.devices(used))
+                block.enter_context(gluon_syncbn.only_on(used))
             backward(net, *on_devices)
             if number % 2 and updates_now:
                 update(sum(sizes))
@@ -130,7 +130,7 @@ def test_a_first_batch_and_one_without_a_store(contexts, rng, settings):
     for used in (places[:2], places, places[1:]):
         before = values_of(net, places[0])
         xs = [nd.array(rng.randn(2, 2, 6, 5), ctx=place, dtype="float64") for place in used]
-        with gluon_syncbn.devices(used):
+        with gluon_syncbn.only_on(used):
             backward(net, xs, [nd.array(rng.randn(2, 4), ctx=place, dtype="float64") for place in used])
         trainer.step(1, ignore_stale_grad=used == places[1:])
     if settings["kvstore"] is None:
@@ -162,7 +162,7 @@ def test_a_gradient_from_before_the_block(contexts, rng, updates):
                 before = net[1].gamma.data(places[0]).asnumpy()
                 gradients = [g.asnumpy() for g in net[1].gamma.list_grad()]
                 continue
-            with gluon_syncbn.devices(used):
+            with gluon_syncbn.only_on(used):
                 backward(net, xs, heads)
                 if inside:
                     trainers[0].step(1)
@@ -181,7 +181,7 @@ def test_running_statistics_that_a_device_has_to_itself(contexts, rng):
         layer = gluon_syncbn.SyncBatchNorm(in_channels=3, **settings)
         layer.initialize(ctx=places)
         layer = copy.deepcopy(layer)
-        with gluon_syncbn.devices(places[:2]), autograd.record():
+        with gluon_syncbn.only_on(places[:2]), autograd.record():
             for place in places[:2]:
                 layer(nd.array(rng.randn(4, 3), ctx=place))
         moved = [np.abs(mean.asnumpy()).max() > 0 for mean in layer.running_mean.list_data()]

@@ -164,8 +164,8 @@ def test_within_a_hybridized_net():
 
 def test_within_a_block_that_is_computed_again():
     store = ProcessStore("a test", mock.Mock(rank=0, size=2, mpi=[]))
-    block = gluon_syncbn.checkpoint(gluon.nn.Lambda(lambda x: contrastive.gather([x], name="twice", kvstore=store)[0]))
-    expected = "gather 'twice': gather between processes does not work within a block of gluon_syncbn.checkpoint"
+    block = gluon_syncbn.recompute(gluon.nn.Lambda(lambda x: contrastive.gather([x], name="twice", kvstore=store)[0]))
+    expected = "gather 'twice': gather between processes does not work within a block of gluon_syncbn.recompute"
     with pytest.raises(mx.MXNetError, match=expected), autograd.record():
         block(nd.ones((2, 3)))
     gluon_syncbn.reset()

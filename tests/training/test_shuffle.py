@@ -261,7 +261,7 @@ def test_keys_come_back_to_their_queries_from_other_processes(ranks, length, las
     orders = []
     for epoch in (0, 1):
         for sampler in samplers:
-            sampler.epoch = epoch
+            sampler.set_epoch(epoch)
         pairs = [list(sampler) for sampler in samplers]
         assert [len(p) for p in pairs] == [len(s) for s in samplers] == [batches] * ranks
         seen = []
@@ -291,7 +291,7 @@ def test_an_iterator_keeps_its_epoch():
     sampler = ShuffleSampler(24, 2, 2, 0, seed=1)
     first = list(sampler)
     under_way = iter(sampler)
-    sampler.epoch = 1
+    sampler.set_epoch(1)
     assert list(under_way) == first != list(sampler)
 
 
@@ -385,7 +385,7 @@ def moved(**changes):
 
 
 def sampled(**changes):
-    return ShuffleSampler(**{"length": 20, "batch_size": 4, "num_processes": 2, "rank": 0, "seed": 1, **changes})
+    return ShuffleSampler(**{"length": 20, "batch_size": 4, "num_workers": 2, "rank": 0, "seed": 1, **changes})
 
 
 # Beside what tests/unit/test_arguments.py has of each argument by itself.

@@ -144,7 +144,7 @@ GLUONS_OWN = {
     *("beta_initializer", "gamma_initializer", "running_mean_initializer", "running_variance_initializer"),
     *("prefix", "params"),
 }
-SAMPLER = {"length": 20, "batch_size": 4, "num_processes": 2, "rank": 0, "seed": 1}
+SAMPLER = {"length": 20, "batch_size": 4, "num_workers": 2, "rank": 0, "seed": 1}
 
 
 def split(**kwargs):
@@ -160,12 +160,8 @@ def sampler(**kwargs):
     return ShuffleSampler(**{**SAMPLER, **kwargs})
 
 
-def set_epoch(epoch):
-    sampler().epoch = epoch
-
-
 def enter(contexts):
-    with gluon_syncbn.devices(contexts):
+    with gluon_syncbn.only_on(contexts):
         pass
 
 
@@ -200,8 +196,8 @@ CALLS = {
     "SyncBatchNorm": (SyncBatchNorm, LAYER),
     "SyncBatchNormAdd": (SyncBatchNormAdd, LAYER),
     "ShuffleBatchNorm": (gluon_syncbn.ShuffleBatchNorm, {**LAYER, "mode": "shuffled"}),
-    "checkpoint": (
-        lambda **kwargs: gluon_syncbn.checkpoint(**{"block": nn.Dense(1), **kwargs}),
+    "recompute": (
+        lambda **kwargs: gluon_syncbn.recompute(**{"block": nn.Dense(1), **kwargs}),
         {"block": "net", "active": "flag"},
     ),
     "configure": (
@@ -237,7 +233,7 @@ CALLS = {
     "broadcast_parameters": (broadcast, {"params": "params", "kvstore": "kvstore", "root_rank": "root"}),
     "update_bn_stats": (updated, {"net": "net", "batches": "batches", "num_iters": "count", "kvstore": "kvstore"}),
     "cpu_devices": (lambda **kwargs: gluon_syncbn.cpu_devices(**{"n": 1, **kwargs}), {"n": "count"}),
-    "devices": (enter, {"contexts": "contexts"}),
+    "only_on": (enter, {"contexts": "contexts"}),
     "kvstore": (
         lambda **kwargs: gluon_syncbn.kvstore(**{"name": "mpi", **kwargs}),
         {"name": "process store", "gpus": "gpus"},
@@ -278,14 +274,14 @@ CALLS = {
         {
             "length": "count",
             "batch_size": "count",
-            "num_processes": "count",
+            "num_workers": "count",
             "rank": "whole from 0",
             "seed": "seed",
             "epoch": "whole from 0",
             "last_batch": "last_batch",
         },
     ),
-    "contrastive.ShuffleSampler.epoch": (set_epoch, {"epoch": "whole from 0"}),
+    "contrastive.ShuffleSampler.set_epoch": (sampler().set_epoch, {"epoch": "whole from 0"}),
     "contrastive.ShuffleSampler.restore": (
         lambda **kwargs: sampler().restore(**{"features": np.ones((8, 2)), "batch": 0, **kwargs}),
         {"features": "features", "batch": "whole from 0", "kvstore": "kvstore"},
@@ -307,7 +303,7 @@ CALLS = {
     "contrastive.shuffle_shards": (shuffled, {"shards": "arrays", "batch_axis": "whole", "shuffle": "shuffle"}),
 }
 #: They take no argument, or are made by the functions above alone.
-WITHOUT = {"StepError", "__version__", "reset"}
+WITHOUT = {"StepError", "assert_synchronized", "__version__", "reset"}
 
 
 def test_the_table_knows_all_of_the_package():
@@ -509,6 +505,13 @@ def test_arrays_are_described_not_printed():
 
 
 def test_names_that_are_not_there():
+    for old, new in {"checkpoint": "recompute", "devices": "only_on"}.items():
+        with pytest.warns(DeprecationWarning, match=f"gluon_syncbn.{old} is gluon_syncbn.{new} now"):
+            assert getattr(gluon_syncbn, old) is getattr(gluon_syncbn, new)
+    ours = sampler()
+    with pytest.warns(DeprecationWarning, match="sampler.set_epoch"):
+        ours.epoch = 3
+    assert ours.epoch == 3
     with pytest.raises(AttributeError, match=r"has no attribute 'cpu_devicez'$"):
         gluon_syncbn.cpu_devicez  # noqa: B018
     for module in (gluon_syncbn, contrastive, gluon_syncbn.parallel, gluon_syncbn.symbol):

@@ -10,7 +10,7 @@ from places import PACKAGE, SOURCES, SUPPORT
 
 import gluon_syncbn  # noqa: F401
 from gluon_syncbn.exchange.base import DeviceExchange
-from gluon_syncbn.nets import checkpoint  # noqa: F401
+from gluon_syncbn.nets import recompute  # noqa: F401
 from gluon_syncbn.system import locks
 
 

@@ -15,7 +15,7 @@ namespace syncbn {
 
 const char* const kCallAll =
     "Call the net on all its devices, and then wait for results (asnumpy, print, a metric, waitall, a new DataLoader). "
-    "For a batch on fewer devices use gluon_syncbn.devices(contexts).";
+    "For a batch on fewer devices use gluon_syncbn.only_on(contexts).";
 
 namespace {
 
@@ -72,7 +72,7 @@ std::string why_not_here(const LayerConfig& config, const std::string& context) 
         why << "the layer was called here, but its parameters live on " << join_names(config.contexts)
             << "; initialise or reset_ctx the net with every context that takes part";
     else
-        why << "the layer was called here, but gluon_syncbn.devices(...) lets only " << join_names(config.devices)
+        why << "the layer was called here, but gluon_syncbn.only_on(...) lets only " << join_names(config.devices)
             << " take part; name every context that gets data, or leave the block";
     return why.str();
 }

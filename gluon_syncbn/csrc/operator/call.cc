@@ -186,7 +186,7 @@ void Call::join_meeting() {
 
 std::shared_ptr<const void> Call::repeat() {
     Wait wait(config_->timeout, config_->name,
-              "the forward that this call repeats (gluon_syncbn.checkpoint, or memory mirroring) has not been computed",
+              "the forward that this call repeats (gluon_syncbn.recompute, or memory mirroring) has not been computed",
               "An operator before it does not finish, or the replicas of the forward were not all called.");
     const auto outcome = recall_.memo->outcome(wait);
     place_ = {outcome->place.meeting, outcome->place.position, place_.phase};

@@ -13,10 +13,10 @@ from mxnet.gluon import nn
 from replicas import SIZES, forward_and_backward, in_threads
 
 import gluon_syncbn
-from gluon_syncbn import SyncBatchNorm, checkpoint, revert
+from gluon_syncbn import SyncBatchNorm, recompute, revert
 from gluon_syncbn.exchange.base import DeviceExchange
 from gluon_syncbn.mxnet_side.blocks import iterate
-from gluon_syncbn.nets.checkpoint import _Recomputed
+from gluon_syncbn.nets.recompute import _Recomputed
 from gluon_syncbn.training.session import session
 
 WAYS = {"eager": None, "hybrid": {}}
@@ -97,7 +97,7 @@ def test_equals_the_net_without_it(contexts, replicas, way):
     want = train(make_net(contexts), contexts)
     net = make_net(contexts)
     for unit in net:
-        assert checkpoint(unit) is unit
+        assert recompute(unit) is unit
         if WAYS[way] is not None:
             unit.hybridize(**WAYS[way])
     assert_close(train(net, contexts), want)
@@ -109,7 +109,7 @@ def test_every_mode(contexts, pooling):
     net, found = make_net(contexts[:4], **POOLINGS[pooling]), []
     for active in (False, True):
         for unit in net:
-            checkpoint(unit, active=active)
+            recompute(unit, active=active)
         gluon_syncbn.configure(seed=3)
         xs, heads = make_data(contexts[:4])
         ys = forward_and_backward(net, xs, heads)
@@ -127,7 +127,7 @@ def test_a_block_that_is_used_twice(contexts, grad_req):
         return type("Twice", (), {"__call__": lambda _, x: net(net(x)), "collect_params": net.collect_params})()
 
     want = train(twice(contexts[:2], lambda unit: unit), contexts[:2], grad_req=grad_req)
-    assert_close(train(twice(contexts[:2], checkpoint), contexts[:2], grad_req=grad_req), want)
+    assert_close(train(twice(contexts[:2], recompute), contexts[:2], grad_req=grad_req), want)
 
 
 def test_one_thread_for_each_replica(contexts):
@@ -136,7 +136,7 @@ def test_one_thread_for_each_replica(contexts):
     want = train(make_net(contexts), contexts, steps=1)
     net = make_net(contexts)
     for unit in net:
-        checkpoint(unit)
+        recompute(unit)
     xs, heads = make_data(contexts)
     ys = [None] * len(xs)
 
@@ -155,8 +155,8 @@ def test_within_each_other(contexts):
     want = train(make_net(contexts[:2]), contexts[:2])
     net = make_net(contexts[:2])
     for unit in net:
-        checkpoint(unit.body)
-        checkpoint(unit)
+        recompute(unit.body)
+        recompute(unit)
     assert_close(train(net, contexts[:2]), want)
 
 
@@ -174,7 +174,7 @@ def test_statistics_are_exchanged_once(contexts):
     counting = Counting()
     net = make_net(contexts[:2])
     for unit in net:
-        checkpoint(unit)
+        recompute(unit)
     session.set_exchange(counting)
     train(net, contexts[:2], steps=1)
     assert sorted(counting.seen) == ["backward"] * 4 + ["forward"] * 4
@@ -183,7 +183,7 @@ def test_statistics_are_exchanged_once(contexts):
 def test_a_backward_that_is_repeated(contexts):
     net = make_net(contexts[:2])
     for unit in net:
-        checkpoint(unit)
+        recompute(unit)
     xs, heads = make_data(contexts[:2])
     for x in xs:
         x.attach_grad()
@@ -200,7 +200,7 @@ def test_a_backward_that_is_repeated(contexts):
 def test_the_batch_and_the_weights_may_change_before_the_backward_runs(contexts):
     """What is issued after the backward is nothing that it may see."""
     net = make_net(contexts[:1], units=1)
-    checkpoint(net[0])
+    recompute(net[0])
     found = []
     for overwrite in (False, True):
         (x,), (head,) = make_data(contexts[:1])
@@ -233,7 +233,7 @@ def test_dropout_draws_the_same_mask(contexts, way, inner):
     make = {
         "Dropout": lambda: nn.Dropout(0.5),
         "operator": lambda: nn.HybridLambda(lambda F, x: F.Dropout(F.Dropout(x, p=0.3), p=0.3)),
-        "nested": lambda: checkpoint(nn.Dropout(0.5)),
+        "nested": lambda: recompute(nn.Dropout(0.5)),
     }[inner]
     if inner == "nested" and way != "eager":
         pytest.skip("a hybridized block cannot hold one that is recomputed")
@@ -241,7 +241,7 @@ def test_dropout_draws_the_same_mask(contexts, way, inner):
     net.initialize(ctx=contexts[:2])
     if WAYS[way] is not None:
         net.hybridize(**WAYS[way])
-    checkpoint(net)
+    recompute(net)
     xs = [nd.random.uniform(1, 2, shape=(3 + i, 4, 17, 9), ctx=c) for i, c in enumerate(contexts[:2])]
     for x in xs:
         x.attach_grad()
@@ -277,7 +277,7 @@ class Scheduled(nn.HybridBlock):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("change", ["a layer's rate", "a rate of its own", "the mode"])
 def test_a_rate_that_rises_after_the_first_step(contexts, change, way):
-    block = checkpoint(Scheduled(change == "the mode"))
+    block = recompute(Scheduled(change == "the mode"))
     if WAYS[way] is not None:
         block.hybridize()
     (x,) = [nd.random.uniform(1, 2, shape=(3, 4, 17, 9))]
@@ -315,7 +315,7 @@ class Structured(nn.Block):
 
 def test_arguments_and_results_of_any_structure(contexts):
     found = []
-    for change in (lambda block: block, checkpoint):
+    for change in (lambda block: block, recompute):
         block = Structured()
         block.initialize(ctx=contexts[:2])
         change(block)
@@ -340,7 +340,7 @@ def test_what_is_not_recorded(contexts):
     x = nd.random.normal(shape=(2, 4, 5, 3))
     want = net(x).asnumpy()
     for unit in net:
-        checkpoint(unit)
+        recompute(unit)
     np.testing.assert_array_equal(net(x).asnumpy(), want)
     x.attach_grad()
     with autograd.record(train_mode=False):  # with the running statistics
@@ -354,7 +354,7 @@ def test_it_leaves_names_files_and_copies_alone(contexts, tmp_path):
     net = make_net(contexts[:1])
     before, classes = list(net._collect_params_with_prefix()), [type(unit) for unit in net]
     for unit in net:
-        checkpoint(checkpoint(unit))
+        recompute(recompute(unit))
     assert list(net._collect_params_with_prefix()) == before
     assert repr(type(net[0])) == repr(Unit) and isinstance(net[0], Unit)
     net.save_parameters(str(tmp_path / "net"))
@@ -363,27 +363,27 @@ def test_it_leaves_names_files_and_copies_alone(contexts, tmp_path):
     twin.collect_params().reset_ctx(contexts[:1])  # a copy of an array has no gradient
     assert_close(train(twin, contexts[:1], steps=1), train(net, contexts[:1], steps=1))
     for unit in net:
-        checkpoint(unit, active=False)
+        recompute(unit, active=False)
     assert [type(unit) for unit in net] == classes
 
 
 CHANGES = {
-    "checkpoint": checkpoint,
-    "uncheckpoint": functools.partial(checkpoint, active=False),
+    "recompute": recompute,
+    "unrecompute": functools.partial(recompute, active=False),
     "convert": gluon_syncbn.convert,
     "revert": revert,
 }
 
 
 def test_a_recorded_graph_in_every_order(contexts):
-    """Both `checkpoint` and `convert` change its class."""
+    """Both `recompute` and `convert` change its class."""
     x, data = make_data(contexts[:1])[0][0], mx.sym.var("data", dtype="float32")
     net, found = revert(make_net(contexts[:1], units=1)[0]), []
     for order in itertools.product(CHANGES, repeat=3):
         block = gluon.SymbolBlock(net(data), data, params=net.collect_params())
         for change in order:
             CHANGES[change](block)
-        is_recomputed = [change for change in order if change.endswith("checkpoint")][-1:] == ["checkpoint"]
+        is_recomputed = [change for change in order if change.endswith("recompute")][-1:] == ["recompute"]
         is_synchronised = [change for change in order if change.endswith("vert")][-1:] == ["convert"]
         assert isinstance(block, _Recomputed) == is_recomputed
         assert any(isinstance(one, SyncBatchNorm) for one in iterate(block)) == is_synchronised
@@ -401,9 +401,9 @@ def test_a_recorded_graph_in_every_order(contexts):
 
 def test_arguments_are_checked():
     with pytest.raises(ValueError, match=re.escape("block: 3 was given, expected a gluon.Block")):
-        checkpoint(3)
+        recompute(3)
     with pytest.raises(ValueError, match="active: 1 was given, expected True or False"):
-        checkpoint(nn.Dense(1), active=1)
+        recompute(nn.Dense(1), active=1)
 
 
 def record(net, context):
@@ -413,7 +413,7 @@ def record(net, context):
 
 def test_what_cannot_be_computed_twice(contexts):
     net = make_net(contexts[:1])
-    unit = checkpoint(net[0])
+    unit = recompute(net[0])
     unit.hybridize(static_alloc=True)
     with pytest.raises(ValueError, match="expected no static_alloc"):
         record(net, contexts[0])
@@ -429,13 +429,13 @@ def test_a_hybridized_block_cannot_hold_it(contexts):
     net = nn.HybridSequential()
     net.add(Unit())
     net.initialize(ctx=contexts[:1])
-    checkpoint(net[0])
+    recompute(net[0])
     net.hybridize()
     with pytest.raises(mx.MXNetError, match="cannot be part of a hybridized block: hybridize each"):
         record(net, contexts[0])
-    checkpoint(net[0], active=False)
+    recompute(net[0], active=False)
     record(net, contexts[0]).wait_to_read()
-    checkpoint(net[0])  # within a graph that is there
+    recompute(net[0])  # within a graph that is there
     with pytest.raises(mx.MXNetError, match="cannot be part of a hybridized block: hybridize each"):
         record(net, contexts[0])
 
@@ -474,7 +474,7 @@ class Changes(nn.Block):
 def test_another_forward_the_second_time_is_an_error(contexts, change, text):
     block = Changes(change)
     block.initialize(ctx=contexts[:1])
-    checkpoint(block)
+    recompute(block)
     x = nd.random.normal(shape=(2, 4, 5, 3))
     x.attach_grad()
     with autograd.record():
@@ -500,7 +500,7 @@ def test_a_failure_releases_the_other_replicas(contexts):
 
     block = Fails()
     block.initialize(ctx=contexts[:2])
-    checkpoint(block)
+    recompute(block)
     xs, heads = make_data(contexts[:2])
     forward_and_backward(block, xs, heads)
     for x in xs:

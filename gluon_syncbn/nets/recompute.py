@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-import queue
+import os
 import random
 import re
 import threading
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, TypeVar
 
@@ -22,7 +22,7 @@ from .. import _native
 from ..layer import SyncBatchNorm
 from ..mxnet_side import blocks, patches
 from ..mxnet_side.nodes import Json, is_ours, json_of, walk
-from ..system import arguments, kinds, locks
+from ..system import arguments, kinds
 from ..system.kinds import arrays_of, is_float, map_arrays
 from .convert import forget_graphs
 from .graphs import derived, without
@@ -37,14 +37,15 @@ _RANDOM = re.compile(
 )
 
 
-def checkpoint(block: BlockT, active: bool = True) -> BlockT:
+def recompute(block: BlockT, active: bool = True) -> BlockT:
     r"""Makes a block keep no activations from forward to backward: its backward computes them again from its inputs.
 
     For several such blocks in a row, memory holds their inputs, a copy of their parameters, and the activations of one
     block at a time. The price is a second forward of each block. Output and gradients are unchanged, up to rounding. In
     the second forward, this package's layers normalise with the statistics of the first, so no replica waits there, and
     the running statistics take the batch once. Random operators draw the same numbers both times. Their seed follows
-    from ``mx.random.seed``, so the numbers differ from those of a block without `checkpoint`.
+    from ``mx.random.seed``, so the numbers differ from those of a block without `recompute`. The first call draws a
+    number, and waits for operators in flight.
 
     It acts where ``autograd`` records; elsewhere the block is called as it is. The block may hybridize itself. A
     hybridized block around it cannot hold it, because MXNet 1.9 has no operator that forgets a graph's activations.
@@ -57,7 +58,7 @@ def checkpoint(block: BlockT, active: bool = True) -> BlockT:
         net = get_model("resnet50_v1b", classes=10)
         for stage in (net.layer1, net.layer2, net.layer3, net.layer4):
             for unit in stage:
-                gluon_syncbn.checkpoint(unit)
+                gluon_syncbn.recompute(unit)
 
     Parameters
     ----------
@@ -87,7 +88,11 @@ def checkpoint(block: BlockT, active: bool = True) -> BlockT:
     active = arguments.flag("active", active)
     changed = isinstance(block, _Recomputed)
     if active and not changed:
+        if not _OfThread.first:
+            _OfThread.first = int(mx.nd.random.randint(1, 2**31 - 1).asscalar())
+            _of_thread.generators[0] = random.Random(_OfThread.first)
         patches.replace(_record_use, Parameter, "data")
+        patches.replace(_seeding, mx.random, "seed")
         block.__class__ = derived(type(block), _Recomputed)  # type: ignore[arg-type]
         forget_graphs(block)  # graphs around it hold its operators, and those within keep old rates of Dropout
     elif changed and not active:
@@ -104,9 +109,9 @@ class _Recomputed(Block):
         arrays = arrays_of(args)
         if any(isinstance(array, mx.sym.Symbol) for array in arrays):
             raise mx.MXNetError(
-                f"'{self.name}' is recomputed (gluon_syncbn.checkpoint) and cannot be part of a hybridized block: "
+                f"'{self.name}' is recomputed (gluon_syncbn.recompute) and cannot be part of a hybridized block: "
                 "hybridize each recomputed block, but not the blocks that contain it. To predict with a graph, to "
-                "write a file or to infer shapes, first call gluon_syncbn.checkpoint(block, active=False)"
+                "write a file or to infer shapes, first call gluon_syncbn.recompute(block, active=False)"
             )
         recording = autograd.is_recording() and bool(arrays)
         if not recording and not _of_thread.frames:
@@ -124,7 +129,7 @@ def _recorded(block: Block, forward: Callable[..., Any], seed: Optional[int], ar
     """Calls a block, and records how to compute it again."""
     context, training, tape = arrays_of(args)[0].ctx, autograd.is_training(), _native.Tape()
     np_shape, np_array = mx.util.is_np_shape(), mx.util.is_np_array()  # of this thread
-    depth = len(_of_thread.frames)
+    thread = _thread(os.getpid(), context, len(_of_thread.frames))
     with _recording(False, training):
         # These are copies, because the engine runs the second forward after all operators that were issued since
         # then and write the same arrays. Parameters are written by their update, which waits for the gradient.
@@ -151,7 +156,7 @@ def _recorded(block: Block, forward: Callable[..., Any], seed: Optional[int], ar
         if len(computed) != len(heads):
             raise mx.MXNetError(
                 f"the second forward had {len(computed)} outputs, the first {len(heads)}. A block of "
-                "gluon_syncbn.checkpoint must compute the same each time."
+                "gluon_syncbn.recompute must compute the same each time."
             )
         found = autograd.grad(computed, [a for a, _, _ in asked], heads, train_mode=training)
         for (_, gradient, request), array in zip(asked, found):
@@ -165,8 +170,13 @@ def _recorded(block: Block, forward: Callable[..., Any], seed: Optional[int], ar
     floats = [array for array in arrays_of(outputs) if is_float(array)]
     if not floats:
         return outputs
-    what = f"'{block.name}' was computed again (gluon_syncbn.checkpoint)"
-    _native.record_function(what, inputs, floats, lambda *given: _do(context, depth, lambda: again(*given)))
+
+    def in_its_thread(*given: Any) -> None:
+        """Returns when all is issued, because what `again` writes is freed then. This waits for no replica."""
+        thread.submit(again, *given).result()
+
+    what = f"'{block.name}' was computed again (gluon_syncbn.recompute)"
+    _native.record_function(what, inputs, floats, in_its_thread)
     # A gradient in oneDNN's layout would reach the backward as a copy that is freed too early; see op.py.
     if context.device_type == "gpu":
         return outputs
@@ -177,14 +187,9 @@ def _recorded(block: Block, forward: Callable[..., Any], seed: Optional[int], ar
 # ---- random numbers --------------------------------------------------------------------------------------------
 # MXNet keeps a generator for each thread and does not expose its state. Drawing a number from it would wait for the
 # operators in flight. So a forward that will be recomputed takes its seed from a generator here, which starts with the
-# seed of ``mx.random.seed``, or with the initial seed of MXNet's own, 0.
+# seed of ``mx.random.seed``. Scripts seed before they have a block: until they do so again, with a number of MXNet's.
 
-_seed = mx.random.seed  # as it is before `install`
-
-
-def install() -> None:
-    """Changes ``mx.random.seed``, as scripts call it before they have a block."""
-    patches.replace(_seeding, mx.random, "seed")
+_seed = mx.random.seed  # without what follows
 
 
 def _seeding(seed: Callable[..., None], seed_state: Any, *args: Any, **kwargs: Any) -> None:
@@ -211,11 +216,13 @@ def _seeded(seed: Optional[int], context: mx.Context) -> Iterator[None]:
 
 
 class _OfThread(threading.local):
+    first = 0  # the seed of threads that have none of their own
+
     def __init__(self) -> None:
         #: What the recomputed forwards on this thread, the outermost first, are given (second time), or None, and use.
         self.frames: List[Tuple[Optional[Dict[int, NDArray]], Used]] = []
         #: What their seeds come from: the thread's own generator, and that of each forward that the thread is within.
-        self.generators = [random.Random(0)]
+        self.generators = [random.Random(self.first)]
 
 
 _of_thread = _OfThread()
@@ -239,7 +246,7 @@ def _record_use(data: Callable[..., NDArray], parameter: Parameter, ctx: Optiona
             if array is None:
                 raise mx.MXNetError(
                     f"the second forward used the parameter '{parameter.name}', the first did not. A block of "
-                    "gluon_syncbn.checkpoint must compute the same each time."
+                    "gluon_syncbn.recompute must compute the same each time."
                 )
     if array is None:
         array = data(parameter, ctx)
@@ -252,50 +259,23 @@ def _record_use(data: Callable[..., NDArray], parameter: Parameter, ctx: Optiona
 # ---- threads ---------------------------------------------------------------------------------------------------
 
 
-# Each context has one thread that issues its second forwards, for good, because MXNet gives each thread that runs an
-# operator its own temporary space, and never frees it. A block within a block that is recomputed has another thread.
-# Operators behind it hold temporary space while they wait for its gradient, so its own operators need other space.
+@functools.lru_cache(maxsize=None)
+def _thread(process: int, context: mx.Context, depth: int) -> ThreadPoolExecutor:
+    """Returns the thread that issues the second forwards on a context, within so many other blocks that are recomputed.
 
-
-class _Threads:
-    def __init__(self) -> None:
-        self.lock: Any
-        self.jobs: Dict[Tuple[mx.Context, int], queue.SimpleQueue]  # by context, and number of blocks around
-        locks.give(self, lock=threading.Lock, jobs=dict)  # a child of a fork has no threads
-
-
-_threads = _Threads()
-
-
-def _do(context: mx.Context, depth: int, job: Callable[[], None]) -> None:
-    """Runs a job in the thread of a context and returns when it is done.
-
-    A job issues operators and waits for no replica, so this cannot wait for one either. It must not return earlier,
-    because the arrays that the job writes are freed then.
+    It is one for good, because MXNet gives each thread that runs an operator its own temporary space, and never frees
+    it. Operators behind an inner block hold temporary space while they wait for its gradient, so that its own need
+    other space. The child of a fork has no threads.
     """
-    done: Future = Future()
-    with _threads.lock:
-        key = context, depth
-        if key not in _threads.jobs:
-            args = context, _threads.jobs.setdefault(key, queue.SimpleQueue())
-            threading.Thread(target=_work, args=args, name=f"gluon_syncbn-again-{context}", daemon=True).start()
-        _threads.jobs[key].put((job, done))
-    done.result()
 
+    def begin() -> None:
+        threading.current_thread().name = f"gluon_syncbn-again-{context}"
+        if context.device_type == "cpu":
+            _native.issue_on(context.device_id)
 
-def _work(context: mx.Context, jobs: queue.SimpleQueue) -> None:
-    if context.device_type == "cpu":
-        _native.issue_on(context.device_id)
-    while True:
-        job, done = jobs.get()
-        problem: Optional[BaseException] = None
-        try:
-            job()
-        except BaseException as error:  # the thread that waits raises it
-            problem = error
-        del job  # frees its arrays
-        done.set_exception(problem)  # None: there is none
-        del done, problem
+    thread = ThreadPoolExecutor(1)
+    thread.submit(begin).result()
+    return thread
 
 
 # ---- what a block is -------------------------------------------------------------------------------------------
