@@ -182,14 +182,6 @@ def _say(**what: Any) -> None:
 HEADER = ["GPUs", "tensor of each", "way", "forward, us", "backward, us"]
 HEADER += [f"{way} / {other}" for other in ("plain", "torch") for way in DIRECTIONS]
 HEADER += [f"{way} with ReLU / both" for way in DIRECTIONS]
-# What is drawn, and how.
-BARS = {
-    "ours": ("ours", "#0072B2"),
-    "plain": ("nn.BatchNorm, not synchronised", "#000000"),
-    "fused": ("ours with ReLU", "#CC79A7"),
-    "two": ("nn.BatchNorm and ReLU", "#666666"),
-    "torch": ("torch.nn.SyncBatchNorm", "#D55E00"),
-}
 RATIOS = {"plain": ("ours", "plain"), "torch": ("ours", "torch"), "two": ("fused", "two")}
 
 

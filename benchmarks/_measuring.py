@@ -68,12 +68,12 @@ def options(
     return parsed
 
 
-def interleaved(steps: Dict[str, Callable[[], Any]], rounds: int, budget_s: float) -> Rounds:
+def interleaved(steps: Dict[str, Callable[[], Any]], rounds: int, budget_s: float, least: int = 2) -> Rounds:
     """Returns seconds per call of each step.
 
     A round takes one sample of each step in turn, so that a slow minute affects all of them. Each round begins with
     another step, so that no step always follows the same one. A sample has as many calls as take about 50 ms, or 0.5 %
-    of a small `budget_s`. After a warm-up and two rounds, the measurement ends when `budget_s` is spent.
+    of a small `budget_s`. After a warm-up and the `least` rounds, the measurement ends when `budget_s` is spent.
     """
     calls, sample_s = {}, min(0.05, budget_s / 200)
     for name, step in steps.items():
@@ -84,7 +84,7 @@ def interleaved(steps: Dict[str, Callable[[], Any]], rounds: int, budget_s: floa
     taken: Rounds = {name: [] for name in steps}
     begun = time.perf_counter()
     for done in range(rounds):
-        if done >= 2 and time.perf_counter() - begun > budget_s:
+        if done >= least and time.perf_counter() - begun > budget_s:
             break
         names = list(steps)
         first = done % len(names)

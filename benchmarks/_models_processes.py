@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from pathlib import Path
 from typing import Any, Callable, Dict, List, Sequence
 
 import _measuring
@@ -60,7 +59,6 @@ def main(script: str, options: argparse.Namespace, arguments: Sequence[str]) -> 
     text = EXPLANATION.format(processes=options.processes, table=table)
     title = "Training steps in several processes"
     _results.write(options.out, "models_processes", title, text, env, results, samples)
-    plot(options.out / "models_processes.png", results, env)
     return 0
 
 
@@ -138,18 +136,3 @@ def rounds(cell: _measuring.Cell, steps: Dict[str, Callable[[], float]]) -> _mea
             taken[f"{name}, mean"].append(sum(seconds) / len(seconds))
     taken["gradients"] = taken["local"]
     return taken
-
-
-def plot(path: Path, results: Sequence[_measuring.Cell], env: Dict[str, str]) -> None:
-    labels = {"alone": "nothing exchanged", "local": "gradients", "sync": "gradients and statistics"}
-    bars = [
-        (labels[name], _results.COLOURS[colour], [result["seconds"][name]["median"] * 1e3 for result in results])
-        for name, colour in (("alone", "plain"), ("local", "local"), ("sync", "ours"))
-    ]
-    texts = [
-        f"{result['model']}\n{result['images']} images of {result['crop']} pixels\nsync / local "
-        f"{result['ratios']['sync']['median']:.2f}"
-        for result in results
-    ]
-    note = f"{results[0]['processes']} processes; less is faster; {env['processor']}, {env['cores']} cores"
-    _results.plot_bars(path, bars, texts, "ms of a whole step", note)

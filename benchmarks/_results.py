@@ -14,30 +14,12 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence
 
 from _measuring import Cell, Rounds
 
 Series = Dict[str, float]  # what is kept of many values, by name
 WIDTH = 120  # of a line of JSON, without the brackets that close
-
-# Colours that stay apart in print and for the colour-blind (Okabe and Ito).
-COLOURS = {
-    "plain": "#000000",
-    "ours": "#0072B2",
-    "fused": "#CC79A7",
-    "local": "#999999",
-    "contrib": "#D55E00",
-    "limit": "#009E73",
-}
-LABELS = {
-    "plain": "nn.BatchNorm, not synchronised",
-    "ours": "gluon_syncbn.SyncBatchNorm",
-    "fused": "the same, convert(fuse=True)",
-    "local": "fused, mode='local': no waiting",
-    "contrib": "gluon.contrib.nn.SyncBatchNorm",
-    "limit": "memory limit",
-}
 
 
 def quantiles(values: Sequence[float]) -> Series:
@@ -76,7 +58,7 @@ def ratio(result: Cell, name: str) -> float:
 def entry(result: Cell, name: str) -> str:
     """The ratio as it stands in a table, ``hang`` or ``error``, or ``-`` where a short run leaves contrib out."""
     if name in result["ratios"]:
-        return f"{ratio(result, name):.2f}"
+        return median_and_range(result["ratios"][name], 2)
     if name == "contrib" and result.get("contrib") is False:
         return "-"
     return "hang" if result["problems"].get(name) == "hang" else "error"
@@ -91,7 +73,7 @@ def layers_row(result: Cell, names: Sequence[str]) -> List[str]:
 
 def median_and_range(series: Series, digits: int = 1) -> str:
     median, low, high = (f"{series[which]:.{digits}f}" for which in ("median", "10%", "90%"))
-    return f"{median} ({low} to {high})"
+    return f"{median} ({low} to {high}; n = {series['count']})"
 
 
 def report(results: Sequence[Cell], *keys: str) -> int:
@@ -163,45 +145,15 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(header), rule, *map(line, rows)])
 
 
-def plot_bars(
-    path: Path,
-    bars: Sequence[Tuple[str, str, Sequence[float]]],
-    texts: Sequence[str],
-    measure: str,
-    note: str,
-    digits: int = 0,
-) -> None:
-    """Beside each other at each of `texts`, those of each label and colour."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    width = 0.8 / len(bars)
-    figure, axis = plt.subplots(figsize=(max(6.4, 0.45 * len(texts) * len(bars) + 2.4), 4.0))
-    for k, (label, colour, heights) in enumerate(bars):
-        places = [i + width * (k - (len(bars) - 1) / 2) for i in range(len(texts))]
-        axis.bar(places, heights, width=0.92 * width, color=colour, label=label)
-        for place, height in zip(places, heights):
-            text = f"{height:.{digits}f}"
-            axis.annotate(text, (place, height), (0, 3), textcoords="offset points", ha="center", fontsize=8)
-    axis.set_xticks(range(len(texts)), texts, fontsize=8)
-    axis.set_ylabel(measure)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.margins(y=0.12)
-    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncol=len(bars), frameon=False, fontsize=9)
-    figure.text(0.5, 0.01, note, ha="center", fontsize=8, color="0.4")
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
 def write(out: Path, stem: str, title: str, text: str, env: Dict[str, str], cells: Any, samples: Any = None) -> None:
-    """``stem.md`` and ``stem.json``, beside which the caller puts ``stem.png``; the samples in ``stem.raw.json.gz``."""
+    """``stem.md``, ``stem.json`` and the picture of it, ``stem.png``; the samples in ``stem.raw.json.gz``."""
+    import _pictures
+
     out.mkdir(parents=True, exist_ok=True)
     facts = "\n".join(f"- {name}: {value}" for name, value in env.items())
     (out / f"{stem}.md").write_text(f"# {title}\n\n{text}\n\n![{title}]({stem}.png)\n\n## Environment\n\n{facts}\n")
     (out / f"{stem}.json").write_text(_lines({"environment": env, "cells": cells}) + "\n")
+    _pictures.draw(out / f"{stem}.json")
     if samples is not None:
         raw = out / f"{stem}.raw.json.gz"
         with gzip.open(raw, "wt") as file:

@@ -59,7 +59,6 @@ def main(arguments: Sequence[str]) -> int:
     text = EXPLANATION.format(table=table, rounds=rounds, bare=_measuring.BARE[over])
     stem = _measuring.stem("exchange", carrier)
     _results.write(options.out, stem, "Exchange between processes", text, env, {"sizes": cells}, {"sizes": samples})
-    plot(options.out / f"{stem}.png", over, cells, env)
     return 0
 
 
@@ -128,45 +127,6 @@ def sizes(over: str, store: Any, work: Dict[str, Any]) -> Dict[str, Any]:
         taken = in_turn(steps, work["rounds"])
         cells.append({"bytes": size, "processes": store.num_workers, "microseconds": taken})
     return {"sizes": cells}
-
-
-def plot(path: Path, over: str, cells: Sequence[Dict[str, Any]], env: Dict[str, str]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    processes = sorted({cell["processes"] for cell in cells})
-    figure, axes = pyplot.subplots(1, len(processes), figsize=(4 * len(processes), 3.6), sharey=True, squeeze=False)
-    for axis, count in zip(axes[0], processes):
-        mine = [cell for cell in cells if cell["processes"] == count]
-        labels = (
-            ("bare", "#000000", _measuring.BARE[over].replace("`", "")),
-            ("ours", "#0072B2", "statistics, in shared memory"),
-            ("transport", "#D55E00", f"kvstore('{over}'), between machines"),
-        )
-        for name, colour, label in labels:
-            axis.plot(
-                [cell["bytes"] / 1024 for cell in mine],
-                [cell["microseconds"][name]["median"] for cell in mine],
-                "o-",
-                color=colour,
-                label=label,
-            )
-        axis.set(title=f"{count} processes", xlabel="size of the vector, KiB", xscale="log", yscale="log")
-        axis.set_xticks([cell["bytes"] / 1024 for cell in mine])
-        axis.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
-        for one in (axis.xaxis, axis.yaxis):
-            one.set_major_formatter(matplotlib.ticker.ScalarFormatter())
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("microseconds per sum")
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="upper center", ncol=len(labels), frameon=False)
-    figure.text(
-        0.5, 0.015, f"less is faster; {env['processor']}, {env['cores']} cores", ha="center", fontsize=8, color="0.3"
-    )
-    figure.tight_layout(rect=(0, 0.05, 1, 0.93))
-    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

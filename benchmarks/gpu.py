@@ -22,10 +22,7 @@ import _gpu_layer
 import _measuring
 import _results
 import numpy as np
-from _gpu_kernels import CASES, EMULATOR, PASSES, REPLICAS
-
-COLOURS = {"moments": "#000000", "normalise": "#0072B2", "grad_sums": "#D55E00", "grad_input": "#009E73"}
-AIM = 0.85
+from _gpu_kernels import EMULATOR, PASSES, REPLICAS
 
 EMULATED = "**Measured on tests/cuda_emulator: the times mean nothing, on no line of this page.**"
 
@@ -66,58 +63,6 @@ def row(result: _measuring.Cell) -> List[str]:
         *(f"{bandwidth(seconds, name):.2f}" for name in PASSES),
         *others,
     ]
-
-
-def plot(path: Path, results: Dict[str, List[_measuring.Cell]], gpu: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = [name for name in ("kernels", "layers") if results[name]]
-    figure = pyplot.figure(figsize=(3.6 * len(CASES), 3.6 * len(rows)))
-    parts = np.atleast_1d(figure.subfigures(len(rows)))
-    for name, part in zip(rows, parts):
-        {"kernels": plot_kernels, "layers": plot_layers}[name](part, results[name])
-    figure.text(0.995, 0.005, gpu, ha="right", fontsize=8, color="#666666")
-    figure.savefig(path, dpi=120)
-
-
-def plot_kernels(figure: Any, results: Sequence[_measuring.Cell]) -> None:
-    axes = figure.subplots(1, len(CASES), sharey=True)
-    figure.subplots_adjust(left=0.05, right=0.99, bottom=0.18, top=0.9, wspace=0.08)
-    for axis, (layout, dtype) in zip(axes, CASES):
-        mine = [one for one in results if (one["layout"], one["dtype"]) == (layout, dtype)]
-        sizes = [np.prod(one["shape"]) * np.dtype(dtype).itemsize / 1e6 for one in mine]
-        for name, colour in COLOURS.items():
-            axis.plot(sizes, [bandwidth(medians(one), name) for one in mine], "o-", color=colour, label=name)
-        axis.axhline(AIM, color="#666666", linewidth=1, linestyle="--")
-        axis.set(title=f"{layout}, {dtype}", xlabel="MB", xscale="log", ylim=(0, None))
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("bandwidth over that of a copy")
-    axes[0].legend()
-
-
-def plot_layers(figure: Any, results: Sequence[_measuring.Cell]) -> None:
-    """Forward and backward of a layer in a static graph, on the most GPUs."""
-    shown = [one for one in results if one["way"] == "static" and one["gpus"] == results[-1]["gpus"]]
-    axis = figure.subplots()
-    figure.subplots_adjust(left=0.05, right=0.99, bottom=0.18, top=0.9)
-    bars = [name for name in _gpu_layer.BARS if f"{name} forward" in shown[0]["seconds"]]
-    width = 0.8 / len(bars)
-    for at, name in enumerate(bars):
-        label, colour = _gpu_layer.BARS[name]
-        places = np.arange(len(shown)) + (at - (len(bars) - 1) / 2) * width
-        times = [1e6 * sum(medians(one)[f"{name} {way}"] for way in _gpu_layer.DIRECTIONS) for one in shown]
-        drawn = axis.bar(places, times, width, label=label, color=colour)
-        axis.bar_label(drawn, [f"{time:.0f}" for time in times], fontsize=8)
-    names = [f"{' x '.join(map(str, one['shape']))}\n{one['dtype']}" for one in shown]
-    axis.set_xticks(range(len(shown)), names, fontsize=8)
-    axis.set(title=f"a layer, forward and backward, {shown[0]['gpus']} GPU(s)", ylabel="microseconds")
-    axis.grid(alpha=0.3, axis="y")
-    axis.set_axisbelow(True)
-    axis.margins(x=0.01, y=0.25)
-    axis.legend(ncol=len(bars), loc="upper center", frameon=False)
 
 
 def gpus(gluon_syncbn: Any) -> List[str]:
@@ -201,7 +146,6 @@ def main(arguments: Sequence[str]) -> int:
     text = "\n\n".join(parts)
     print(text)
     _results.write(options.out, "gpu", "The layer and its kernels on GPUs", text, env, results, samples)
-    plot(options.out / "gpu.png", results, env["GPUs"])
     return 0
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any, Callable, Dict, List, Literal, Sequence
 
 import _measuring
@@ -72,7 +71,6 @@ def main(arguments: Sequence[str]) -> int:
     title, stem = "Gradients between processes", _measuring.stem("gradients", carrier)
     text = EXPLANATION.format(over=over, bare=_measuring.BARE[over], last=LAST[over], table=table)
     _results.write(options.out, stem, title, text, env, results, samples)
-    plot(options.out / f"{stem}.png", over, results, env)
     return 0
 
 
@@ -195,23 +193,6 @@ def in_turn(cell: _measuring.Cell, calls: Dict[str, Callable[[], float]], of_all
         for name, call in calls.items():
             taken[name].append(max(of_all(call())))
     return taken
-
-
-def plot(path: Path, over: str, results: Sequence[_measuring.Cell], env: Dict[str, str]) -> None:
-    series = [("bare", _measuring.BARE[over].replace("`", ""), "local"), ("exchange", f"kvstore('{over}')", "ours")]
-    if over == "horovod":
-        series.append(("horovod", "hvd.DistributedTrainer", "contrib"))
-    bars = [
-        (label, _results.COLOURS[colour], [result["seconds"][name]["median"] * 1e3 for result in results])
-        for name, label, colour in series
-    ]
-    texts = [
-        f"{result['model']}, {result['crop']}\n{result['processes']} processes\n"
-        f"{result['ratios']['exchange']['median']:.2f}"
-        for result in results
-    ]
-    note = f"less is faster; {env['processor']}, {env['cores']} cores"
-    _results.plot_bars(path, bars, texts, "ms to sum the gradients", note)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import json
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any, Dict, List, Sequence
 
 import _measuring
@@ -33,7 +32,6 @@ MODELS: List[_measuring.Cell] = [
 QUICK: List[_measuring.Cell] = [{"model": "depthwise chain", "crop": 16, "images": 1}]
 WAYS: Dict[str, Dict[str, bool]] = {"dynamic": {}, "static": {"static_alloc": True, "static_shape": True}}
 NAMES = {"plain": "nn.BatchNorm, LeakyReLU", "fused": "fused", "inplace": "fused, in place"}
-COLOURS = {"plain": "#000000", "fused": "#E69F00", "inplace": "#0072B2"}
 LIMIT_S = 400  # of one process
 
 EXPLANATION = f"""What a training step (forward, loss, backward, `trainer.step` without momentum) adds to the memory of
@@ -74,7 +72,6 @@ def main(arguments: Sequence[str]) -> int:
     print(table)
     text = f"{EXPLANATION}\n\n{table}"
     _results.write(options.out, "inplace", "Memory of a training step in place", text, env, results, results)
-    plot(options.out / "inplace.png", results, env)
     return 0
 
 
@@ -159,13 +156,6 @@ def layers_in_place(net: Any) -> List[int]:
     nodes = running_graph(net)[2]["nodes"]
     given = [node["attrs"] for node in nodes if node.get("attrs", {}).get("op_type") == "gluon_syncbn"]
     return [sum(attributes["inplace"] == "1" for attributes in given), len(given)]
-
-
-def plot(path: Path, results: Sequence[Dict[str, Any]], env: Dict[str, str]) -> None:
-    bars = [(NAMES[name], COLOURS[name], [one[name]["resident_mib"] for one in results]) for name in NAMES]
-    texts = [f"{one['model']}\n{one['images']} x {one['crop']} pixels\n{one['way']}" for one in results]
-    note = f"resident set of the process; {env['processor']}, {env['cores']} cores, one CPU device"
-    _results.plot_bars(path, bars, texts, "memory that a step takes, MiB", note)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "suppo
 import kernels_library
 
 PASSES = {"moments": 1, "normalise": 2, "grad_sums": 2, "grad_input": 3}  # over the tensor; a copy takes two
-COLOURS = ("#000000", "#0072B2", "#E69F00", "#009E73")
 # as [outer][channels][inner], of which `block` channels lie next to each other
 LAYOUTS = {
     "NCHW": lambda n, c, hw: (n, c, hw, 1),
@@ -65,7 +64,6 @@ def main(arguments: Sequence[str]) -> int:
     table = _results.table(header, [row(result) for result in results])
     print(table)
     _results.write(options.out, "kernels", "The CPU kernels", f"{EXPLANATION}\n\n{table}", env, results, samples)
-    plot(options.out / "kernels.png", results, env)
     return 0
 
 
@@ -122,19 +120,6 @@ def steps(library: ctypes.CDLL, case: _measuring.Cell) -> Dict[str, Callable[[],
 
 def pointer(array: Any) -> ctypes.c_void_p:
     return array.ctypes.data_as(ctypes.c_void_p)
-
-
-def plot(path: Path, results: Sequence[Dict[str, Any]], env: Dict[str, str]) -> None:
-    """Of the set that the processor takes, and the largest tensor."""
-    first = results[0]
-    shown = [result for result in results if (result["set"], result["shape"]) == (first["set"], first["shape"])]
-    bars = [
-        (name, colour, [result["ratios"][name]["median"] for result in shown]) for name, colour in zip(PASSES, COLOURS)
-    ]
-    texts = [f"{result['layout']}\nbehind: {result['behind']}" for result in shown]
-    where = f"{' x '.join(map(str, first['shape']))}, float32, {first['set']}, one thread, {env['processor']}"
-    note = f"1 is what a copy takes for a pass, less is faster; {where}"
-    _results.plot_bars(path, bars, texts, "time of a pass, of a copy's", note, digits=1)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import json
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any, Callable, Dict, Sequence, Tuple
 
 import _measuring
@@ -34,7 +33,6 @@ QUICK_SHAPES, QUICK_REPLICAS = [(2, 64, 8, 8), (2, 8, 16, 16)], [1, 2]
 PASSES = (2 + 1) + (2 * 2 + 1)
 
 # What is compared with what, other than with plain BatchNorm.
-FUSED = "with ReLU: convert(fuse=True), against nn.BatchNorm and ReLU"
 BESIDE = {"ours + ReLU": "plain + ReLU", "fused": "plain + ReLU"}
 
 EXPLANATION = f"""Forward and backward of {LAYERS} layers in a hybridized net, per step; shapes are those of
@@ -88,7 +86,6 @@ def main(arguments: Sequence[str]) -> int:
     print(table)
     text = f"{EXPLANATION}\n\n{table}"
     _results.write(options.out, "layers", "Five normalisation layers", text, env, results, samples)
-    plot(options.out / "layers.png", results, env)
     return _results.report(results, "shape", "replicas", "relu")
 
 
@@ -224,65 +221,6 @@ def copies(shape: Tuple[int, ...], replicas: int) -> Callable[[], None]:
             thread.join()
 
     return step
-
-
-def plot(path: Path, results: Sequence[Dict[str, Any]], env: Dict[str, str]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    shapes = list(dict.fromkeys(tuple(result["shape"]) for result in results))
-    figure, axes = plt.subplots(1, len(shapes), figsize=(2.9 * len(shapes) + 0.6, 4.3), sharey=True, squeeze=False)
-    ratios = [_results.ratio(result, name) for result in results for name in result["ratios"]] or [1]
-    for axis, shape in zip(axes[0], shapes):
-        cells = [result for result in results if tuple(result["shape"]) == shape]
-        axis.axhline(1, color=_results.COLOURS["plain"], linestyle="--", label=_results.LABELS["plain"])
-        for name, marker in (("contrib", "s"), ("ours", "o"), ("fused", "D"), ("limit", "^")):
-            points = [(cell["replicas"], _results.ratio(cell, name)) for cell in cells if name in cell["ratios"]]
-            axis.plot(
-                *zip(*points) if points else ([], []),
-                marker=marker,
-                color=_results.COLOURS[name],
-                label=FUSED if name == "fused" else _results.LABELS[name],
-            )
-            for point in points if name == "ours" else []:
-                text = f"{point[1]:.2f}"
-                axis.annotate(
-                    text,
-                    point,
-                    (0, 7),
-                    textcoords="offset points",
-                    ha="center",
-                    fontsize=8,
-                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8},
-                )
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        counts = sorted({cell["replicas"] for cell in cells})
-        axis.set_xticks(counts, [str(count) for count in counts])
-        axis.set_xlim(counts[0] / 1.4, counts[-1] * 1.4)
-        ticks = [0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50]
-        axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-        axis.set_ylim(min(ratios) / 1.5, max(ratios) * 1.5)
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-        axis.set_title(" x ".join(map(str, shape)), fontsize=10)
-        axis.set_xlabel("replicas, one on each CPU context")
-    axes[0][0].set_ylabel("time of a step,\nas a multiple of nn.BatchNorm's")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="upper center", ncol=3, frameon=False, fontsize=9)
-    machine = f"{env['processor']}, {env['cores']} cores, {env['native core']}"
-    note = (
-        "memory limit: the machine's time for moving the bytes that such a layer has to move (8 passes over the "
-        "activations) and computing nothing.\n"
-        f"Forward and backward of {LAYERS} layers in a hybridized net; above each plot images x channels x height x "
-        f"width of a replica; less is faster; {machine}"
-    )
-    figure.text(0.5, 0.01, note, ha="center", fontsize=8, color="0.3")
-    figure.tight_layout(rect=(0, 0.09, 1, 0.88))
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

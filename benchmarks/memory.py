@@ -8,7 +8,6 @@ net is made.
 """
 
 import sys
-from pathlib import Path
 from typing import Any, Dict, List, Sequence
 
 import _measuring
@@ -55,7 +54,6 @@ def main(arguments: Sequence[str]) -> int:
     print(table)
     title = "Memory of several CPU contexts"
     _results.write(options.out, "memory", title, f"{EXPLANATION}\n\n{table}", env, results, results)
-    plot(options.out / "memory.png", results, env)
     return 0
 
 
@@ -64,20 +62,6 @@ def row(result: Dict[str, Any]) -> List[str]:
     ratios = [late[name] / contexts / late["plain"] for name, (layer, contexts) in WAYS.items() if layer == "ours"]
     texts = [result["model"], str(result["crop"]), str(result["images"]), *(f"{value:.0f}" for value in late.values())]
     return [*texts, *(f"{ratio:.2f}" for ratio in ratios), f"{result['4']['late_mib'] - result['4']['early_mib']:.0f}"]
-
-
-def plot(path: Path, results: Sequence[Dict[str, Any]], env: Dict[str, str]) -> None:
-    bars = [
-        (label, _results.COLOURS[colour], [result[name]["late_mib"] / WAYS[name][1] for result in results])
-        for name, label, colour in (
-            ("plain", "plain, one context", "plain"),
-            ("1", "synchronised, one", "local"),
-            ("2", "two", "ours"),
-            ("4", "four", "fused"),
-        )
-    ]
-    note = f"less is better; {env['processor']}, {env['cores']} cores"
-    _results.plot_bars(path, bars, [result["model"] for result in results], "MiB for each context", note)
 
 
 def measured(cell: _measuring.Cell) -> Dict[str, float]:

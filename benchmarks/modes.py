@@ -52,7 +52,6 @@ def main(arguments: Sequence[str]) -> int:
     print(table)
     text = f"{EXPLANATION}\n\n{table}"
     _results.write(options.out, "modes", "Modes and virtual devices", text, env, results, samples)
-    plot(options.out / "modes.png", results, env)
     return _results.report(results, "shape", "replicas")
 
 
@@ -98,39 +97,6 @@ def make_step(layer: Callable[[], Any], shape: Sequence[int], contexts: Sequence
         mx.nd.waitall()
 
     return step
-
-
-def plot(path: Any, results: Sequence[Dict[str, Any]], env: Dict[str, str]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    colours = dict(zip(MODES, ("#0072B2", "#E69F00", "#D55E00", "#56B4E9", "#009E73")))
-    shapes = list(dict.fromkeys(tuple(result["shape"]) for result in results))
-    figure, axes = pyplot.subplots(1, len(shapes), figsize=(4.2 * len(shapes), 3.6), sharey=True, squeeze=False)
-    for axis, shape in zip(axes[0], shapes):
-        mine = [result for result in results if tuple(result["shape"]) == shape and result["seconds"]]
-        width = 0.8 / len(MODES)
-        for i, name in enumerate(MODES):
-            at = [k + (i - (len(MODES) - 1) / 2) * width for k in range(len(mine))]
-            heights = [_results.ratio(result, name) if name in result["ratios"] else 0 for result in mine]
-            axis.bar(at, heights, width, color=colours[name], label=name.replace("V=", "virtual_devices="))
-        axis.axhline(1, color="black", linestyle="--", linewidth=1, label="nn.BatchNorm, not synchronised")
-        axis.set(title=" x ".join(map(str, shape)), xlabel="replicas, one on each CPU context")
-        axis.set_xticks(range(len(mine)))
-        axis.set_xticklabels([str(result["replicas"]) for result in mine])
-        axis.grid(axis="y", alpha=0.3)
-    axes[0][0].set_ylabel("time of a step,\nas a multiple of nn.BatchNorm's")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="upper center", ncol=len(labels), frameon=False, fontsize=8)
-    note = (
-        f"forward and backward of {LAYERS} layers in a hybridized net; above each plot images x channels x height x "
-        f"width of a replica; less is faster; {env['processor']}, {env['cores']} cores"
-    )
-    figure.text(0.5, 0.01, note, ha="center", fontsize=8, color="0.3")
-    figure.tight_layout(rect=(0, 0.05, 1, 0.93))
-    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

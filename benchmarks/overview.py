@@ -7,14 +7,15 @@ import re
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
 
-from _results import COLOURS, LABELS
+import _pictures
 
 RESULTS = Path(__file__).resolve().parent / "results"
 ROOT = RESULTS.parents[1]
 README = ROOT / "README.md"
 BEGIN, END = "<!-- figures: python benchmarks/overview.py -->\n", "<!-- end of figures -->\n"
 
-NAMES = ("ours", "fused", "contrib")
+NAMES = ("contrib", "ours", "fused")
+WORDS = {"fused": "fused layers", "contrib": "contrib's layer"}
 DEVICES = 2
 
 Ratios = Dict[str, Dict[str, float]]  # to plain BatchNorm: quantiles by name
@@ -44,20 +45,18 @@ def models() -> Groups:
 
 
 def entry(one: Dict[str, float]) -> str:
-    """The median, or *no difference* where plain BatchNorm's time lies between the quantiles; and these."""
-    between = f"({one['10%']:.2f} to {one['90%']:.2f})"
-    return f"no difference {between}" if one["10%"] <= 1 <= one["90%"] else f"{one['median']:.2f} {between}"
+    return f"{one['median']:.2f} ({one['10%']:.2f} to {one['90%']:.2f}; n = {one['count']})"
 
 
 def rows() -> str:
-    lines = ["| | `convert(net)` | fused | contrib's layer |", "|---|---|---|---|"]
+    lines = ["| | contrib's layer | `convert(net)` | fused |", "|---|---|---|---|"]
     for label, ratios in models():
         lines.append(f"| a step of {label} | " + " | ".join(entry(ratios[name]) for name in NAMES) + " |")
     extremes = []
     for name in NAMES:
         ordered = sorted((ratios[name] for _, ratios in layers()), key=lambda one: one["median"])
-        extremes.append(f"{entry(ordered[0])}, up to {entry(ordered[-1])}")
-    lines.append("| five layers, by their shape | " + " | ".join(extremes) + " |")
+        extremes.append(f"{entry(ordered[0])}, and {entry(ordered[-1])}")
+    lines.append("| five layers, the fastest and the slowest of four shapes | " + " | ".join(extremes) + " |")
     return "\n".join(lines)
 
 
@@ -68,66 +67,49 @@ def compared() -> str:
 
 def miou() -> str:
     """A sentence for each network."""
-    row = r"^\| (\S+) \| [12] \| mIoU \| (\S+) ± \S+ \| (\S+) ± \S+ \| \S+ ± \S+ \| (\S+) to (\S+) \|$"
+    row = r"^\| (\S+) \| (\d+) \| mIoU \| (\S+) ± \S+ \| (\S+) ± \S+ \| \S+ ± \S+ \| (\S+) to (\S+) \|$"
     gains: Dict[str, List[str]] = {}
-    for net, plain, ours, low, high in re.findall(row, compared(), re.MULTILINE):
+    for net, images, plain, ours, low, high in re.findall(row, compared(), re.MULTILINE):
         interval = f"({float(low):+.2f} to {float(high):+.2f})"
-        gains.setdefault(net, []).append(f"from {float(plain):.2f} to {float(ours):.2f} {interval}")
-    return "\n".join(f"{net}: with one image per device {one}, with two {two}." for net, (one, two) in gains.items())
+        gains.setdefault(net, []).append(f"{images}: {float(plain):.2f} to {float(ours):.2f} {interval}")
+    return "\n".join(f"- {net}, by images per device: {'; '.join(one)}." for net, one in gains.items())
 
 
 def figures() -> str:
-    counts = [one["count"] for _, ratios in layers() + models() for one in ratios.values()]
     (seeds,) = re.findall(r"over (\d+) seeds", compared())
     return f"""\
-mIoU on generated scenes, with plain and with synchronised statistics of four devices, and the 95 % interval of gains. \
+mIoU on generated scenes, from plain to synchronised statistics of four devices, with the 95 % interval of gains. \
 These are means over {seeds} seeds, with a learning rate tuned for each side.
+
 {miou()}
 
-Times on two CPU devices, as multiples of plain BatchNorm: medians of {min(counts)} to {max(counts)} rounds,
-and 10 to 90 % quantiles. *No difference*: 1 lies between them. Fused layers are compared with BatchNorm and ReLU.
+Times on two CPU devices, as multiples of plain BatchNorm: medians, and in parentheses the 10 to 90 % quantiles of n
+rounds. Below ten rounds, these are the least and the most. Where 1 lies between them, no difference is shown. Fused
+layers are compared with BatchNorm and ReLU.
 
 {rows()}
 """
 
 
+def picture() -> _pictures.Picture:
+    methods = [_pictures.METHODS[name] for name in NAMES]
+    panels = []
+    for title, groups in (("five layers in a chain, forward and backward", layers()), ("a training step", models())):
+        series = {label: [_pictures.point(one.get(name)) for _, one in groups] for name, label in zip(NAMES, methods)}
+        panels.append((title, [label.replace("-R", "-\nR") for label, _ in groups], series))
+    taken = {name: [one[name]["median"] for _, one in models()] for name in NAMES}
+    found = " and ".join(f"{_pictures.span(taken[name])} with {words}" for name, words in WORDS.items())
+    counts = [one["count"] for _, ratios in layers() + models() for one in ratios.values()]
+    several = f"n = {min(counts)} to {max(counts)} rounds; {_pictures.style.QUANTILES}"
+    note = f"fused beside BatchNorm and ReLU; {several}; {_pictures.LESS}"
+    found = f"A step on two CPU devices, as a multiple of plain BatchNorm's: {found}"
+    return _pictures.Picture(panels, "", _pictures.OF_PLAIN, found, note, reference=_pictures.PLAIN)
+
+
 def draw(path: Path) -> None:
-    """Medians as points, and the 10 and 90 % quantiles as whiskers."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import FixedLocator, NullLocator
-
-    both = [("five layers, forward and backward", layers()), ("a training step", models())]
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True, gridspec_kw={"width_ratios": [4, 5]})
-    for axis, (title, groups) in zip(axes, both):
-        axis.axhline(1, color=COLOURS["plain"], linewidth=1, label=LABELS["plain"])
-        for k, name in enumerate(NAMES):
-            found = [(i + 0.27 * (k - 1), ratios[name]) for i, (_, ratios) in enumerate(groups) if name in ratios]
-            places, medians = [place for place, _ in found], [one["median"] for _, one in found]
-            ends = [[abs(one["median"] - one[end]) for _, one in found] for end in ("10%", "90%")]
-            axis.errorbar(places, medians, ends, fmt="o", capsize=3, color=COLOURS[name], label=LABELS[name])
-            for place, one in found:
-                text = f"{one['median']:.2f}"
-                axis.annotate(text, (place, one["90%"]), (0, 4), textcoords="offset points", ha="center", fontsize=7)
-        axis.set_xticks(range(len(groups)), [label.replace("-R", "-\nR") for label, _ in groups], fontsize=8)
-        axis.set_title(title, fontsize=10)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.set_yscale("log")
-        axis.grid(axis="y", alpha=0.25)
-    ticks = (0.2, 0.5, 1, 2, 5, 10)
-    axes[0].yaxis.set_major_locator(FixedLocator(ticks))
-    axes[0].yaxis.set_minor_locator(NullLocator())
-    axes[0].set_yticklabels([f"{tick:g}" for tick in ticks])
-    axes[0].set_ylim(0.17, 14)
-    axes[0].set_ylabel("time, plain BatchNorm = 1")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="upper center", ncol=4, frameon=False, fontsize=9)
-    note = "two CPU devices on two cores; median, 10 and 90 % quantiles; fused stands beside BatchNorm and ReLU"
-    figure.text(0.5, 0.01, note, ha="center", fontsize=8, color="0.4")
-    figure.tight_layout(rect=(0, 0.04, 1, 0.93))
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    sources = [RESULTS / f"{name}.json" for name in ("layers", "models")]
+    env = json.loads(sources[1].read_text())["environment"]
+    _pictures.render(picture(), env, path, __file__, *sources)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,6 @@ def main(arguments: Sequence[str]) -> int:
     )
     cells = {"processes": costs, "gpus": of_gpus}
     _results.write(options.out, "scaling", "Expected cost over many processes and GPUs", text, env, cells)
-    plot(options.out / "scaling.png", costs, of_gpus, options)
     return 0
 
 
@@ -261,55 +260,6 @@ def describe_gpus(costs: Dict[str, Dict[str, List[float]]], options: argparse.Na
         f"{_results.table(header, rows)}\n\n"
         f"What it rests on:\n\n{_results.table(['figure', 'value', 'is', 'source'], figures)}"
     )
-
-
-COLOURS = ("#0072B2", "#D55E00")
-
-
-def plot(
-    path: Path,
-    costs: Dict[str, List[float]],
-    of_gpus: Dict[str, Dict[str, List[float]]],
-    options: argparse.Namespace,
-) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    step = options.step_ms * 1e-3
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.6))
-    for (name, seconds), colour in zip(costs.items(), COLOURS):
-        left.plot(PROCESSES, [100 * s / step for s in seconds], "o-", color=colour, label=name)
-    left.set_title(
-        f"Processes on CPUs. Measured: {options.message_us:.0f} us per message. Reckoned: the curves,\n"
-        f"with {options.latency_us:.0f} us latency and {options.bandwidth_gbit:.0f} Gbit/s",
-        fontsize=9,
-    )
-    for (name, ways), colour in zip(of_gpus.items(), COLOURS):
-        for (way, cells), line in zip(ways.items(), ("^:", "o-", "s--")):
-            right.plot(GPUS, [100 * s / step for s in cells], line, color=colour, label=f"{name}, {way}")
-    right.axvline(options.gpus_per_machine, color="#666666", linewidth=1, linestyle=":")
-    right.annotate("one machine", (options.gpus_per_machine, 0.03), xycoords=("data", "axes fraction"), ha="right",
-                   va="bottom", fontsize=8, color="#666666", rotation=90)  # fmt: skip
-    right.set_title(
-        "GPUs. Counted on the emulator: what is asked of them. Published: what each takes.\n"
-        "Reckoned: the curves. No GPU was measured",
-        fontsize=9,
-    )
-    for axis, values, what in ((left, PROCESSES, "processes"), (right, GPUS, "GPUs")):
-        axis.set(xscale="log", xlabel=what)
-        axis.set_ylabel(f"statistics, % of a step of {options.step_ms:.0f} ms")
-        axis.set_xticks(values)
-        axis.get_xaxis().set_major_formatter(matplotlib.ticker.ScalarFormatter())
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
-    left.set(ylim=(0, None))
-    right.set(yscale="log")
-    right.get_yaxis().set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import gc
 import json
 import statistics
 import sys
-from pathlib import Path
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 import _measuring
@@ -27,13 +26,7 @@ DEVICES = [2, 4, 8]
 COUNTED = range(2, 9)
 QUICK = {"image": (3, 8, 8), "batch": 4, "devices": 2, "rounds": 2, "budget_s": 1}
 
-LABELS = {
-    "plain": "not shuffled",
-    "loading": "shuffled while loading (split_and_load)",
-    "moving": "shuffled on the devices (shuffle_shards)",
-    "gathering": "all-gather of the images",
-}
-COLOURS = dict(zip(LABELS, (_results.COLOURS[name] for name in ("plain", "ours", "limit", "contrib"))))
+WAYS = ("plain", "loading", "moving", "gathering")
 
 EXPLANATION = f"""A batch of {BATCH} images per device ({" x ".join(map(str, IMAGE))}, float32) goes from the host to
 the devices and is shuffled among them; its features ({FEATURES} per image, float32) come back in the old order.
@@ -82,7 +75,6 @@ def main(arguments: Sequence[str]) -> int:
     text = "\n\n".join([EXPLANATION, counts, MEASURED, times])
     print(counts, times, sep="\n\n")
     _results.write(options.out, "shuffle", "Sample shuffle", text, env, results, samples)
-    plot(options.out / "shuffle.png", results, env)
     return _results.report(results, "devices")
 
 
@@ -101,11 +93,11 @@ def count(n: int) -> List[str]:
 
 def row(result: Dict[str, Any]) -> List[str]:
     taken, moved = result["seconds"], result["bytes"]
-    times = [f"{taken[name]['median'] * 1e3:.1f}" if taken else "error" for name in LABELS]
+    times = [f"{taken[name]['median'] * 1e3:.1f}" if taken else "error" for name in WAYS]
     return [
         str(result["devices"]),
         *times,
-        *(f"{moved[name] / 1e6:.2f}" if moved else "-" for name in list(LABELS)[1:]),
+        *(f"{moved[name] / 1e6:.2f}" if moved else "-" for name in WAYS[1:]),
     ]
 
 
@@ -135,7 +127,7 @@ def child(cells: Sequence[_measuring.Cell]) -> None:
         return run
 
     for cell in cells:
-        moved: Dict[str, List[int]] = {name: [] for name in LABELS}
+        moved: Dict[str, List[int]] = {name: [] for name in WAYS}
         ways = {
             name: counted(step, moved[name]) for name, step in steps(cell, contexts[: cell["devices"]], host).items()
         }
@@ -191,49 +183,7 @@ def steps(cell: _measuring.Cell, contexts: Sequence[Any], host: Any) -> Dict[str
         mx.nd.waitall()
         del shards, keys
 
-    return dict(zip(LABELS, (plain, loading, moving, gathering)))
-
-
-def plot(path: Path, results: Sequence[Dict[str, Any]], env: Dict[str, str]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2))
-    for name, marker in (("loading", "o"), ("moving", "^"), ("gathering", "s")):
-        rows = [rows_moved(n, BATCH)[name] for n in COUNTED]
-        moved = [(images * IMAGE_BYTES + features * FEATURE_BYTES) / 1e6 for images, features in rows]
-        left.plot(COUNTED, moved, marker=marker, color=COLOURS[name], label=LABELS[name])
-    left.set_yscale("log")
-    left.set_ylabel("MB between devices, per step")
-    left.set_title("from the formula", fontsize=10)
-    left.set_xticks(list(COUNTED))
-
-    cells = [result for result in results if result["seconds"]]
-    width = 0.8 / len(LABELS)
-    for i, name in enumerate(LABELS):
-        times = [cell["seconds"][name]["median"] * 1e3 for cell in cells]
-        places = [k + (i - (len(LABELS) - 1) / 2) * width for k in range(len(cells))]
-        bars = right.bar(places, times, width, color=COLOURS[name], label=LABELS[name])
-        right.bar_label(bars, [f"{time:.0f}" for time in times], fontsize=7, padding=1)
-    right.set_yscale("log")
-    right.margins(y=0.15)
-    right.set_ylabel("ms per step")
-    right.set_title("measured on CPU contexts, loading included", fontsize=10)
-    right.set_xticks(range(len(cells)), [str(cell["devices"]) for cell in cells])
-    for axis in (left, right):
-        axis.set_xlabel("devices")
-        axis.grid(alpha=0.3, axis="y")
-        axis.set_axisbelow(True)
-    handles, labels = right.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="upper center", ncol=len(labels), frameon=False, fontsize=9)
-    sizes = f"{BATCH} images of {' x '.join(map(str, IMAGE))} per device, {FEATURES} features; float32"
-    note = f"{sizes}; {env['processor']}, {env['cores']} cores"
-    figure.text(0.5, 0.01, note, ha="center", fontsize=8, color="0.4")
-    figure.tight_layout(rect=(0, 0.04, 1, 0.93))
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    return dict(zip(WAYS, (plain, loading, moving, gathering)))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,23 @@
-"""Makes examples/quickstart/quickstart.ipynb of quickstart.py and runs it, after `pip install nbclient ipykernel`."""
+"""Makes examples/quickstart/quickstart.ipynb of quickstart.py and runs it, after `pip install nbclient ipykernel`.
+
+Writes losses.png, too.
+"""
 
 import ast
+import base64
+import io
 import os
+import sys
 import tempfile
 from pathlib import Path
 
 import nbclient
 import nbformat
 from nbformat import v4
+from PIL import Image, PngImagePlugin
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+import style
 
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "quickstart" / "quickstart.py"
 #: What stands above the cell that begins so.
@@ -48,3 +58,7 @@ if __name__ == "__main__":
     for cell in notebook.cells:
         cell.metadata.clear()  # of the times of this run
     nbformat.write(notebook, SCRIPT.with_suffix(".ipynb"))
+    (picture,) = [out.data["image/png"] for cell in notebook.cells for out in cell.get("outputs", ()) if "data" in out]
+    marked = PngImagePlugin.PngInfo()
+    marked.add_text(style.DRAWN_FROM, style.mark(SCRIPT))
+    Image.open(io.BytesIO(base64.b64decode(picture))).save(SCRIPT.with_name("losses.png"), pnginfo=marked)

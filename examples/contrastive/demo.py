@@ -20,7 +20,6 @@ from tqdm import tqdm
 
 TRAIN = Path(__file__).with_name("train.py")
 MODES = ("local", "sync", "shuffle", "sample-shuffle")
-COLOURS = dict(zip(MODES, ("#D55E00", "#999999", "#0072B2", "#009E73")))
 
 
 def main(argv=None) -> int:
@@ -104,25 +103,27 @@ def verdict(curves: dict) -> str:
 
 
 def plot(curves: dict, path: Path) -> None:
-    import matplotlib
+    sys.path.append(str(TRAIN.parents[1]))
+    import style
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4))
-    for axis, name, title in zip(
-        axes, ("pretext", "knn"), ("pretext: the own key found among K + 1", "kNN on held-out images")
-    ):
+    colours = dict(zip(MODES, (style.LOCAL, style.SYNC, style.SHUFFLE, style.SAMPLES)))
+    figure, axes = style.figure(10, 4, 2)
+    titles = "pretext: the own key found among K + 1", "kNN on held-out images"
+    for axis, name, title in zip(axes, ("pretext", "knn"), titles):
+        epochs = [row["epoch"] for row in next(iter(curves.values()))[0]]
+        series = {}
         for bn, runs in curves.items():
-            epochs = [row["epoch"] for row in runs[0]]
             values = [[rows[i][name] for rows in runs] for i in range(len(epochs))]
-            axis.plot(epochs, [statistics.mean(v) for v in values], color=COLOURS[bn], label=bn)
-            axis.fill_between(epochs, [min(v) for v in values], [max(v) for v in values], color=COLOURS[bn], alpha=0.2)
+            series[bn, colours[bn]] = [(min(v), statistics.mean(v), max(v)) for v in values]
+        style.lines(axis, epochs, series, labelled=axis is axes[1], band=True)
         axis.set(title=title, xlabel="epoch", ylabel="accuracy")
-        axis.grid(alpha=0.3)
-    axes[0].legend(title="--bn (mean and range\nover the seeds)")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    seeds = len(curves["local"])
+    own, cured = (statistics.mean(last(curves, bn, "pretext")) for bn in ("local", "sample-shuffle"))
+    worse, better = (statistics.mean(last(curves, bn, "knn")) for bn in ("local", "sample-shuffle"))
+    found = (
+        f"local finds its keys in {own:.0%}, sample-shuffle in {cured:.0%}; kNN accuracy {worse:.3f} and {better:.3f}"
+    )
+    style.save(figure, path, found, f"n = {seeds} seed(s); lines are means, bands the least and the most", __file__)
 
 
 if __name__ == "__main__":

@@ -78,8 +78,11 @@ for name, net in nets.items():
 
 figure, axes = plt.subplots(figsize=(8, 4), constrained_layout=True)
 whole = losses.pop("one device, BatchNorm")
-for (name, values), color in zip(losses.items(), ("tab:gray", "tab:blue")):
-    axes.semilogy(range(1, 301), np.abs(np.subtract(values, whole)) + 1e-9, label=name, color=color)
+for (name, values), color in zip(losses.items(), ("#7F7F7F", "#0072B2")):
+    difference = np.abs(np.subtract(values, whole))
+    axes.plot(range(1, 301), difference, label=f"{name}: {difference.max():.0e} at most", color=color)
+axes.set_yscale("symlog", linthresh=1e-6)  # logarithmic, with a zero
 axes.set(xlabel="step, of 4 images in all", ylabel="difference of the training loss\nfrom one device with all 4 images")
-axes.legend()
+axes.set_ylim(bottom=0)
+axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncol=2, frameon=False, labelcolor="linecolor")
 figure.savefig(str(out / "losses.png"), dpi=120)

@@ -4,8 +4,7 @@
 
 Trains FastSCNN with SyncBatchNorm on the drawn scenes twice. The first run has one process with two CPU devices. The
 second run has two processes with one device each (`mpiexec -n 2 train.py --kvstore mpi`). Prints both losses and both
-scores, and writes runs/demo-distributed/curves.png. Ctrl-C saves the run, and the next call continues it. A finished
-run is not repeated. --restart trains anew.
+scores. Ctrl-C saves the run, and the next call continues it. A finished run is not repeated. --restart trains anew.
 """
 
 from __future__ import annotations
@@ -124,8 +123,7 @@ def call(command: list, limit: float) -> int:
 
 
 def show() -> bool:
-    """Print losses and scores side by side, and draw the picture. Return whether the first steps are the same."""
-    from pictures import draw_pair
+    """Print losses and scores side by side. Return whether the first steps are the same."""
     from records import read_table
 
     tables = {name: read_table(os.path.join(SAVE, name, "steps.csv")) for name in RUNS}
@@ -141,10 +139,6 @@ def show() -> bool:
         last = read_table(os.path.join(SAVE, name, "epochs.csv"))[-1]
         speed = last["images_per_second"]
         print(f"{text:28}{last['pixAcc']:6.3f} {last['mIoU']:6.3f} {'' if speed is None else format(speed, '9.2f')}")
-    picture = os.path.join(SAVE, "curves.png")
-    title = "FastSCNN, SyncBatchNorm, the same total batch"
-    draw_pair(picture, {RUNS[name][0]: table for name, table in tables.items()}, differences, title)
-    print(picture)
     return differences[0] < SAME[0] and max(differences[:SHOWN]) < SAME[1]
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import numpy as np
 from gluoncv.data import ADE20KSegmentation
 from gluoncv.utils.viz import get_color_pallete
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+
+sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
+import style
 
 
 def class_name(label: int) -> str:
@@ -20,13 +24,6 @@ def coloured(labels: np.ndarray) -> np.ndarray:
     return np.asarray(get_color_pallete(labels.astype(np.int32), "ade20k").convert("RGB"))
 
 
-def new_figure(width: float, height: float) -> Figure:
-    """A figure that needs no window system, with any matplotlib backend."""
-    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
 def draw_predictions(path: str, rows: list, title: str = "") -> None:
     """Draw image, truth (if given) and prediction side by side, with a legend of the classes that occur.
 
@@ -36,8 +33,8 @@ def draw_predictions(path: str, rows: list, title: str = "") -> None:
     heads = ["image", "truth", "prediction"] if with_truth else ["image", "prediction"]
     shape = max(image.size[1] / image.size[0] for image, _, _ in rows)
     width = 2.6 * len(heads)
-    figure = new_figure(width, 2.6 * shape * len(rows) + 0.9)
-    axes = figure.subplots(len(rows), len(heads), squeeze=False)
+    figure, axes = style.figure(width, 2.6 * shape * len(rows) + 0.9, len(heads), len(rows))
+    axes = axes.reshape(len(rows), len(heads))
     seen = np.zeros(ADE20KSegmentation.NUM_CLASS + 1, np.int64)
     for line, (image, truth, prediction) in zip(axes, rows):
         pictures = [np.asarray(image)] + ([coloured(truth)] if with_truth else []) + [coloured(prediction)]
@@ -71,59 +68,27 @@ def draw_curves(path: str, epochs: list, steps: list, constant: tuple | None = N
     per_epoch = max(row["step"] for row in steps)
     x = [row["epoch"] - 1 + row["step"] / per_epoch for row in steps]
     ends = [row["epoch"] for row in epochs]
-    figure = new_figure(8.5, 6)
-    (loss, rate), (accuracy, iou) = figure.subplots(2, 2)
-    loss.plot(x, [row["loss"] for row in steps], color="C0", alpha=0.35, linewidth=1, label="step")
+    figure, (loss, rate, accuracy, iou) = style.figure(8.5, 6, 2, 2)
+    loss.plot(x, [row["loss"] for row in steps], color=style.SYNC, alpha=0.35, linewidth=1, label="step")
     means = [row["train_loss"] for row in epochs]
-    loss.plot([e - 0.5 for e in ends], means, "o-", color="C0", label="mean of the epoch")
+    loss.plot([e - 0.5 for e in ends], means, "o-", color=style.SYNC, label="mean of the epoch")
     loss.set_ylabel("training loss")
     loss.set_ylim(bottom=0)
     loss.legend(frameon=False)
-    rate.plot(x, [row["lr"] for row in steps], color="C3")
+    rate.plot(x, [row["lr"] for row in steps], color=style.LOCAL)
     rate.set_ylabel("learning rate")
     for axis, name, at in ((accuracy, "pixAcc", 0), (iou, "mIoU", 1)):
         scored = [row for row in epochs if row[name] is not None]
         at_epoch = [row["epoch"] for row in scored]
-        axis.plot(at_epoch, [row[name] for row in scored], "o-", color="C2", label="network")
+        axis.plot(at_epoch, [row[name] for row in scored], "o-", color=style.SYNC, label="network")
         if constant:
-            axis.axhline(constant[at], color="0.5", linestyle="--", label="best constant prediction")
+            axis.axhline(constant[at], color=style.PLAIN, linestyle="--", label="best constant prediction")
         axis.set_ylabel(f"validation {name}")
         axis.set_ylim(0, 1)
         axis.legend(frameon=False, loc="upper left" if name == "mIoU" else "lower right")
     for axis in (loss, rate, accuracy, iou):
         axis.set_xlabel("epoch")
         axis.set_xlim(0, max(ends) + 0.1)
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-    if title:
-        figure.suptitle(title)
-    figure.savefig(path)
-
-
-def draw_pair(path: str, runs: dict, differences: list, title: str = "") -> None:
-    """Draw the training loss of two runs, one over the other, and their difference.
-
-    runs: rows of steps.csv by name. differences: one for each step.
-    """
-    figure = new_figure(8.5, 5.5)
-    loss, difference = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    x = range(1, len(differences) + 1)
-    for (name, rows), style in zip(runs.items(), ({"color": "C0", "linewidth": 4, "alpha": 0.35}, {"color": "C3"})):
-        loss.plot(x, [row["loss"] for row in rows], label=name, **style)
-    loss.set_ylabel("training loss")
-    loss.set_ylim(bottom=0)
-    loss.legend(frameon=False)
-    difference.plot(x, differences, "o", markersize=3, color="0.3")
-    # symlog is a logarithmic scale with a zero; steps.csv has six digits.
-    difference.set_yscale("symlog", linthresh=1e-6, linscale=0.5)
-    difference.set_ylim(-2e-7, max(1e-4, 3 * max(differences)))
-    equal = sum(d == 0 for d in differences)
-    difference.set_title(f"0 in {equal} of {len(differences)} steps, to the six recorded digits")
-    difference.set_xlabel("step")
-    difference.set_ylabel("relative difference")
-    for axis in (loss, difference):
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
     if title:
         figure.suptitle(title)
     figure.savefig(path)

@@ -1,4 +1,4 @@
-"""The README's figures are those of the results."""
+"""The README's figures and all pictures are those of the results."""
 
 import re
 import sys
@@ -43,9 +43,18 @@ def test_a_changed_result_changes_the_figures(overview, monkeypatch):
     assert all(old != new for old, new in rows)
 
 
-def test_no_difference_stands_where_one_lies_between_the_quantiles(overview):
-    assert overview.entry({"10%": 0.9, "median": 1.2, "90%": 1.3}) == "no difference (0.90 to 1.30)"
-    assert overview.entry({"10%": 1.01, "median": 1.2, "90%": 1.3}) == "1.20 (1.01 to 1.30)"
+def test_pictures_are_as_old_as_what_draws_them():
+    """`python benchmarks/_pictures.py`, benchmarks/overview.py, tools/notebook.py and the examples draw them."""
+    image = pytest.importorskip("PIL.Image", reason="reads what a picture was drawn from")
+    pytest.importorskip("matplotlib", reason="the style needs matplotlib")
+    sys.path.append(str(ROOT / "examples"))
+    import style
+
+    found = [path for part in ("benchmarks", "docs", "examples") for path in (ROOT / part).rglob("*.png")]
+    assert found
+    for path in found:
+        *names, _ = of = image.open(path).text[style.DRAWN_FROM].split()
+        assert style.mark(*(ROOT / name for name in names[1:])).split() == of, f"draw {path} again"
 
 
 def test_the_picture_draws(overview, tmp_path):

@@ -1,15 +1,14 @@
-"""Memory and time of a training step with `gluon_syncbn.checkpoint` and without.
+"""Memory and time of a training step with `gluon_syncbn.recompute` and without.
 
 Each case is measured in a process of its own, on one CPU device: the most memory that the process has had at once (the
 kernel's high-water mark of its resident set), less what it had before the first step.
 
-    python benchmarks/checkpoint.py             # writes benchmarks/results/checkpoint.{md,json,png}
-    python benchmarks/checkpoint.py --quick     # a smoke test, its figures mean nothing
+    python benchmarks/recompute.py             # writes benchmarks/results/recompute.{md,json,png}
+    python benchmarks/recompute.py --quick     # a smoke test, its figures mean nothing
 """
 
 import sys
 import time
-from pathlib import Path
 from typing import Any, Dict, List, Sequence
 
 import _measuring
@@ -28,17 +27,17 @@ LIMIT_S = 400  # of one process
 EXPLANATION = f"""The most memory that a process had at once in {STEPS} training steps (forward, loss, backward,
 `trainer.step`) on one CPU device, in MiB above what it had with parameters and gradients before the first step, with
 SyncBatchNorm in eager mode. *Recomputed* are all residual units of the ResNet, each by itself, with
-`gluon_syncbn.checkpoint`; the seconds are those of the last step, and of one run each."""
+`gluon_syncbn.recompute`; the seconds are those of the last step, and of one run each."""
 
 
 def main(arguments: Sequence[str]) -> int:
     options = _measuring.options(__doc__, arguments, quick="one small case: a smoke test")
     if options.child:
         return _measuring.answer(options.child, measured)
-    env = _results.environment(["benchmarks/checkpoint.py", *arguments])
+    env = _results.environment(["benchmarks/recompute.py", *arguments])
     cases = QUICK if options.quick else CASES
     results = []
-    with tqdm(total=2 * len(cases), desc="checkpoint", unit="process") as progress:
+    with tqdm(total=2 * len(cases), desc="recompute", unit="process") as progress:
         for case in cases:
             result: Dict[str, Any] = dict(case)
             for name, recomputed in (("kept", False), ("recomputed", True)):
@@ -50,8 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     table = _results.table(header, [row(result) for result in results])
     print(table)
     title = "Memory of a training step, with activations kept or recomputed"
-    _results.write(options.out, "checkpoint", title, f"{EXPLANATION}\n\n{table}", env, results, results)
-    plot(options.out / "checkpoint.png", results, env)
+    _results.write(options.out, "recompute", title, f"{EXPLANATION}\n\n{table}", env, results, results)
     return 0
 
 
@@ -88,7 +86,7 @@ def measured(cell: _measuring.Cell) -> Dict[str, float]:
     if cell["recomputed"]:
         for stage in (net.layer1, net.layer2, net.layer3, net.layer4):
             for unit in stage:
-                gluon_syncbn.checkpoint(unit)
+                gluon_syncbn.recompute(unit)
     trainer = Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-3, "momentum": 0.9})
     x = mx.nd.random.normal(shape=(images, 3, crop, crop))
     mx.nd.waitall()
@@ -104,14 +102,6 @@ def measured(cell: _measuring.Cell) -> Dict[str, float]:
         seconds = time.perf_counter() - begin
     peak = _measuring.peak_mib()
     return {"before_mib": before, "peak_mib": peak - before, "step_s": seconds}
-
-
-def plot(path: Path, results: Sequence[Dict[str, Any]], env: Dict[str, str]) -> None:
-    colours = {"kept": "#000000", "recomputed": "#0072B2"}
-    bars = [(f"activations {name}", colours[name], [one[name]["peak_mib"] for one in results]) for name in colours]
-    texts = [f"{one['model']}\ncrop {one['crop']}, {one['images']} images" for one in results]
-    note = f"{env['processor']}, {env['cores']} cores, one CPU device"
-    _results.plot_bars(path, bars, texts, "most memory in a step, MiB", note)
 
 
 if __name__ == "__main__":
