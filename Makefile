@@ -41,7 +41,7 @@ help:
 	make lint     ruff, mypy, clang-format
 	make format   let ruff and clang-format rewrite the sources
 	make bench    speed of the layer and of whole models, against plain BatchNorm and contrib's SyncBatchNorm
-	make compare  plain BatchNorm against SyncBatchNorm: accuracy over several seeds (about 15 minutes)
+	make compare  plain BatchNorm against SyncBatchNorm: accuracy over several seeds (about 30 minutes)
 	make slow     the tests that take minutes each
 	make nightly  what CI leaves out: all of slow, test-custom, test-openmpi, test-horovod, test-torch, test-dist and soak (two hours)
 	make soak     random nets in random ways for 10 minutes, each step checked; ARGS="--minutes 1"

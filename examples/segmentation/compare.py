@@ -1,4 +1,4 @@
-"""Plain BatchNorm against SyncBatchNorm at 1 and 2 images per device, on four devices.
+"""Plain BatchNorm against SyncBatchNorm at 1 to 8 images per device, on four devices.
 
     python examples/segmentation/compare.py
 
@@ -18,13 +18,14 @@ import platform
 import sys
 import time
 
+sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 from errors import run
 from options import Parser, number
 from tqdm import tqdm
 
 RATES = {"FastSCNN": (0.01, 0.03, 0.1, 0.3, 1.0), "FCN-ResNet20": (0.003, 0.01, 0.03, 0.1, 0.3)}
 NETS = tuple(RATES)
-IMAGES = (1, 2)  # per device
+IMAGES = (1, 2, 4, 8)  # per device
 NORMS = ("BatchNorm", "SyncBatchNorm")
 SCENES = {"training": 200, "validation": 50, "tuning": 50}
 TUNING = -1  # in the place of a seed
@@ -158,29 +159,40 @@ def interval(differences: list) -> tuple:
     return mean - bound, mean + bound
 
 
-def draw(path: str, results) -> None:
-    """Draws every run as a point, and the means as lines."""
-    from pictures import new_figure
+def effect(results, net: str, images: int) -> str:
+    """What synchronised statistics do, where the interval of the differences leaves 0 out."""
+    plain, sync = (column(results, (net, images, norm), "mIoU") for norm in NORMS)
+    low, high = interval([b - a for a, b in zip(plain, sync)])
+    return "gain" if low > 0 else "loss" if high < 0 else "no difference"
 
-    figure = new_figure(7.5, 3.6)
-    for axis, net in zip(figure.subplots(1, len(NETS), sharey=True), NETS):
-        for at, images in enumerate(IMAGES):
-            for offset, norm, colour in zip((-0.17, 0.17), NORMS, ("0.45", "C0")):
-                values = column(results, (net, images, norm), "mIoU")
-                label = norm if at == 0 else None
-                axis.plot([at + offset] * len(values), values, "o", color=colour, label=label, alpha=0.6)
-                axis.hlines(mean_sd(values)[0], at + offset - 0.13, at + offset + 0.13, color=colour, linewidth=2)
-        axis.set_xticks(range(len(IMAGES)), [str(i) for i in IMAGES])
+
+EFFECTS = ("gain", "loss", "no difference")
+
+
+def draw(path: str, results) -> None:
+    """Means and ranges over the seeds. The title says from which number of images on no net shows a difference."""
+    import style
+
+    some = [images for images in IMAGES if {effect(results, net, images) for net in NETS} != {"no difference"}]
+    title = f"With more than {max(some, default=0)} images on each of four devices, these runs show no difference"
+
+    figure, axes = style.figure(8.5, 4, len(NETS), sharey=True)
+    for axis, net in zip(axes, NETS):
+        series = {}
+        for norm, colour in zip(NORMS, (style.PLAIN, style.SYNC)):
+            values = [column(results, (net, images, norm), "mIoU") for images in IMAGES]
+            series[norm, colour] = [(min(one), mean_sd(one)[0], max(one)) for one in values]
+        axis.set_xscale("log", base=2)
+        style.lines(axis, IMAGES, series, labelled=net == NETS[-1])
         axis.set_xlabel("images on each device")
-        axis.set_title(net, fontsize=10)
-        axis.set_xlim(-0.5, len(IMAGES) - 0.5)
-        axis.grid(axis="y", alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].set_ylabel("validation mIoU")
-    figure.axes[0].set_ylim(0, 1.1 * max(result["mIoU"] for result in results.values()))
-    axis.legend(frameon=False, loc="lower right")
-    figure.suptitle("four devices: one point per seed, a line at the mean", fontsize=11)
-    figure.savefig(path)
+        effects = {images: effect(results, net, images) for images in IMAGES}
+        found = [(word, [str(images) for images in IMAGES if effects[images] == word]) for word in EFFECTS]
+        axis.set_title(f"{net}\n" + ", ".join(f"{word} with {' and '.join(n)}" for word, n in found if n), fontsize=9)
+    axes[0].set_ylabel("validation mIoU")
+    axes[0].set_ylim(bottom=0)
+    seeds = len({key[-1] for key in results})
+    note = f"n = {seeds} seeds; points are means, whiskers the least and the most; drawn scenes, few epochs"
+    style.save(figure, path, title, note, __file__)
 
 
 if __name__ == "__main__":
