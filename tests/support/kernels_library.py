@@ -21,7 +21,7 @@ def here() -> List[str]:
     return list(SETS)[list(SETS).index(_native.instruction_set()) :]
 
 
-def build(name: str, flags: Sequence[str] = ("-O2",)) -> ctypes.CDLL:
+def build(name: str, flags: Sequence[str] = ("-O1",)) -> ctypes.CDLL:
     target, width = SETS[name]
     sources = [SUPPORT / "kernels_driver.cc", SOURCES / "cpu" / "kernels.cc"]
     defined = [f"-DSYNCBN_CLONES={target}", f"-DSYNCBN_WIDTH={width}"]

@@ -22,6 +22,6 @@ def build(name: str, sources: Sequence[Path], flags: Sequence[str] = ()) -> ctyp
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
         unfinished = f"{library}.{os.getpid()}"  # another process may be at it, or an interrupt come
-        subprocess.run([*command, "-o", unfinished], check=True, timeout=120, env=shell())
+        subprocess.run([*command, "-o", unfinished], check=True, timeout=280, env=shell())
         os.replace(unfinished, library)
     return ctypes.CDLL(str(library))

@@ -115,116 +115,86 @@ def per_channel(vector):
     return vector.reshape(1, -1, 1)
 
 
-@layouts(SHAPES, TYPES, IN_BLOCKS)
+#: What stands behind a normalisation, and whether a mask hides some of x.
+WAYS = [
+    (NOTHING, False),
+    (NOTHING, True),
+    (ACTIVATIONS["leaky"], True),
+    *((one, False) for one in ACTIVATIONS.values()),
+]
+
+
+@layouts([*SHAPES, (70, 9, 3)], TYPES, IN_BLOCKS)
 def test_against_numpy(library, shape, dtype, block):
-    x, dy, start, (scale, shift, mean_dy, slope, _) = case(shape, dtype)
-    kernels, wide, wide_dy = Kernels(library, x, block=block, dtype=dtype), x.astype("float64"), dy.astype("float64")
-    mean, m2 = kernels.moments()
-    close(mean, wide.mean((0, 2)), 1e-13)
-    close(m2, ((wide - per_channel(mean)) ** 2).sum((0, 2)), 1e-12)
-
-    centred = wide - per_channel(mean)
-    for add in (False, True):
-        base = start.astype("float64") * add
-        want = base + centred * per_channel(scale) + per_channel(shift)
-        close(kernels.normalise(mean, scale, shift, start.copy(), add), want, TOLERANCE[dtype])
-
-    sum_dy, sum_dy_xhat = kernels.grad_sums(dy, mean, scale)
-    close(sum_dy, wide_dy.sum((0, 2)), 1e-12)
-    close(sum_dy_xhat, (wide_dy * centred * per_channel(scale)).sum((0, 2)), 1e-12)
-
-    for add in (False, True):
-        base = start.astype("float64") * add
-        want = base + per_channel(scale) * (wide_dy - per_channel(mean_dy) - centred * per_channel(slope))
-        got = kernels.grad_input(dy, mean, scale, mean_dy, slope, start.copy(), add)
-        close(got, want, 4 * TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("activation", [NOTHING, ACTIVATIONS["leaky"]], ids=["nothing", "leaky"])
-@layouts([*SHAPES[:7], (70, 9, 3)], TYPES, IN_BLOCKS[:6])
-def test_under_a_mask(library, shape, dtype, block, activation):
     """What is masked may hold anything, and the statistics of what is left lose no digits beside it."""
-    x, dy, start, (scale, shift, mean_dy, slope, fed_mean) = case(shape, dtype, offset=8)
-    mask = (np.random.RandomState(7).rand(shape[0], 1, shape[2]) < 0.5).astype("float32") * -0.5
-    mask.ravel()[-1] = 3
-    counts = np.broadcast_to(mask != 0, shape)
-    hidden = np.where(counts, x, np.array(np.nan, x.dtype))
-    hidden.ravel()[0] = x.ravel()[0] if counts.ravel()[0] else np.inf
-    kernels = Kernels(library, hidden, threads=2, block=block, dtype=dtype, mask=mask)
+    for activation, masked in WAYS if np.prod(shape) < 50000 else WAYS[:2]:
+        check(library, shape, dtype, block, activation, masked)
+
+
+def check(library, shape, dtype, block, activation, masked):
+    x, dy, start, (scale, shift, mean_dz, slope, fed_mean) = case(shape, dtype, offset=8 * masked)
+    addend, (slope_below, ceiling) = rounded(3 * dy[::-1] + 2, dtype), activation
+    wide, wide_dy, wide_start = (a.astype("float64") for a in (x, dy, start))
+    mask, counts, hidden = None, np.ones(shape, bool), x
+    if masked:
+        mask = (np.random.RandomState(7).rand(shape[0], 1, shape[2]) < 0.5).astype("float32") * -0.5
+        mask.ravel()[-1] = 3
+        counts = np.broadcast_to(mask != 0, shape)
+        hidden = np.where(counts, x, np.array(np.nan, x.dtype))
+        hidden.ravel()[0] = x.ravel()[0] if counts.ravel()[0] else np.inf
+    kernels = Kernels(library, hidden, threads=1 + masked, block=block, dtype=dtype, mask=mask)
     mean, m2 = kernels.moments()
-    n = int((mask != 0).sum())
+    n = int(counts[:, 0].sum())
     assert kernels.returned == n
-    centred = np.where(counts, x.astype("float64"), 0) - per_channel(mean)
-    close(mean, np.where(counts, x.astype("float64"), 0).sum((0, 2)) / n, 1e-13)
+    centred = wide - per_channel(mean)
+    close(mean, np.where(counts, wide, 0).sum((0, 2)) / n, 1e-13)
     close(m2, np.where(counts, centred**2, 0).sum((0, 2)), 1e-12)
 
     kernels.x = x
-    centred = x.astype("float64") - per_channel(mean)
-    z = centred * per_channel(scale) + per_channel(shift)
-    clear = np.abs(z) > 20 * TOLERANCE[dtype]
-    dz = dy.astype("float64") * np.where(z > 0, 1, activation[0])
-    of_pool = (x.astype("float64") - per_channel(fed_mean)) * per_channel(slope)
-    for add in (False, True):
-        want = per_channel(scale) * (dz - np.where(counts, per_channel(mean_dy) + of_pool, 0))
-        got = kernels.grad_input(
-            dy, mean, scale, mean_dy, slope, start.copy(), add, shift=shift, activation=activation, fed_mean=fed_mean
-        )
-        close(got[clear], (start.astype("float64") * add + want)[clear], 8 * TOLERANCE[dtype])
-
-    kernels.mask = np.ones_like(mask)
-    ones = *kernels.moments(), kernels.grad_input(dy, mean, scale, mean_dy, slope, start.copy(), False)
-    kernels.mask = None
-    none = *kernels.moments(), kernels.grad_input(dy, mean, scale, mean_dy, slope, start.copy(), False)
-    for got, want in zip(ones, none):
-        close(got, want, 2 * TOLERANCE[dtype])
-    kernels.mask = np.zeros_like(mask)
-    assert not any(values.any() for values in kernels.moments()) and kernels.returned == 0
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@layouts([(3, 5, 77), (2, 4, 5), (900, 7, 1)], TYPES, IN_BLOCKS[:5])
-def test_what_stands_behind(library, shape, dtype, block, activation):
-    x, dy, start, (scale, shift, mean_dz, slope, fed_mean) = case(shape, dtype)
-    addend = rounded(3 * dy[::-1] + 2, dtype)
-    kernels, activation = Kernels(library, x, block=block, dtype=dtype), ACTIVATIONS[activation]
-    mean, _ = kernels.moments()
-    centred = x.astype("float64") - per_channel(mean)
     z = centred * per_channel(scale) + per_channel(shift)
 
     def rectified(z):
-        return np.where(z > 0, np.minimum(z, activation[1]), activation[0] * z)
+        return np.where(z > 0, np.minimum(z, ceiling), slope_below * z)
 
     def through(z):
-        return dy.astype("float64") * np.where(z > 0, z < activation[1], activation[0])
+        return wide_dy * np.where(z > 0, z < ceiling, slope_below)
+
+    def clear(z, edge=20 * TOLERANCE[dtype]):
+        """Where no rounding decides on which side of a kink a value is."""
+        return (np.abs(z) > edge) & (np.abs(z - ceiling) > edge) if activation != NOTHING else np.ones(shape, bool)
 
     for add in (False, True):
-        base = start.astype("float64") * add
-        close(
-            kernels.normalise(mean, scale, shift, start.copy(), add, activation), base + rectified(z), TOLERANCE[dtype]
-        )
+        base = wide_start * add
+        y = kernels.normalise(mean, scale, shift, start.copy(), add, activation)
+        close(y, base + rectified(z), TOLERANCE[dtype])
         y = kernels.normalise(mean, scale, shift, start.copy(), add, activation, addend)
         close(y, base + rectified(z + addend), 2 * TOLERANCE[dtype])
+        of_pool = (wide - per_channel(fed_mean)) * per_channel(slope)
+        want = base + per_channel(scale) * (through(z) - np.where(counts, per_channel(mean_dz) + of_pool, 0))
+        constants = {"shift": shift, "activation": activation, "fed_mean": fed_mean}
+        got = kernels.grad_input(dy, mean, scale, mean_dz, slope, start.copy(), add, **constants)
+        close(got[clear(z)], want[clear(z)], 8 * TOLERANCE[dtype])
+    kernels.mask = None
 
     sums = kernels.grad_sums(dy, mean, slope, scale, shift, activation)
     for got, want in zip(sums, (through(z), through(z) * centred * per_channel(slope))):
-        close(got, want.sum((0, 2)), 10 * TOLERANCE[dtype])
-    y, dz = kernels.normalise(mean, scale, shift, start.copy(), False, activation, addend), np.empty_like(dy)
-    sums = kernels.grad_sums(dy, mean, slope, activation=activation, y=y, dz=dz)
-    wide = dz.astype("float64")
-    for got, want in zip(sums, (wide, wide * centred * per_channel(slope))):
-        close(got, want.sum((0, 2)), 1e-11)
-    edge = TOLERANCE[dtype] * 20  # where rounding decides on which side a value is
-    clear = (np.abs(z + addend) > edge) & (np.abs(z + addend - activation[1]) > edge)
-    close(dz[clear], through(z + addend)[clear], TOLERANCE[dtype])
-
-    clear = (np.abs(z) > edge) & (np.abs(z - activation[1]) > edge)
-    for add in (False, True):
-        of_pool = (x.astype("float64") - per_channel(fed_mean)) * per_channel(slope)
-        want = start.astype("float64") * add + per_channel(scale) * (through(z) - per_channel(mean_dz) - of_pool)
-        got = kernels.grad_input(
-            dy, mean, scale, mean_dz, slope, start.copy(), add, shift=shift, activation=activation, fed_mean=fed_mean
-        )
-        close(got[clear], want[clear], 8 * TOLERANCE[dtype])
+        close(got, want.sum((0, 2)), 1e-12 if activation == NOTHING else 10 * TOLERANCE[dtype])
+    if activation != NOTHING:
+        y, dz = kernels.normalise(mean, scale, shift, start.copy(), False, activation, addend), np.empty_like(dy)
+        sums, wanted = kernels.grad_sums(dy, mean, slope, activation=activation, y=y, dz=dz), dz.astype("float64")
+        for got, want in zip(sums, (wanted, wanted * centred * per_channel(slope))):
+            close(got, want.sum((0, 2)), 1e-11)
+        sure = clear(z + addend)
+        close(dz[sure], through(z + addend)[sure], TOLERANCE[dtype])
+    if masked:
+        kernels.mask = np.ones_like(mask)
+        ones = *kernels.moments(), kernels.grad_input(dy, mean, scale, mean_dz, slope, start.copy(), False)
+        kernels.mask = None
+        none = *kernels.moments(), kernels.grad_input(dy, mean, scale, mean_dz, slope, start.copy(), False)
+        for got, want in zip(ones, none):
+            close(got, want, 2 * TOLERANCE[dtype])
+        kernels.mask = np.zeros_like(mask)
+        assert not any(values.any() for values in kernels.moments()) and kernels.returned == 0
 
 
 @pytest.mark.parametrize("activation", [NOTHING, ACTIVATIONS["leaky"]], ids=["nothing", "leaky"])
