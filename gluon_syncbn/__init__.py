@@ -46,6 +46,7 @@ import typing as _typing
 import warnings as _warnings
 
 from . import contrastive, parallel, symbol
+from ._native import StepError
 from .layer import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd
 from .mxnet_side import lifetime as _lifetime
 from .mxnet_side import patches as _patches
@@ -69,6 +70,7 @@ for _module in (contrastive, parallel, symbol):  # `dir` shows their public name
 
 __all__ = [
     "ShuffleBatchNorm",
+    "StepError",
     "SyncBatchNorm",
     "SyncBatchNormAdd",
     "__version__",

@@ -189,14 +189,6 @@ def test_the_functions_behind_the_helpers(contexts, rng, installed, sync):
     np.testing.assert_allclose(got, 2 * want.dgamma, rtol=1e-4)
 
 
-def test_functions_with_another_number_of_replicas(installed):
-    x = nd.ones((1,))
-    with pytest.raises(ValueError, match="kwargs_tup: '1 of them' was given, expected those of 2 replicas"):
-        gluoncv.utils.parallel.parallel_apply(lambda x: x, [(x,), (x,)], [{}])
-    with pytest.raises(ValueError, match="targets: '1 of them' was given, expected those of 2 replicas"):
-        gluoncv.utils.parallel.criterion_parallel_apply(lambda x, t: x, [(x,), (x,)], [(x,)])
-
-
 def test_a_model_that_is_no_block(contexts, installed):
     """GluonCV's segmentation scripts evaluate with one."""
     net = nn.Dense(3, in_units=2)

@@ -77,7 +77,7 @@ class Job:
         """Exit code, output and errors."""
         with self.start(text, *command, **settings) as process:
             try:
-                output, errors = process.communicate(timeout=100)
+                output, errors = process.communicate(timeout=250)
             finally:
                 process.kill()
         return process.returncode, output, errors
@@ -161,22 +161,21 @@ print(json.dumps({"contexts": len(contexts), "memory": memory, "found": found}))
 """
 
 
-@pytest.mark.parametrize("given, own", [([], []), (["--convert"], ["--batch-norm"])])
-def test_an_unedited_script_with_a_module(job, given, own):
-    code, output, errors = job.run(MODULE, *RUN, "--cpus", "2", *given, TRAIN, *own)
-    assert code == 0 and "nothing was synchronised" not in errors, errors
+def test_an_unedited_script_with_a_module(job):
     plain_code, plain, plain_errors = job.run(MODULE, *RUN, TRAIN, "--plain")
     assert plain_code == 0 and "nothing was synchronised: try run --convert" in plain_errors, plain_errors
-    got, want = json.loads(output), json.loads(plain)
-    assert (got["contexts"], want["contexts"]) == (2, 1)
-    for name, value in want["found"].items():
-        scale = np.abs(value).max()
-        np.testing.assert_allclose(
-            np.array(got["found"][name]) / scale, np.array(value) / scale, atol=1e-4, err_msg=name
-        )
-    assert len(got["memory"]) == 24
-    # The activations and gradients of a step take 7 MB.
-    assert got["memory"][-1] - got["memory"][3] < 10, got["memory"]
+    want = json.loads(plain)
+    for given, own in (([], []), (["--convert"], ["--batch-norm"])):
+        code, output, errors = job.run(MODULE, *RUN, "--cpus", "2", *given, TRAIN, *own)
+        assert code == 0 and "nothing was synchronised" not in errors, errors
+        got = json.loads(output)
+        assert (got["contexts"], want["contexts"]) == (2, 1)
+        for name, value in want["found"].items():
+            one, other = (np.array(of) / np.abs(value).max() for of in (got["found"][name], value))
+            np.testing.assert_allclose(one, other, atol=1e-4, err_msg=name)
+        assert len(got["memory"]) == 24
+        # The activations and gradients of a step take 7 MB.
+        assert got["memory"][-1] - got["memory"][3] < 10, got["memory"]
 
 
 #: Trains a net with plain BatchNorm, of which a part has run; prints whether the statistics are those of all contexts.
@@ -302,9 +301,7 @@ print(json.dumps([sys.argv, sys.path[0], __name__, __file__, os.getcwd(), sys.mo
 
 ENDS = {
     "sys.exit": ("sys.exit(3)", 3),
-    "a message": ("sys.exit('out of data')", 1),
     "an exception": ("def read():\n    raise RuntimeError('out of data')\n\nread()", 1),
-    "another's exception": ("json.loads('[')", 1),
     "a chain of them": ("try:\n    json.loads('[')\nexcept ValueError as error:\n    raise OSError(3) from error", 1),
     "no Python": ("x = = 1", 1),
     "Ctrl-C": ("os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)", -signal.SIGINT),

@@ -1,6 +1,5 @@
 """Positions that do not count: `layer(x, mask)` against the specification."""
 
-import gc
 import json
 import re
 
@@ -98,7 +97,6 @@ def test_behind_a_convolution(contexts, rng, channels):
     layer = prepare(SyncBatchNorm(in_channels=channels), batch, contexts[:2], "float32")
     xs, heads = ([in_blocks(a, c) for a, c in zip(arrays, contexts)] for arrays in (batch.shards, batch.heads))
     marks = on_devices(masks, contexts, "float32")
-    gc.collect()  # while a layer lives whose replicas share a context, heads are copied, and are plain then
     before = core_count("blocked_calls")
     ys = forward_and_backward(layer, xs, heads, marks)
     got = collect(layer, ys, [x.grad for x in xs], contexts[:2])
@@ -163,28 +161,14 @@ def sequences(rng, sizes, contexts):
     return [(x, mask.astype("float32")) for x, mask in data]
 
 
-def trained(net, batches, steps=2):
-    trainer = Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore=None)
-    for _ in range(steps):
-        with autograd.record():
-            losses = [(net(*one) ** 2).sum() for one in batches]
-        autograd.backward(losses)
-        for parameter in net.collect_params().values():  # the replicas' gradients are added, as a trainer does
-            if parameter.grad_req != "null":
-                total = sum(grad.as_in_context(mx.cpu()) for grad in parameter.list_grad())
-                for grad in parameter.list_grad():
-                    grad[:] = total.as_in_context(grad.ctx)
-        trainer.update(20)
-    return [net(*one).asnumpy() for one in batches]
-
-
 @pytest.mark.parametrize("way", ["hybrid", "static_alloc"])
 @pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments")  # SymbolBlock.imports
 def test_what_becomes_of_a_net(contexts, rng, way, tmp_path):
     """Prediction, export, freeze and summary of a net whose layers take masks."""
     (batch,) = sequences(rng, (4,), contexts)
     net = padded(2, contexts[:1])
-    trained(net, [batch])
+    with autograd.record():  # which moves the running statistics
+        net(*batch)
     want = net(*batch).asnumpy()
     ignored = net(batch[0], nd.ones_like(batch[1])).asnumpy() * batch[1].asnumpy()[:, None]
     np.testing.assert_allclose(want, ignored, rtol=1e-6)  # the mask is not among what predicts

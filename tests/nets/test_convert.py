@@ -683,20 +683,6 @@ def test_initialisation_that_is_still_pending():
     np.testing.assert_allclose(output, step(plain, [np.concatenate(inputs)], [mx.cpu()])[0], atol=1e-5)
 
 
-def test_hooks_are_kept():
-    net = nn.HybridSequential()
-    net.add(nn.BatchNorm(in_channels=3))
-    net.initialize()
-    calls = []
-    net[0].register_forward_hook(lambda block, *_: calls.append(("after", type(block))))
-    handle = net[0].register_forward_pre_hook(lambda block, _: calls.append(("before", type(block))))
-    convert(net)(mx.nd.ones((2, 3)))
-    assert calls == [("before", SyncBatchNorm), ("after", SyncBatchNorm)]
-    handle.detach()
-    revert(net)(mx.nd.ones((2, 3)))
-    assert calls[2:] == [("after", nn.BatchNorm)]
-
-
 def test_no_name_is_used_up():
     def number(layer):
         return int(re.search(r"(\d+)_$", layer.prefix).group(1))
@@ -707,15 +693,6 @@ def test_no_name_is_used_up():
     convert(net)
     revert(net)
     assert number(nn.BatchNorm()) == first + 3
-
-
-def test_twice_is_once():
-    net = convert(Residual())
-    before = [(id(layer), id(layer._kwargs)) for layer in layers(net, SyncBatchNorm)]
-    convert(net, num_devices=2)
-    assert [(id(layer), id(layer._kwargs)) for layer in layers(net, SyncBatchNorm)] == before
-    revert(revert(net))
-    assert len(layers(net, nn.BatchNorm)) == 4
 
 
 @pytest.mark.parametrize(

@@ -216,14 +216,6 @@ def test_without_being_asked_nothing_is_taken_in(contexts):
     assert recorded(net)["Activation"] == 0
 
 
-def test_only_what_is_selected_takes_in(contexts):
-    net = nn.HybridSequential()
-    net.add(chain(nn.Activation("relu")), nn.Conv2D(3, 1, in_channels=4), chain(nn.Activation("relu")))
-    convert(net, fuse=True, select=net[0][1].name)
-    train(net, contexts[:2], size=10)
-    assert recorded(net)["Activation"] == 1
-
-
 @pytest.mark.filterwarnings("ignore:Cannot decide type")
 def test_files_are_those_of_the_net_as_it_was(contexts, tmp_path):
     nets = twins(lambda: Residual(leaky, prefix="net_"), contexts[:2])
@@ -239,17 +231,6 @@ def test_files_are_those_of_the_net_as_it_was(contexts, tmp_path):
     np.testing.assert_allclose(loaded(x).asnumpy(), nets[1](x).asnumpy(), atol=1e-5)
 
 
-def test_reverted_it_is_the_net_that_it_was(contexts):
-    net = chain(nn.Activation("relu"))
-    names = list(net.collect_params())
-    convert(net, fuse=True)
-    train(net, contexts[:2])
-    revert(net)
-    train(net, contexts[:2])
-    assert recorded(net)["Activation"] == recorded(net)["BatchNorm"] == 1
-    assert type(net[1]) is nn.BatchNorm and list(net.collect_params()) == names
-
-
 def test_a_recorded_graph(contexts):
     data = mx.sym.var("data", dtype="float32")
     net = Residual(relu)
@@ -263,11 +244,6 @@ def test_a_recorded_graph(contexts):
     for a, b in list(zip(train(block, contexts[:2]), want))[:-2]:  # what is predicted has seen two steps
         np.testing.assert_allclose(a, b, atol=1e-4)
     assert recorded(block)["relu"] == 1
-
-
-def test_eager_nothing_changes(contexts):
-    _, fused = twins(lambda: chain(nn.Activation("relu")), contexts[:2], "eager")
-    assert fused._cached_graph == ()
 
 
 def test_a_gluon_model(contexts):

@@ -1,17 +1,14 @@
 """`gluon_syncbn.parallel` beside GluonCV's helpers, whose signatures and results it has."""
 
 import os
-import sys
 import threading
 
 import mxnet as mx
 import numpy as np
 import pytest
-from environments import ended
 from gluoncv.utils import parallel as gluoncv
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from places import PACKAGE
 from replicas import WAYS, assert_same, make_batch, prepare, short_waits, step, truth
 
 import gluon_syncbn
@@ -96,33 +93,6 @@ def test_a_batch_of_fewer_samples_than_replicas(contexts, samples):
         criterion(outputs, nd.ones((samples, 3)))
     with mx.util.np_shape(True), autograd.record():
         assert [y.shape for (y,) in model(nd.ones((samples, 3)))] == [(1, 3)] * samples + [(0, 3)] * (3 - samples)
-
-
-def test_a_deep_net_in_a_script_that_prepares_nothing():
-    """It is built before the first operator runs."""
-    runs_by_itself("""
-import gluon_syncbn
-import mxnet as mx
-from mxnet import autograd, nd
-from mxnet.gluon import nn
-
-gluon_syncbn.configure(timeout=60)
-net = nn.HybridSequential()
-for _ in range(40):
-    net.add(nn.Conv2D(4, 3, padding=1, in_channels=4), gluon_syncbn.SyncBatchNorm(in_channels=4))
-contexts = [mx.cpu(0), mx.cpu(1)]
-net.initialize(ctx=contexts)
-for _ in range(2):
-    with autograd.record():
-        ys = [net(nd.random.uniform(shape=(2, 4, 9, 9), ctx=context)) for context in contexts]
-    autograd.backward(ys)
-    nd.waitall()
-""")
-
-
-def runs_by_itself(program):
-    done = ended([sys.executable, "-c", program], PACKAGE.parent)
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @BOTH
