@@ -33,17 +33,19 @@ from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, _native, reference
 # ---- numbers -----------------------------------------------------------------------------------------------
 
 
-#: tests/layer/test_random_cases.py draws the ways and the types, but for bfloat16, up to 4 replicas and 4 slots.
+#: Whether there is a mask, the way and the type: what tests/layer/test_random_cases.py does not draw, which has up to 4
+#: replicas and slots, and no bfloat16.
 BESIDE_RANDOM_CASES = [
-    pytest.param("eager", "float64", marks=pytest.mark.on_gpus),
-    pytest.param("static_shape", "float16", marks=pytest.mark.on_gpus),
-    *((way, "bfloat16") for way in ("eager", "hybrid") if "bfloat16" in ON_CPUS),
+    pytest.param(False, "eager", "float64", marks=pytest.mark.on_gpus),
+    pytest.param(False, "static_shape", "float16", marks=pytest.mark.on_gpus),
+    pytest.param(True, "eager", "float64", marks=pytest.mark.on_gpus),
 ]
+if "bfloat16" in ON_CPUS:
+    BESIDE_RANDOM_CASES += [(False, "eager", "bfloat16"), (False, "hybrid", "bfloat16"), (True, "hybrid", "bfloat16")]
 
 
-@pytest.mark.parametrize("way, dtype", BESIDE_RANDOM_CASES)
+@pytest.mark.parametrize("masked, way, dtype", BESIDE_RANDOM_CASES)
 @pytest.mark.parametrize("pooling", ["sync", *POOLINGS])
-@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
 def test_equals_the_specification(contexts, rng, masked, pooling, way, dtype):
     settings = POOLINGS.get(pooling, {})
     for replicas in (1, 2, 3, 4, 8):
