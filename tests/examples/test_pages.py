@@ -81,27 +81,6 @@ def test_what_a_command_names_is_there(block):
     assert not commands.lost(block.text)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "make test && make nothing",
-        "VENV=x make -C /tmp/before nothing",
-        'make demo-contrastive ARGS="--nothing 3"',
-        "python nothing.py",
-        ".venv/bin/python examples/segmentation/train.py --cpus 2 \\\n    --nothing",
-        "mpiexec -n 2 python -m nothing",
-        "python -m gluon_syncbn run --nothing 2 train.py",
-        "python -m gluon_syncbn nothing",
-        'pip install ".[cpu,nothing]"',
-        "pip install -r requirements/nothing.txt",
-        "(cd /tmp && bash tools/nothing.sh)",
-    ],
-)
-def test_what_a_command_names_is_missed(command):
-    (lost,) = commands.lost(command)
-    assert "nothing" in lost
-
-
 @pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_names_is_there(page):
     """Links and their anchors, and what stands between backticks and looks like a file of the checkout or a target."""

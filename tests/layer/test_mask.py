@@ -9,7 +9,7 @@ import pytest
 from core_counts import core_count
 from masks import make_masks, masked_step
 from mxnet import autograd, nd
-from mxnet.gluon import HybridBlock, Trainer, nn
+from mxnet.gluon import HybridBlock, nn
 from poolings import specification
 from replicas import (
     TOLERANCE,
