@@ -10,7 +10,7 @@ from mxnet.gluon import Trainer, nn
 from poolings import specification
 from replicas import TOLERANCE, WAYS, assert_same, collect, forward_and_backward, make_batch, on_devices, prepare, step
 
-from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd, convert, revert, summary
+from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd, convert, summary
 from gluon_syncbn.activation import BatchNormAdd
 
 LEAKY = {"activation": "leaky", "inplace": True}
@@ -132,49 +132,6 @@ def test_a_slope_that_hides_x(contexts, rng, dtype, slope, gamma):
 def test_what_cannot_be_found_again_is_refused(make, given, expected):
     with pytest.raises(ValueError, match=expected):
         make(**given)
-
-
-class Net(nn.HybridBlock):
-    """A layer before each activation, one before an addition and one before nothing."""
-
-    def __init__(self):
-        super().__init__()
-        with self.name_scope():
-            self.norms = nn.HybridSequential()
-            for name in ("leaky", "relu", "add", "last"):
-                self.norms.add(nn.BatchNorm(in_channels=3, prefix=f"{name}_"))
-
-    def hybrid_forward(self, F, x):
-        x = F.LeakyReLU(self.norms[0](x), slope=0.1)
-        x = F.relu(self.norms[1](x))
-        x = F.LeakyReLU(self.norms[2](x) + x, slope=0.1)
-        return self.norms[3](x)
-
-
-@pytest.mark.filterwarnings("ignore:Cannot decide type")
-def test_converted_and_fused(contexts, tmp_path):
-    """In place is what can be; files are as ever, and `revert` gives the old net."""
-    random, x = np.random.RandomState(0), nd.random.normal(shape=(4, 3, 5, 5))
-    head = nd.array(random.randn(*x.shape))
-    results = []
-    for settings in ({}, {"fuse": True, "inplace": True}):
-        net = convert(Net(), **settings)
-        net.initialize(ctx=contexts[0])
-        net.hybridize()
-        x.attach_grad()
-        with autograd.record():
-            y = net(x)
-        y.backward(head)
-        results.append([y.asnumpy(), x.grad.asnumpy(), net(x).asnumpy()])
-    for got, want in zip(*results):
-        np.testing.assert_allclose(got, want, atol=1e-4)
-    fused = [row.fused for row in summary(net)]
-    assert fused == ["LeakyReLU(0.1), in place", "ReLU", "addition, LeakyReLU(0.1)", "in place"]
-    net.export(str(tmp_path / "net"))
-    loaded = nn.SymbolBlock.imports(str(tmp_path / "net-symbol.json"), "data", str(tmp_path / "net-0000.params"))
-    np.testing.assert_allclose(loaded(x).asnumpy(), results[1][-1], atol=1e-5)
-    assert {type(layer) for layer in revert(net).norms} == {nn.BatchNorm}
-    np.testing.assert_allclose(net(x).asnumpy(), results[1][-1], atol=1e-5)
 
 
 @pytest.mark.parametrize("make", [nn.BatchNormReLU, BatchNormAdd, SyncBatchNorm])

@@ -56,29 +56,6 @@ def graph(norm):
 print(json.dumps([plain, synced, types, synced_types]))
 """
 
-NUMBERS = """
-from gluon_syncbn import reference
-from core_counts import core_count
-from replicas import make_batch, prepare, step
-answers = []
-for way in (None, {}, {"static_alloc": True}):
-    batch = make_batch(np.random.RandomState(1), 2, dtype="float16")
-    layer = prepare(SyncBatchNorm(in_channels=5), batch, CONTEXTS, "float16", way)
-    got = step(layer, batch, CONTEXTS, "float16")
-    shards, heads = ([a.astype("float64") for a in arrays] for arrays in (batch.shards, batch.heads))
-    want = reference.forward(shards, batch.gamma, batch.beta, np.zeros(5), np.ones(5))
-    gradients = reference.backward(shards, heads, batch.gamma, want)
-    pairs = [*zip(got.outputs, want.outputs), *zip(got.dxs, gradients.dxs), (got.dgamma, sum(gradients.dgammas))]
-    pairs += [*zip(got.running_var, want.running_var)]
-    answers.append({
-        "error": max(float(np.abs(g - w).max() / np.abs(w).max()) for g, w in pairs),
-        "float16": sorted({a.dtype.name for a in (*got.outputs, *got.dxs)}),
-        "float32": sorted({p.data(CONTEXTS[0]).dtype.__name__ for p in layer.collect_params().values()}
-                          | {layer.gamma.grad(CONTEXTS[0]).dtype.__name__}),
-    })
-print(json.dumps(answers))
-"""
-
 TRAINING = """
 # Activation gives float16 to the layer. What a CPU cannot do in float16 stays in float32; on a CPU, AMP does not
 # cast to float32 itself.
@@ -244,7 +221,7 @@ computes = pytest.mark.skipif(not convolves_bfloat16(), reason="MXNet has no con
 @pytest.fixture(scope="module")
 def before():
     """AMP, then this package."""
-    return run("amp.init(); initialise()", GRAPH, NUMBERS)
+    return run("amp.init(); initialise()", GRAPH)
 
 
 @pytest.fixture(scope="module")
@@ -269,13 +246,6 @@ def test_fused_graphs_keep_the_casts(after):
     recorded, fused = after[2]
     assert recorded[-12:-4] == [*["amp_cast"] * 3, "Convolution", "Custom", "amp_multicast", "elemwise_add", "relu"]
     assert fused == [*["amp_cast"] * 3, "Convolution", "Custom"] * 2 + [*["amp_cast"] * 3, "Convolution"]
-
-
-def test_numbers_and_types_under_amp(before):
-    for answer in before[1]:
-        assert answer["error"] < 2e-3
-        assert answer["float16"] == ["float16"]
-        assert answer["float32"] == ["float32"]
 
 
 def test_training_with_loss_scaling():
