@@ -174,7 +174,6 @@ Status cudaFree(void* pointer) {
     return answer(release(pointer, false));
 }
 Status cudaHostAlloc(void** out, size_t size, unsigned) { return answer(allocate(kPinnedHost, size, out)); }
-Status cudaMallocHost(void** out, size_t size) { return answer(allocate(kPinnedHost, size, out)); }
 Status cudaFreeHost(void* pointer) {
     for (int device = 0; device < device_count(); ++device) synchronize_device(device);
     return answer(release(pointer, true));
@@ -223,7 +222,6 @@ Status cudaStreamCreateWithFlags(void** out, unsigned flags) {
     *out = create_stream(current_device, flags & 1 ? kNonBlocking : kBlocking);
     return answer(kSuccess);
 }
-Status cudaStreamCreateWithPriority(void** out, unsigned flags, int) { return cudaStreamCreateWithFlags(out, flags); }
 Status cudaStreamDestroy(void* handle) { return answer(destroy_stream(handle)); }
 Status cudaStreamSynchronize(void* handle) {
     const StreamPointer stream = find_stream(handle);

@@ -179,7 +179,6 @@ Status cuStreamCreate(void** out, unsigned flags) {
     *out = create_stream(current_device, flags & 1 ? kNonBlocking : kBlocking);
     return kSuccess;
 }
-Status cuStreamDestroy_v2(void* stream) { return destroy_stream(stream); }
 Status cuStreamQuery(void* handle) {
     const StreamPointer stream = find_stream(handle);
     return stream ? query(stream) : kInvalidHandle;

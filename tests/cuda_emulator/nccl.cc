@@ -29,8 +29,8 @@ std::atomic<bool> held{false};  // whoever makes a communicator
 std::atomic<int> lost{-1};      // a device whose ranks do not come
 
 enum Result : int { kGood = 0, kInvalidArgument = 4, kInvalidUsage = 5 };
-enum Kind : int { kAllGather, kAllReduce, kReduce, kBroadcast };
-const char* const kNames[] = {"ncclAllGather", "ncclAllReduce", "ncclReduce", "ncclBcast"};
+enum Kind : int { kAllGather, kAllReduce };
+const char* const kNames[] = {"ncclAllGather", "ncclAllReduce"};
 constexpr int kSum = 0;
 constexpr size_t kSizes[] = {1, 1, 4, 4, 8,
                              8, 2, 4, 8};  // of ncclInt8, Uint8, Int32, Uint32, Int64, Uint64, Float16 ...
@@ -42,13 +42,12 @@ const char* const kTypeNames[] = {"int8",   "uint8",   "int32",   "uint32", "int
 struct Call {
     Kind kind;
     size_t count;
-    int type, operation, root;
+    int type, operation;
 
     size_t bytes() const { return count * kSizes[type]; }
-    std::string text() const { return format("%s of %zu %s, root %d", kNames[kind], count, kTypeNames[type], root); }
+    std::string text() const { return format("%s of %zu %s", kNames[kind], count, kTypeNames[type]); }
     bool operator==(const Call& other) const {
-        return kind == other.kind && count == other.count && type == other.type && operation == other.operation &&
-               root == other.root;
+        return kind == other.kind && count == other.count && type == other.type && operation == other.operation;
     }
 };
 
@@ -159,10 +158,7 @@ bool Communicator::wait(std::atomic<uint64_t> Rank::* what, uint64_t least, int 
 
 void Communicator::perform(uint64_t number, const Call& call, const void* from, void* to) {
     const size_t bytes = call.bytes();
-    const size_t reads = call.kind != kBroadcast || rank == call.root ? bytes : 0;
-    const size_t writes = call.kind == kAllGather                     ? ranks * bytes
-                          : call.kind != kReduce || rank == call.root ? bytes
-                                                                      : 0;
+    const size_t writes = call.kind == kAllGather ? ranks * bytes : bytes;
     // A kernel that is aborted leaves anything in its memory: nobody is told that it was never written.
     const auto end = [&] {
         if (aborted) problem(to, writes, device, kWrite);
@@ -176,12 +172,12 @@ void Communicator::perform(uint64_t number, const Call& call, const void* from, 
     while (lost == device && !aborted) pause();
     if (aborted) return end();
     if (bytes > kMost) return break_off(format("%zu bytes: the emulator passes on at most %zu", bytes, kMost));
-    if (is_wrong(from, reads, kRead)) return;
+    if (is_wrong(from, bytes, kRead)) return;
     for (int i = 0; i < ranks; ++i)  // the others have read what was there; the streams of this rank take turns
         if (!wait(&Rank::done, number, i, number, call)) return end();
     Rank* const all = place_->all;
     all[rank].call = call;
-    std::memcpy(all[rank].data, from, reads);
+    std::memcpy(all[rank].data, from, bytes);
     all[rank].arrived = number + 1;
     for (int i = 0; i < ranks; ++i) {
         if (!wait(&Rank::arrived, number + 1, i, number, call)) return end();
@@ -190,12 +186,11 @@ void Communicator::perform(uint64_t number, const Call& call, const void* from, 
                 format("rank %d calls %s, rank %d calls %s", rank, call.text().c_str(), i, all[i].call.text().c_str()));
     }
     if (is_wrong(to, writes, kWrite)) return;
-    const int first = call.kind == kBroadcast ? call.root : 0;
-    if (writes) std::memcpy(to, all[first].data, bytes);
-    for (int i = 1; i < ranks && writes; ++i) {
+    std::memcpy(to, all[0].data, bytes);
+    for (int i = 1; i < ranks; ++i) {
         if (call.kind == kAllGather)
             std::memcpy(static_cast<char*>(to) + i * bytes, all[i].data, bytes);
-        else if (call.kind != kBroadcast)
+        else
             add(call.type, to, all[i].data, call.count);
     }
     all[rank].done = number + 1;
@@ -289,8 +284,6 @@ Result post(const Handle& communicator, const Call& call, const void* from, void
                        communicator->device);
     else if (call.type < 0 || call.type >= kTypes)
         wrong = format("data type %d", call.type);
-    else if (call.root < 0 || call.root >= communicator->ranks)
-        wrong = format("root %d of %d ranks", call.root, communicator->ranks);
     else if (call.operation != kSum)
         wrong = format("operation %d: the emulator has ncclSum only", call.operation);
     if (!wrong.empty()) {
@@ -360,18 +353,11 @@ const char* ncclGetErrorString(Result result) {
                                         : "unknown result code";
 }
 Result ncclAllGather(const void* from, void* to, size_t count, int type, Handle* communicator, void* stream) {
-    return post(*communicator, {kAllGather, count, type, kSum, 0}, from, to, stream);
+    return post(*communicator, {kAllGather, count, type, kSum}, from, to, stream);
 }
 Result ncclAllReduce(const void* from, void* to, size_t count, int type, int operation, Handle* communicator,
                      void* stream) {
-    return post(*communicator, {kAllReduce, count, type, operation, 0}, from, to, stream);
-}
-Result ncclReduce(const void* from, void* to, size_t count, int type, int operation, int root, Handle* communicator,
-                  void* stream) {
-    return post(*communicator, {kReduce, count, type, operation, root}, from, to, stream);
-}
-Result ncclBcast(void* buffer, size_t count, int type, int root, Handle* communicator, void* stream) {
-    return post(*communicator, {kBroadcast, count, type, kSum, root}, buffer, buffer, stream);
+    return post(*communicator, {kAllReduce, count, type, operation}, from, to, stream);
 }
 Result ncclGroupStart() {
     ++depth;

@@ -38,29 +38,6 @@ def test_each_selected_test_exists():
         assert file == gpu_day.KERNELS and case in (cases or [""]), one
 
 
-@pytest.mark.parametrize(
-    "command, became",
-    [
-        (["true"], "exit code 0"),
-        (["sh", "-c", "echo one; echo two; exit 3"], "exit code 3: two"),
-        (["sleep", "100"], "not ended after 1 s"),
-        (["no-such-sanitizer"], "not there: no-such-sanitizer"),
-    ],
-    ids=["ends", "fails", "hangs", "is missing"],
-)
-def test_what_is_said_of_a_step(tmp_path, command, became):
-    step = gpu_day.Step("some", "", command, 1)
-    assert gpu_day.run(step, tmp_path, step.limit, {"PATH": "/usr/bin:/bin"}) == became
-
-
-def test_what_is_not_reached_is_named(tmp_path):
-    assert gpu_day.main(["--seconds", "1", "--out", str(tmp_path), "--commit", "this one"]) == 1
-    commit, *rows = (tmp_path / "summary.txt").read_text().splitlines()
-    assert commit == "commit this one"
-    assert [row.split()[0] for row in rows] == [step.name for step in gpu_day.steps(tmp_path, "")]
-    assert all(row.endswith(" not reached") for row in rows)
-
-
 def code(kind, architecture, data):
     head = struct.pack("<HHIQIIHHIIIQQQ", kind, 257, 64, len(data), 0, 0, 7, 1, architecture, 0, 0, 0x11, 0, 0)
     return head + data

@@ -10,7 +10,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gpus import GPUS, gpus
-from mxnet import autograd, gluon, nd
+from mxnet import autograd
 from poolings import specification
 from replicas import WAYS, assert_same, make_batch, on_devices, prepare, step
 
@@ -49,28 +49,6 @@ class Store(mx.kvstore.KVStoreBase):
 
 def a_layer(batch, contexts, way="eager", **settings):
     return prepare(SyncBatchNorm(in_channels=5, **settings), batch, contexts, "float64", WAYS[way])
-
-
-def fresh(layer):
-    """As before its first step."""
-    gluon_syncbn.configure(seed=0)
-    layer.running_mean.set_data(nd.zeros(5, dtype="float64"))
-    layer.running_var.set_data(nd.ones(5, dtype="float64"))
-
-
-def test_a_store_that_a_trainer_has_too(rng):
-    contexts, batch, store = gpus(2), make_batch(rng, 2), mx.kv.create("device")
-    layer = a_layer(batch, contexts, kvstore=store)
-    trainer = gluon.Trainer(layer.collect_params(), "sgd", kvstore=store, update_on_kvstore=False)
-    for _ in range(3):
-        fresh(layer)
-        got = step(layer, batch, contexts, "float64")
-        want = specification(layer, batch)
-        assert_same(got, want, 1e-11)
-        trainer.allreduce_grads()
-        for parameter, total in ((layer.gamma, want.dgamma), (layer.beta, want.dbeta)):
-            for context in contexts:
-                np.testing.assert_allclose(parameter.grad(context).asnumpy(), total, rtol=1e-10)
 
 
 def test_what_the_store_gets(rng):

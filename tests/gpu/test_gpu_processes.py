@@ -64,7 +64,6 @@ def failed():
     """Jobs of two processes that end early, two at a time: most of each is starting Python and waiting."""
     jobs = {
         "not finite": ("a_batch_that_is_not_finite",),
-        "raises": ("fault", "raises", 60),
         "frozen": ("fault", "frozen", 3),
     }
     with ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2)) as pool:
@@ -78,16 +77,10 @@ def test_a_batch_that_is_not_finite(failed):
     assert "the batch is not finite: the mean of channel 1 is nan" in done.failure_of(1)[1]
 
 
-@pytest.mark.parametrize(
-    ("fault", "text"),
-    [
-        ("raises", "rank 1 of 2 has failed: OSError left the recorded step (disk full)"),
-        ("frozen", "rank 0 of 2 waits for rank 1 in the forward of call 2 of SyncBatchNorm 'layer0' after 3 s"),
-    ],
-)
-def test_a_process_that_does_something_else(failed, fault, text):
-    seconds, error = failed[fault].failure_of(0)
-    assert text in error
+def test_a_process_that_does_not_come(failed):
+    """One that raises, or is killed, is the same on CPUs."""
+    seconds, error = failed["frozen"].failure_of(0)
+    assert "rank 0 of 2 waits for rank 1 in the forward of call 2 of SyncBatchNorm 'layer0' after 3 s" in error
     assert seconds < 20
 
 
