@@ -16,11 +16,11 @@ def test_the_figures_follow_from_the_results(monkeypatch):
     assert overview.BEGIN + overview.figures() + overview.END in text, "run python benchmarks/overview.py"
 
 
-def test_pictures_are_as_old_as_what_draws_them():
+def test_pictures_are_as_old_as_what_draws_them(monkeypatch):
     """`python benchmarks/_pictures.py`, benchmarks/overview.py, tools/notebook.py and the examples draw them."""
     image = pytest.importorskip("PIL.Image", reason="reads what a picture was drawn from")
     pytest.importorskip("matplotlib", reason="the style needs matplotlib")
-    sys.path.append(str(ROOT / "examples"))
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
     import style
 
     found = [path for part in ("benchmarks", "docs", "examples") for path in (ROOT / part).rglob("*.png")]
