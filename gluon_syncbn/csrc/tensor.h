@@ -34,6 +34,7 @@ struct Tensor {
     Type type;
     Shape shape;
     int64_t samples;  // equal parts of shape.outer
+    Mask mask;        // its layout, if there is one
     std::vector<Slot> slots;
 
     Type parameter_type() const { return parameter_type_of(type); }

@@ -22,7 +22,7 @@ struct UniqueId {
     char bytes[128];
 };
 
-struct Nccl {
+struct NcclFunctions {
     const char* (*error_string)(int) = find("ncclGetErrorString");
     int (*init_all)(Communicator*, int, const int*) = find("ncclCommInitAll");
     int (*destroy)(Communicator) = find("ncclCommDestroy");
@@ -40,8 +40,8 @@ struct Nccl {
     }
 };
 
-const Nccl& nccl() {
-    static const Nccl instance;
+const NcclFunctions& nccl() {
+    static const NcclFunctions instance;
     return instance;
 }
 

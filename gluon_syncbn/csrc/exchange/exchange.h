@@ -53,6 +53,7 @@ struct Total {
     int64_t key = 0;   // of the layer, the same in every process
     // The group of each replica whose vector is here, from 0, if the exchange knows the groups of all processes.
     std::vector<int> groups = {};
+    size_t stride = 0;  // between the first values of its replicas; 0 where the total is the same for all
 };
 
 // An exchange that this process has contributed to: returns its total once, if that is there within so many seconds.

@@ -76,7 +76,6 @@ Underway begin_exchange(const Meeting& meeting, Phase& phase) {
             phase.row.insert(phase.row.end(), part.values.begin(), part.values.end());
             if (exchange.on_devices()) devices.push_back(*part.device);
         }
-        phase.stride = phase.row.size() / phase.entries.size();
         return exchange.begin(Combine::kSideBySide, id, {{phase.row.data()}, phase.row.size(), std::move(devices)});
     }
     Contribution own{{}, phase.entries[0].values.size()};
@@ -207,7 +206,7 @@ Place Rendezvous::join_locked(const LayerConfigPtr& config, const Key& key) {  /
     if (std::find(contexts.begin(), contexts.end(), key.second) == contexts.end() || !config->misplaced.empty())
         step().fail(Failure(config->name, key.second, "", why_not_here(*config, key.second)));
     if (step().failure() != nullptr) return {};
-    const auto over = [](const auto& meeting) { return meeting->settled() && meeting->phases[0].done; };
+    const auto over = [](const auto& meeting) { return meeting->settled() && meeting->phases[0].total != nullptr; };
     open_.erase(std::remove_if(open_.begin(), open_.end(), over), open_.end());
 
     const auto has_room = [&](const auto& meeting) {
@@ -235,7 +234,7 @@ Place Rendezvous::join(const LayerConfigPtr& config, const std::string& context,
     return place;
 }
 
-Place Rendezvous::take(const LayerConfigPtr& config, const std::string& context, int64_t node) {
+Place Rendezvous::announced(const LayerConfigPtr& config, const std::string& context, int64_t node) {
     const Lock lock(mutex_);
     std::deque<Place>& places = announced_[{node, context}];
     if (places.empty()) places.push_back(join_locked(config, {node, context}));
@@ -261,9 +260,9 @@ bool Rendezvous::contribute(const Place& place, Part part, double seconds) {
     check_equal(meeting, phase, place.position, part);
     phase.entries[place.position] = {std::move(part), true, syncbn::seconds()};  // (2)
     if (++phase.arrived < meeting.replicas()) {
-        const auto ended = [&] { return phase.done || failure_of(meeting) != nullptr; };
+        const auto ended = [&] { return phase.total != nullptr || failure_of(meeting) != nullptr; };
         meeting.changed->wait_for(lock, std::chrono::duration<double>(seconds), ended);
-        return phase.done;
+        return phase.total != nullptr;
     }
     phase.last = place.position;
     lock.unlock();  // no other thread touches a complete phase
@@ -287,8 +286,8 @@ bool Rendezvous::exchange(Meeting& meeting, Phase& phase, double seconds) const 
     Lock lock(mutex_);
     throw_if_failed(meeting);
     if (wants_debug.load(std::memory_order_relaxed)) record_meeting(name_of_call(meeting, phase), meeting, phase);
-    phase.total = std::move(*total);
-    phase.done = true;
+    total->stride = phase.row.size() / meeting.replicas();
+    phase.total = std::make_shared<const Total>(std::move(*total));
     phase.entries.clear();
     phase.row.clear();
     phase.underway = nullptr;
@@ -296,25 +295,23 @@ bool Rendezvous::exchange(Meeting& meeting, Phase& phase, double seconds) const 
     return true;
 }
 
-Total Rendezvous::total(const Place& place) const {
+std::shared_ptr<const Total> Rendezvous::total(const Place& place) const {
     Meeting& meeting = *place.meeting;
     Lock lock(mutex_);
     Phase& phase = meeting.phases[place.phase];
-    if (!phase.done && phase.arrived == meeting.replicas() && phase.last == place.position) {
+    if (!phase.total && phase.arrived == meeting.replicas() && phase.last == place.position) {
         lock.unlock();
         exchange(meeting, phase, kForEver);
         lock.lock();
     }
-    if (!phase.done) {
+    if (!phase.total) {
         WaitForReplicas wait(meeting, phase);
-        while (!phase.done) {
+        while (!phase.total) {
             meeting.changed->wait_for(lock, kSlice);
-            if (!phase.done) wait.look();
+            if (!phase.total) wait.look();
         }
     }
-    Total total = phase.total;  // (4)
-    total.first += place.position * phase.stride;
-    return total;
+    return phase.total;  // (4)
 }
 
 void Rendezvous::forget() {
@@ -326,7 +323,7 @@ void Rendezvous::forget() {
                                "' is over: another thread has called gluon_syncbn.reset() before all replicas were "
                                "called."));
         }
-        if (step().number != meeting->step && !meeting->phases[0].done) fail_here(*meeting, Failure(kForgotten));
+        if (step().number != meeting->step && !meeting->phases[0].total) fail_here(*meeting, Failure(kForgotten));
     }
     open_.clear();
     announced_.clear();

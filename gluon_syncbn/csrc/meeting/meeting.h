@@ -88,13 +88,11 @@ struct Phase {
     };
     std::vector<Entry> entries;  // [positions]
     size_t arrived = 0;
-    Vector row;         // of all replicas' vectors, if the exchange takes them side by side
-    Underway underway;  // the running exchange; the last replica to arrive finishes it
-    size_t last = 0;    // the position of the last replica
-    size_t stride = 0;  // of the positions' values in the total; 0 where it is the same for all
-    bool done = false;
-    bool warned = false;  // a waiting replica has warned
-    Total total;
+    Vector row;                          // of all replicas' vectors, if the exchange takes them side by side
+    Underway underway;                   // the running exchange; the last replica to arrive finishes it
+    size_t last = 0;                     // the position of the last replica
+    bool warned = false;                 // a waiting replica has warned
+    std::shared_ptr<const Total> total;  // of all, once it is there
 };
 
 struct Meeting {
@@ -150,13 +148,12 @@ class Rendezvous {
     Place join(const LayerConfigPtr& config, const std::string& context, int64_t node, bool announces = false);
     // Returns the first place that was announced for this node. Without an announcement, joins: an executor of a net's
     // own graph is one of MXNet's.
-    Place take(const LayerConfigPtr& config, const std::string& context, int64_t node);
+    Place announced(const LayerConfigPtr& config, const std::string& context, int64_t node);
     // Called once for the forward of a call, and once for each of its backwards. Waits at most so long for all replicas
     // and processes; returns whether they have come. A missing one is no failure. The last one calls the exchange.
     bool contribute(const Place& place, Part part, double seconds);
-    // Waits for all contributions and returns them: combined, or side by side in the order of their ranks. Then `first`
-    // is the first value of this replica.
-    Total total(const Place& place) const;
+    // Waits for all contributions and returns them: combined, or side by side in the order of their ranks.
+    std::shared_ptr<const Total> total(const Place& place) const;
     // A replica has failed: fails the step or, if that has been forgotten, only the meeting.
     void fail(Meeting& meeting, const Failure& failure) const;
     void forget();          // all meetings

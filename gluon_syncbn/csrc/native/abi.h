@@ -86,7 +86,7 @@ struct Completion {
 };
 
 // mxnet::OpContext
-struct Context {
+struct OpContext {
     bool needs_gradient;
     bool training;
     std::array<void*, 4> run;  // RunContext
@@ -96,10 +96,10 @@ struct Context {
 
 using Requests = std::vector<int>;
 using Compute =
-    std::function<void(const StatePointer&, const Context&, const NDArrays&, const Requests&, const NDArrays&)>;
+    std::function<void(const StatePointer&, const OpContext&, const NDArrays&, const Requests&, const NDArrays&)>;
 
 // mxnet::Context
-struct Place {
+struct Context {
     static constexpr int kCpu = 1, kGpu = 2;
     int type, number;
 };
@@ -117,13 +117,13 @@ constexpr int kTempSpace = 1;
 struct Memory {
     void* values = nullptr;
     size_t size = 0;
-    Place place{Place::kCpu, 0};
+    Context context{Context::kCpu, 0};
     int shared_process = -1, shared_number = -1;
 };
 
 // mxnet::resource::SpaceAllocator of src/resource.cc, which no header has: what a Resource of temporary space points to.
 struct Space {
-    Place place{Place::kCpu, 0};
+    Context context{Context::kCpu, 0};
     Memory memory, host;
 };
 

@@ -47,42 +47,33 @@ const Descriptor* blocks_of(const NDArray& array, Type type, const Shape& shape)
     return dense && whole && same ? &d : nullptr;
 }
 
-// An array of a call, and its index in the list of `Node`.
-struct Entry {
-    int at;
-    const NDArray* array;
-    bool data;     // otherwise a vector
-    bool written;  // otherwise read
-    int request;   // for a written array
-};
-
 // One execution of a call.
 class Execution {
   public:
     // Takes the arrays in their layout. If layouts differ, or no kernel knows one, takes plain copies. Must run in the
     // thread in which MXNet runs the operator.
-    Execution(bool backward, StatePointer state, const Context& context, const NDArrays& inputs,
+    Execution(bool backward, StatePointer state, const OpContext& context, const NDArrays& inputs,
               const Requests& requests, const NDArrays& outputs)
-        : backward_(backward),
-          state_(std::move(state)),
-          training_(context.training),
-          complete_(context.complete),
-          requests_(requests) {
+        : backward_(backward), state_(std::move(state)), training_(context.training), complete_(context.complete) {
         const Node& node = call().node();
-        std::vector<Entry> entries;
-        const auto add = [&](int at, const NDArray& array, bool written, int request) {
-            entries.push_back(
-                {at, &array, backward ? node.is_data_of_backward(at) : node.is_data(at), written, request});
-        };
+        const Node::Lists& roles = backward ? node.backward : node.forward;
         const std::vector<int>& needed = state_->custom->needed;
-        const int arguments = node.inputs(), results = backward ? arguments : 1;
-        const size_t read = backward ? needed.size() : inputs.size();  // a backward needs no auxiliary states
-        for (int i = 0; i < static_cast<int>(read); ++i)
-            add(backward ? needed[i] : i < arguments ? i : i + results, inputs[i], false, kNull);
-        const int first = backward ? node.gradients() : node.output();
-        for (int i = 0; i < results; ++i) add(first + i, outputs[i], true, requests[i]);
-        arrays_.list.resize(backward ? node.gradients() + arguments : inputs.size() + results);
-        take(entries);
+        const size_t reads = backward ? needed.size() : inputs.size();  // a backward needs no auxiliary states
+        std::vector<Given> read, written;
+        for (size_t i = 0; i < reads; ++i) {
+            const size_t at = backward ? static_cast<size_t>(needed[i]) : i < node.inputs ? i : i + 1;
+            read.emplace_back(roles.all[at], &inputs[i]);
+        }
+        for (size_t i = 0; i < roles.written.size(); ++i) {
+            arrays_.requests[roles.written[i]] = requests[i];
+            if (requests[i] != kNull) written.emplace_back(roles.written[i], &outputs[i]);
+        }
+        const Descriptor* common = common_layout(read, written);
+        arrays_.block = common == nullptr ? 1 : block_of(*common);
+        if (common != nullptr) ++syncbn_blocked_calls;
+        kept_.reserve(read.size() + written.size());
+        for (const auto& [role, array] : read) keep(role, is_data(role) && common != nullptr, *array, false);
+        for (const auto& [role, array] : written) keep(role, is_data(role) && common != nullptr, *array, true);
     }
 
     Call& call() const { return *static_cast<Call*>(state_->custom->callbacks->contexts[0]); }
@@ -91,7 +82,7 @@ class Execution {
     bool begin() noexcept {
         begun_ = true;
         try {
-            return call().begin(backward_, std::move(arrays_), requests_.data(), training_);
+            return call().begin(backward_, arrays_, training_);
         } catch (const std::exception&) {  // the call has told the others
             failure_ = std::current_exception();
             return true;
@@ -112,45 +103,37 @@ class Execution {
     }
 
   private:
-    void take(const std::vector<Entry>& entries) {
-        kept_.reserve(entries.size());
-        const Descriptor* common = common_layout(entries);
-        arrays_.block = common == nullptr ? 1 : block_of(*common);
-        if (common != nullptr) ++syncbn_blocked_calls;
-        for (const Entry& entry : entries) {
-            if (entry.written && entry.request == kNull) continue;
-            const bool as_is = entry.data && common != nullptr;
-            Array& array = arrays_.list[static_cast<size_t>(entry.at)];
-            if (entry.written || as_is)
-                kept_.push_back(*entry.array);
-            else
-                kept_.push_back(NDArray::plain(*entry.array));
-            if (as_is)
-                array.values = kept_.back().chunk().values;
-            else if (entry.written && !entry.array->is_plain())  // it is added to, or its layout is not needed
-                library.reorder_chunk(&entry.array->chunk());
-            array.handle = &kept_.back();
-        }
+    using Given = std::pair<Role, const NDArray*>;
+
+    void keep(Role role, bool as_is, const NDArray& given, bool written) {
+        if (written || as_is)
+            kept_.push_back(given);
+        else
+            kept_.push_back(NDArray::plain(given));
+        Array& array = arrays_.of[role];
+        if (as_is)
+            array.values = kept_.back().chunk().values;
+        else if (written && !given.is_plain())  // it is added to, or its layout is not needed
+            library.reorder_chunk(&given.chunk());
+        array.handle = &kept_.back();
     }
 
     // Returns the common layout of all data that are read, if the written data can have it.
-    const Descriptor* common_layout(const std::vector<Entry>& entries) const {
+    const Descriptor* common_layout(const std::vector<Given>& read, const std::vector<Given>& written) const {
         const Tensor& tensor = call().tensor();
         const Descriptor* common = nullptr;
-        for (const Entry& entry : entries) {
-            if (!entry.data) continue;
-            if (entry.written) {
-                if (entry.request == kAdd) return nullptr;
-                continue;
-            }
-            const Descriptor* own = blocks_of(*entry.array, tensor.type, tensor.shape);
+        for (const auto& [role, array] : written)
+            if (is_data(role) && arrays_.adds(role)) return nullptr;
+        for (const auto& [role, array] : read) {
+            if (!is_data(role)) continue;
+            const Descriptor* own = blocks_of(*array, tensor.type, tensor.shape);
             if (own == nullptr || (common != nullptr && block_of(*own) != block_of(*common))) return nullptr;
             common = own;
         }
         if (common == nullptr) return nullptr;
-        for (const Entry& entry : entries) {
-            if (!entry.data || !entry.written || entry.request == kNull) continue;
-            NDArray array(*entry.array);
+        for (const auto& [role, given] : written) {
+            if (!is_data(role)) continue;
+            NDArray array(*given);
             const bool laid_out = library.lay_out(&array, common) != nullptr;
             library.submit(library.stream(), true);  // it has registered the memory, and would keep it
             if (!laid_out) return nullptr;
@@ -162,7 +145,6 @@ class Execution {
     const StatePointer state_;
     const bool training_;
     const Completion complete_;
-    Requests requests_;
     NDArrays kept_;
     Arrays arrays_;
     bool begun_ = false;
@@ -236,13 +218,13 @@ void end_rest(void*, void* parameter, const dmlc::Error* error) {
     rest->complete(error);
 }
 
-void pass_on(const Compute& original, const StatePointer& state, const Context& context, const NDArrays& inputs,
+void pass_on(const Compute& original, const StatePointer& state, const OpContext& context, const NDArrays& inputs,
              const Requests& requests, const NDArrays& outputs) {
     auto rest = std::make_unique<Rest>();
     rest->complete = context.complete;
     rest->inputs.reserve(inputs.size());
     for (const NDArray& input : inputs) rest->inputs.push_back(NDArray::plain(input));
-    Context own = context;
+    OpContext own = context;
     own.complete = {end_rest, context.complete.engine, rest.get()};
     const NDArrays& plain = rest->inputs;
     original(state, own, plain, requests, outputs);
@@ -251,7 +233,7 @@ void pass_on(const Compute& original, const StatePointer& state, const Context& 
 
 // ---- the way in ----------------------------------------------------------------------------------------------
 
-void begin(bool backward, const Compute& original, const StatePointer& state, const Context& context,
+void begin(bool backward, const Compute& original, const StatePointer& state, const OpContext& context,
            const NDArrays& inputs, const Requests& requests, const NDArrays& outputs) {
     if (!is_ours(*state->custom->callbacks)) return pass_on(original, state, context, inputs, requests, outputs);
     const auto& call = *static_cast<const Call*>(state->custom->callbacks->contexts[0]);
@@ -276,7 +258,7 @@ void replace(const char* op_name, bool backward, const std::string& device) {
     const int priority = known.second + 1;
     library.set_compute(
         op, attribute.object(),
-        [=](const StatePointer& state, const Context& context, const NDArrays& inputs, const Requests& requests,
+        [=](const StatePointer& state, const OpContext& context, const NDArrays& inputs, const Requests& requests,
             const NDArrays& outputs) { begin(backward, *original, state, context, inputs, requests, outputs); },
         priority);
     library.set_flag(op, flag.object(), true, priority);  // it takes arrays as they are

@@ -35,9 +35,9 @@ namespace {
 
 // The virtual functions of `ResourceManager`, in the order of its table.
 struct Functions {
-    Resource (*request)(ResourceManager* self, Place place, const int& kind);
+    Resource (*request)(ResourceManager* self, Context context, const int& kind);
     void (*seed)(ResourceManager* self, uint32_t seed);
-    void (*seed_place)(ResourceManager* self, Place place, uint32_t seed);
+    void (*seed_context)(ResourceManager* self, Context context, uint32_t seed);
 };
 
 Functions mxnets;           // before they were replaced
@@ -142,26 +142,26 @@ Resource free_copy() {
 }
 
 // The context of the replica whose resources an operator takes; -1: the thread's own.
-int replica_of(const Place& place, int kind) {
-    if (place.type == Place::kGpu) return -1;
+int replica_of(const Context& context, int kind) {
+    if (context.type == Context::kGpu) return -1;
     bool training = false, recording = false;
     mx.MXAutogradIsTraining(&training);
     // Initial values are drawn within the first call of a net, outside of training.
     if (kind != kTempSpace && !training) return -1;
     if (kind == kTempSpace && of_thread.spare_space) return -1;
     if (of_thread.context >= 0) return of_thread.context;
-    if (place.type != Place::kCpu) return -1;
+    if (context.type != Context::kCpu) return -1;
     mx.MXAutogradIsRecording(&recording);  // a backward does not
     if (kind == kTempSpace && recording) return -1;
-    return place.number > 0 || (training && !recording) ? place.number : -1;
+    return context.number > 0 || (training && !recording) ? context.number : -1;
 }
 
-Resource request(ResourceManager* self, Place place, const int& kind) {
-    const int replica = replica_of(place, kind);
+Resource request(ResourceManager* self, Context context, const int& kind) {
+    const int replica = replica_of(context, kind);
     // Operators that MXNet keeps would not give it back. Their graphs take no context that replicas share.
-    if (kind == kTempSpace && place.type != Place::kGpu && new_variable != nullptr && !within_graph && replica < 0)
+    if (kind == kTempSpace && context.type != Context::kGpu && new_variable != nullptr && !within_graph && replica < 0)
         return free_copy();
-    return mxnets.request(replica < 0 ? self : manager_of(self, replica), place, kind);
+    return mxnets.request(replica < 0 ? self : manager_of(self, replica), context, kind);
 }
 
 void seed_all(ResourceManager* self, uint32_t seed) {
@@ -172,14 +172,14 @@ void seed_all(ResourceManager* self, uint32_t seed) {
         for (ResourceManager* manager : managers) mxnets.seed(manager, seed_of(seed, context));
 }
 
-void seed_place(ResourceManager* self, Place place, uint32_t seed) {
-    mxnets.seed_place(self, place, seed);
-    if (place.type == Place::kCpu) mxnets.seed_place(manager_of(self, place.number), place, seed);
+void seed_context(ResourceManager* self, Context context, uint32_t seed) {
+    mxnets.seed_context(self, context, seed);
+    if (context.type == Context::kCpu) mxnets.seed_context(manager_of(self, context.number), context, seed);
 }
 
 // Replaces the functions in the table of the class, which is read-only memory.
 bool replace(void** table) {
-    const Functions ours{Guarded<request>::call, Guarded<seed_all>::call, Guarded<seed_place>::call};
+    const Functions ours{Guarded<request>::call, Guarded<seed_all>::call, Guarded<seed_context>::call};
     const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
     const uintptr_t begin = reinterpret_cast<uintptr_t>(table) / page * page;
     const size_t size = reinterpret_cast<uintptr_t>(table) + sizeof ours - begin;
@@ -225,10 +225,11 @@ bool use_spare_space(bool uses) noexcept {
 
 bool issue_for(void* array) noexcept {
     bool training = false;
-    Place place;
+    Context context;
     if (of_thread.context >= 0 || mx.MXAutogradIsTraining(&training) != 0 || !training) return false;
-    if (mx.MXNDArrayGetContext(array, &place.type, &place.number) != 0 || place.type != Place::kCpu) return false;
-    of_thread.context = place.number;
+    if (mx.MXNDArrayGetContext(array, &context.type, &context.number) != 0 || context.type != Context::kCpu)
+        return false;
+    of_thread.context = context.number;
     return true;
 }
 

@@ -30,16 +30,29 @@ std::atomic<double> last_warning{-kQuiet};
 
 void speak_of_nonfinite_again() { last_warning = -kQuiet; }
 
+void Node::list_roles() {
+    forward.written = {kY};
+    backward.all = {kDy};
+    for (const Role role : {kX, kGamma, kBeta, kAddend, kMask, kY, kRunningMean, kRunningVar}) {
+        if ((role == kAddend && !adds) || (role == kMask && !masks)) continue;
+        forward.all.push_back(role);
+        if (role <= kY) backward.all.push_back(role);
+        if (role < kY) backward.written.push_back(gradient_of(role));
+    }
+    inputs = backward.written.size();
+    backward.all.insert(backward.all.end(), backward.written.begin(), backward.written.end());
+}
+
 void Call::issue() {
-    config_ = node_.layer->config();
+    config_ = node_->layer->config();
     recall_ = recall();
     if (recall_.again)
         place_.phase = recall_.memo->repeat();
     else if (within_graph || !shares())
         return;
     else
-        place_ = node_.layer->rendezvous.join(config_, context_, node_.number);
-    issued_ = true;
+        place_ = node_->layer->rendezvous.join(config_, context_, node_->number);
+    stage_ = Stage::kIssued;
 }
 
 template <typename Work>
@@ -61,17 +74,16 @@ void Call::attempt(const Work& work) {
 void Call::fill_written(bool failed) {
     const bool left_out = tensor_.shape.outer != outer_;
     const double value = failed ? kNaN : 0;
-    for (int i = 0; i < writes(); ++i) {
-        if (reqs_[i] == kNull || (reqs_[i] == kAdd && !failed)) continue;
-        const int at = backward_ ? i : node_.output() + i;  // in the forward's list
+    for (const Role role : written()) {
+        if (!arrays_.wants(role) || (arrays_.adds(role) && !failed)) continue;
         try {
-            if (node_.is_data(at)) {
+            if (is_data(role)) {
                 if (failed || left_out)
-                    fill(written(i), tensor_.type, outer_ * channels() * tensor_.shape.inner, value);
-            } else if (node_.is_mask(at)) {
-                fill_with_zeros(written(i), node_.mask.size * node_.mask.bytes);
+                    fill(arrays_[role], tensor_.type, outer_ * channels() * tensor_.shape.inner, value);
+            } else if (role == kDmask) {
+                fill_with_zeros(arrays_[role], tensor_.mask.size * tensor_.mask.bytes);
             } else if (failed) {
-                fill(written(i), tensor_.parameter_type(), channels(), value);
+                fill(arrays_[role], tensor_.parameter_type(), channels(), value);
             }
         } catch (const std::exception&) {
             if (!failed) throw;  // a device that cannot even do this: its own reason is reported
@@ -79,30 +91,31 @@ void Call::fill_written(bool failed) {
     }
 }
 
-bool Call::begin(bool backward, Arrays arrays, const int* reqs, bool training) {
-    backward_ = backward;
-    arrays_ = std::move(arrays);
-    reqs_ = reqs;
+bool Call::begin(bool backward, const Arrays& arrays, bool training) {
+    const Stage before = stage_;
+    arrays_ = arrays;
     tensor_.lay_out(arrays_.block);
     if (backward) {
+        stage_ = before == Stage::kComplete || before == Stage::kBackward ? Stage::kBackward : Stage::kOrphaned;
         ++place_.phase;
     } else {
-        if (!issued_) {
-            config_ = node_.layer->config();
+        stage_ = Stage::kForward;
+        if (before != Stage::kIssued) {
+            config_ = node_->layer->config();
             place_ = {};
-            const bool in_executor = training && !node_.frozen && forwards().begin(node_.layer->id, context_, &recall_);
+            const bool in_executor =
+                training && !node_->frozen && forwards().begin(node_->layer->id, context_, &recall_);
             if (in_executor && recall_.again) place_.phase = recall_.memo->repeat();
         }
-        issued_ = complete_ = false;
-        frozen_ = !training || node_.frozen;
+        frozen_ = !training || node_->frozen;
         const bool left_out = training && step().out_of_batches;  // the call works on no sample, and its results are 0
         tensor_.shape.outer = left_out ? 0 : outer_;
         tensor_.samples = left_out ? 0 : samples_;
     }
-    ready_ = frozen_;
+    bool ready = frozen_;
     attempt([&] {
         // MXNet skips dependents of a failure only until the failure has been read.
-        if (backward && !complete_) {
+        if (stage_ == Stage::kOrphaned) {
             const auto why = step().failure();
             throw Failure("no gradient, because the forward of this call failed. " +
                           std::string(why ? why->what() : ""));
@@ -111,29 +124,29 @@ bool Call::begin(bool backward, Arrays arrays, const int* reqs, bool training) {
         // Before this replica contributes. MXNet allocates a GPU's memory under a lock. It also frees under that lock,
         // and CUDA then waits for all work of the GPU (src/storage/gpu_device_storage.h). While a collective hangs, an
         // allocation would wait without a limit.
-        for (int i = 0; i < writes(); ++i)
-            if (reqs_[i] != kNull) data(written(i));
+        for (const Role role : written())
+            if (arrays_.wants(role)) data(arrays_[role]);
         if (backward) {
             // Into dx, unless that has values, perhaps those of dy.
-            x_ = !node_.inplace ? input(kX) : reqs_[kX] == kWrite ? written(kX) : scratch();
-            const bool writes_dz = node_.adds && (reqs_[kAddend] == kWrite || reqs_[kAddend] == kInplace);
-            dz_ = writes_dz ? written(kAddend) : node_.adds && node_.activation.any() ? scratch() : arrays_[0];
-            begin_differentiate();
-        } else if (!ready_ && !recall_.again) {  // otherwise it may have to wait for the call that it repeats
+            x_ = !node_->inplace ? arrays_[kX] : arrays_.requests[kDx] == kWrite ? arrays_[kDx] : scratch();
+            const bool writes_dz = arrays_.wants(kDaddend) && !arrays_.adds(kDaddend);
+            dz_ = writes_dz ? arrays_[kDaddend] : node_->adds && node_->activation.any() ? scratch() : arrays_[kDy];
+            ready = begin_differentiate();
+        } else if (!frozen_ && !recall_.again) {  // otherwise it may have to wait for the call that it repeats
             if (shares()) join_meeting();
-            tensor_.cut(node_.layer->pooling.slots());
-            begin_normalise();
+            tensor_.cut(node_->layer->pooling.slots());
+            ready = begin_normalise();
         }
     });
-    return ready_;
+    return ready;
 }
 
 void Call::end() {
-    const bool trains = !backward_ && !frozen_;
+    const bool trains = !in_backward() && !frozen_;
     attempt([&] {
-        if (backward_) {
-            if (node_.adds && reqs_[kAddend] == kAdd)  // first, because dx may have the memory of dy
-                copy(dz_, tensor_.type, tensor_.shape.size(), written(kAddend), true);
+        if (in_backward()) {
+            if (arrays_.adds(kDaddend))  // first, because dx may have the memory of dy
+                copy(dz_, tensor_.type, tensor_.shape.size(), arrays_[kDaddend], true);
             differentiate();
         } else {
             if (frozen_) tensor_.cut(1);
@@ -141,11 +154,11 @@ void Call::end() {
         }
         // As MXNet's BatchNorm does: an optimizer may have changed a gamma that does not count. Operators that write the
         // running statistics of a context come one after the other.
-        if (trains && node_.fix_gamma) fill(input(kGamma), tensor_.parameter_type(), channels(), 1);
+        if (trains && node_->fix_gamma) fill(arrays_[kGamma], tensor_.parameter_type(), channels(), 1);
         fill_written(false);
         SYNCBN_POINT("before_execution_ends");
         finish();
-        complete_ = true;
+        stage_ = Stage::kComplete;
     });
 }
 
@@ -154,10 +167,10 @@ std::exception_ptr Call::end_step(const std::exception& error) const noexcept {
         const auto* known = dynamic_cast<const Failure*>(&error);
         const Failure failure = known != nullptr && !known->layer.empty()
                                     ? *known
-                                    : Failure(node_.layer->name, context_, "", reason_of(error));
+                                    : Failure(node_->layer->name, context_, "", reason_of(error));
         if (place_.meeting)
-            node_.layer->rendezvous.fail(*place_.meeting, failure);
-        else if (!backward_ || complete_)
+            node_->layer->rendezvous.fail(*place_.meeting, failure);
+        else if (stage_ != Stage::kOrphaned)
             step().fail(failure);  // otherwise the forward failed before it met the others: none waits for the backward
         return std::make_exception_ptr(failure);
     } catch (const std::bad_alloc& none) {
@@ -177,7 +190,7 @@ void Call::refuse_to_recover(int64_t channel) const {
 
 void Call::join_meeting() {
     SYNCBN_POINT("before_join");
-    if (!place_.meeting) place_ = node_.layer->rendezvous.take(config_, context_, node_.number);
+    if (!place_.meeting) place_ = node_->layer->rendezvous.announced(config_, context_, node_->number);
     config_ = place_.meeting->config;
     if (place_.meeting->replicas() > 1 && is_naive_engine)
         throw Failure(
@@ -213,35 +226,35 @@ void Call::check_finite(int64_t at, double value) const {
     if (tensor_.slots.size() > 1) text << " in slot " << at / length << " of " << tensor_.slots.size();
     text << " is " << (std::isnan(value) ? kNaN : value) << ". ";  // the sign of a NaN has no meaning
     if (what == Nonfinite::kError)
-        throw Failure(node_.layer->name, context_, "", text.str() + "(gluon_syncbn.configure(nonfinite='error'))");
+        throw Failure(node_->layer->name, context_, "", text.str() + "(gluon_syncbn.configure(nonfinite='error'))");
     text << "The running statistics leave it out (nonfinite='skip'). No further warning comes for " << kQuiet << " s.";
-    log(Level::kWarning, Failure(node_.layer->name, context_, "", text.str()).what());
+    log(Level::kWarning, Failure(node_->layer->name, context_, "", text.str()).what());
 }
 
-void Call::contribute(Vector values, std::shared_ptr<const cuda::OnDevice> device) {
-    if (!backward_ && device == nullptr && watches()) {
+bool Call::contribute(Vector values, std::shared_ptr<const cuda::OnDevice> device) {
+    if (!in_backward() && device == nullptr && watches()) {
         const int64_t at = first_not_finite(values);
         check_finite(at, at < 0 ? 0 : values[static_cast<size_t>(at)]);
     }
-    ready_ = !shares();
-    if (ready_) {
-        own_ = std::move(values);
-        return;
+    if (!shares()) {
+        own_ = std::make_shared<const Total>(Total{std::move(values), 0, node_->layer->id});
+        return true;
     }
     SYNCBN_POINT("before_contribution");
-    ready_ = node_.layer->rendezvous.contribute(
+    const bool all_here = node_->layer->rendezvous.contribute(
         place_, {tensor_.type, channels(), std::move(values), std::move(device)}, kEngineThreadWaits);
     SYNCBN_POINT("after_contribution");
+    return all_here;
 }
 
-Total Call::total() {
-    if (!shares()) return {std::move(own_), 0, node_.layer->id};
+std::shared_ptr<const Total> Call::total() const {
+    if (!shares()) return own_;
     SYNCBN_POINT("before_total");
-    return node_.layer->rendezvous.total(place_);
+    return node_->layer->rendezvous.total(place_);
 }
 
 void Call::assign(const Total& of_slots, int64_t length) {
-    const Pooling& pooling = node_.layer->pooling;
+    const Pooling& pooling = node_->layer->pooling;
     const auto step = static_cast<size_t>(length);
     Vector counts;
     for (size_t at = 0; at < of_slots.values.size(); at += step) counts.push_back(of_slots.values[at]);
@@ -250,16 +263,21 @@ void Call::assign(const Total& of_slots, int64_t length) {
     Draw draw;
     if (place_.meeting) draw = place_.meeting->draw;
     draw.layer = of_slots.key;
-    const int begin = static_cast<int>(of_slots.first / step);
-    pools_ = pools_of(pooling, counts, draw, {begin, begin + static_cast<int>(tensor_.slots.size())}, of_slots.groups);
-    const bool has_one_value = std::any_of(pools_.used.begin(), pools_.used.end(), [&](Range pool) {
+    const int begin = static_cast<int>((of_slots.first + place_.position * of_slots.stride) / step);
+    const Range own{begin, begin + static_cast<int>(tensor_.slots.size())};
+    // Where all slots have been combined into one.
+    static const auto total = std::make_shared<const Pools>(Pools{{}, {{0, 1}}, {{0, 1}}, {{0, 1}}, {{0, 1}}});
+    pools_ = sharing_of(pooling) == Sharing::kTotal && counts.size() == 1
+                 ? total
+                 : std::make_shared<const Pools>(pools_of(pooling, counts, draw, own, of_slots.groups));
+    const bool has_one_value = std::any_of(pools_->used.begin(), pools_->used.end(), [&](Range pool) {
         double sum = 0;
-        for (int place = pool.begin; place < pool.end; ++place) sum += counts[pools_.slot(place)];
+        for (int place = pool.begin; place < pool.end; ++place) sum += counts[pools_->slot(place)];
         return sum == 1;
     });
-    if (has_one_value && !node_.layer->spoke_of_one_value.exchange(true))
+    if (has_one_value && !node_->layer->spoke_of_one_value.exchange(true))
         log(Level::kWarning,
-            Failure(node_.layer->name, context_, "",
+            Failure(node_->layer->name, context_, "",
                     "a statistic has one value for each channel. It normalises to 0, so the output is beta, and the "
                     "input gets no gradient. Give the device more samples, or share the statistics of several devices.")
                 .what());

@@ -18,16 +18,21 @@
 namespace syncbn {
 
 enum Request { kNull = 0, kWrite = 1, kInplace = 2, kAdd = 3 };
-// In this order; `Node` knows where the batch is.
-enum Input { kX = 0, kGamma = 1, kBeta = 2, kAddend = 3 };
 
-// The operator's attributes; read once per call.
+// What an array is to the operator: an input, what the forward writes, or the gradient of one of these.
+enum Role { kX, kGamma, kBeta, kAddend, kMask, kY, kRunningMean, kRunningVar, kRoles };
+constexpr Role gradient_of(Role role) { return static_cast<Role>(kRoles + role); }
+constexpr Role kDx = gradient_of(kX), kDgamma = gradient_of(kGamma), kDbeta = gradient_of(kBeta),
+               kDaddend = gradient_of(kAddend), kDmask = gradient_of(kMask), kDy = gradient_of(kY);
+// Whether it has the shape of the data. If not, it is a vector or a mask.
+constexpr bool is_data(int role) { return role % kRoles == kX || role % kRoles == kAddend || role % kRoles == kY; }
+
+// The operator's attributes, which all calls of a node share.
 struct Node {
     std::shared_ptr<Layer> layer;
     Activation activation;
-    bool adds = false;   // has a fourth input, which is added before the activation
-    bool masks = false;  // has a mask behind these, of which this is the layout
-    Mask mask = {};
+    bool adds = false;     // has a fourth input, which is added before the activation
+    bool masks = false;    // has a mask behind these
     int64_t number = -1;   // the number of this node of a graph, the same on all contexts; -1 for an eager call
     bool inplace = false;  // the backward gets y in place of x, and computes x again
     int axis = 1;
@@ -37,27 +42,26 @@ struct Node {
     bool frozen = false;    // normalises with the running statistics in training too
     bool on_cpus = true;    // it may be called on CPUs too; see op.py
 
-    // Indices into MXNet's lists. The forward has [inputs][output][auxiliary states]. The backward has
-    // [gradient of the output][inputs][output][gradients of the inputs].
-    int inputs() const { return kBeta + 1 + adds + masks; }
-    int mask_input() const { return kBeta + 1 + adds; }
-    int output() const { return inputs(); }
-    int running_mean() const { return inputs() + 1; }
-    int output_in_backward() const { return 1 + inputs(); }
-    int gradients() const { return output_in_backward() + 1; }
-    // Whether an array of the forward's or backward's list has the shape of the data. If not, it is a vector.
-    bool is_data(int at) const { return at == kX || at == output() || (adds && at == kAddend); }
-    bool is_mask(int at) const { return masks && at == mask_input(); }
-    bool is_data_of_backward(int at) const {
-        return is_data(at == 0 ? output() : at - (at < gradients() ? 1 : gradients()));
-    }
+    // The roles of the arrays in MXNet's lists, and of those that are written.
+    struct Lists {
+        std::vector<Role> all, written;
+    };
+    size_t inputs = 0;  // their number; the mask is the last one
+    Lists forward;      // [inputs][output][running statistics]
+    Lists backward;     // [gradient of the output][inputs][output][gradients of the inputs]
+    void list_roles();
 };
 
-// The arrays of a call, in the order of `Node`.
+using NodePtr = std::shared_ptr<const Node>;
+
+// The arrays of an execution, by their roles. `requests` are MXNet's, of arrays that are written.
 struct Arrays {
-    std::vector<Array> list;
+    std::array<Array, 2 * kRoles> of = {};
+    std::array<int, 2 * kRoles> requests = {};
     int64_t block = 1;  // channels in a block, of arrays with the data's shape: see `Shape`
-    Array operator[](int i) const { return list[static_cast<size_t>(i)]; }
+    Array operator[](Role role) const { return of[role]; }
+    bool wants(Role role) const { return requests[role] != kNull; }
+    bool adds(Role role) const { return requests[role] == kAdd; }
 };
 
 // Lets the next batch that is not finite give a warning, even shortly after the last one.
@@ -68,30 +72,30 @@ class Call {
   public:
     std::array<void*, 3> callback_states;  // MXNet keeps a pointer to these
 
-    Call(Node node, std::string context, Tensor tensor)
+    Call(NodePtr node, std::string context, Tensor tensor)
         : node_(std::move(node)), context_(std::move(context)), tensor_(std::move(tensor)) {}
     virtual ~Call() = default;
 
     // Called on the issuing thread, for a training call.
     void issue();
     // The two halves of an execution, of the forward or of a backward. The first waits for others a moment at most, and
-    // returns whether the second will not wait. `reqs` are MXNet's requests, one for each array that is written; they
-    // stay valid. On failure these arrays are NaN, so that none looks plausible.
-    bool begin(bool backward, Arrays arrays, const int* reqs, bool training);
+    // returns whether the second will not wait. On failure what is written is NaN, so that nothing looks plausible.
+    bool begin(bool backward, const Arrays& arrays, bool training);
     void end();
 
     // Ends the step with the text of an exception, and adds the layer and the context if they are missing. Returns the
     // failure or, without memory for it, an error that says so.
     std::exception_ptr end_step(const std::exception& error) const noexcept;
 
-    const Node& node() const { return node_; }
+    const Node& node() const { return *node_; }
     const Tensor& tensor() const { return tensor_; }
 
   protected:
-    // The work before the replicas wait for each other, up to `contribute`. A call that repeats another one has none. In
-    // the backward, computes x from y if `inplace`, and dz, which is dy unless y says more.
-    virtual void begin_normalise() = 0;
-    virtual void begin_differentiate() = 0;
+    // The work before the replicas wait for each other, up to `contribute`, whose result these return; true if nothing is
+    // shared. A call that repeats another one has none. In the backward, computes x from y if `inplace`, and dz, which is
+    // dy unless y says more.
+    virtual bool begin_normalise() = 0;
+    virtual bool begin_differentiate() = 0;
     // Computes y, with the running statistics if `frozen_`. From the statistics of the batch it also updates the running
     // ones.
     virtual void normalise() = 0;
@@ -112,11 +116,6 @@ class Call {
     virtual void finish() = 0;
     virtual void clear_up() = 0;
 
-    // The arrays of this execution: an input of the call; what is written, an output or the gradient of an input.
-    Array input(int i) const { return arrays_[i + (backward_ ? 1 : 0)]; }
-    Array written(int i) const { return arrays_[i + (backward_ ? node_.gradients() : node_.output())]; }
-    Array output_in_backward() const { return arrays_[node_.output_in_backward()]; }
-
     // Takes statistics and position of the call that this one repeats. Returns the statistics on a device.
     std::shared_ptr<const void> repeat();
     // Keeps the outcome for calls that repeat this one.
@@ -125,35 +124,42 @@ class Call {
     // is `value`, at index `at`; -1 if all are finite.
     void check_finite(int64_t at, double value) const;
     bool watches() const { return config_->nonfinite != Nonfinite::kPropagate; }
-    bool shares() const { return sharing_of(node_.layer->pooling) != Sharing::kNothing; }
-    // Contributes this replica's vectors, as in `Part`. Waits a moment for the others, in this process and elsewhere.
-    void contribute(Vector values, std::shared_ptr<const cuda::OnDevice> device = nullptr);
+    bool shares() const { return sharing_of(node_->layer->pooling) != Sharing::kNothing; }
+    // Contributes this replica's vectors, as in `Part`. Waits a moment for the others, in this process and elsewhere, and
+    // returns whether they have come.
+    bool contribute(Vector values, std::shared_ptr<const cuda::OnDevice> device = nullptr);
     // Returns the vectors of all slots, or their combination.
-    Total total();
+    std::shared_ptr<const Total> total() const;
     // Makes the pools of all slots. The vector of each has this length, and begins with its samples.
     void assign(const Total& of_slots, int64_t length);
     int64_t channels() const { return tensor_.shape.channels; }
     // Whether dx comes from dy and the activation, by x. With an addend it comes from dz, the addend's gradient.
-    bool by_input() const { return node_.activation.any() && !node_.adds; }
+    bool by_input() const { return node_->activation.any() && !node_->adds; }
+    bool in_backward() const { return stage_ >= Stage::kBackward; }
     // The x of this channel cannot be found from y, because of its gamma.
     [[noreturn]] void refuse_to_recover(int64_t channel) const;
 
-    const Node node_;
+    const NodePtr node_;
     const std::string context_;
     Tensor tensor_;
-    bool backward_ = false;  // this execution is one
     Arrays arrays_;
-    const int* reqs_ = nullptr;
     Array x_, dz_;           // of a backward
     LayerConfigPtr config_;  // of the layer, as they were when this call was issued
     Place place_;
-    Pools pools_;          // of the last forward
-    bool frozen_ = false;  // normalised with the running statistics: no gradient through them
-    bool ready_ = false;   // the rest of this execution does not wait
-    Recall recall_;        // whether the call is kept for a recomputation, or is one
+    std::shared_ptr<const Pools> pools_;  // of the last forward
+    bool frozen_ = false;                 // normalised with the running statistics: no gradient through them
+    Recall recall_;                       // whether the call is kept for a recomputation, or is one
 
   private:
-    int writes() const { return backward_ ? node_.inputs() : 1; }  // number of arrays
+    enum class Stage {
+        kNew,       // the next forward takes its place
+        kIssued,    // the next forward has its place
+        kForward,   // runs, or has failed
+        kComplete,  // the forward has left what a backward needs
+        kBackward,  // runs, or has failed
+        kOrphaned,  // a backward whose forward has failed
+    };
+    const std::vector<Role>& written() const { return (in_backward() ? node_->backward : node_->forward).written; }
     // Fills all that this execution writes or, if it has not failed, what is always 0.
     void fill_written(bool failed);
     // Does a part of the execution. If it fails, ends the step and throws the reason. Must work without memory then.
@@ -161,14 +167,13 @@ class Call {
     void attempt(const Work& work);
     void join_meeting();
 
-    bool issued_ = false;    // with its place, and has not begun its forward
-    bool complete_ = false;  // the forward has left what the backward needs
+    Stage stage_ = Stage::kNew;
     const int64_t outer_ = tensor_.shape.outer, samples_ = tensor_.samples;  // of `tensor_`, unless left out
-    Vector own_;  // this replica's vectors, if it contributes none
+    std::shared_ptr<const Total> own_;  // this replica's vectors, if it contributes none
 };
 
 // Make a call for "cpu(0)", and for "gpu(1)".
-std::unique_ptr<Call> host_call(Node node, std::string context, Tensor tensor);
-std::unique_ptr<Call> device_call(Node node, std::string context, Tensor tensor);
+std::unique_ptr<Call> host_call(NodePtr node, std::string context, Tensor tensor);
+std::unique_ptr<Call> device_call(NodePtr node, std::string context, Tensor tensor);
 
 }  // namespace syncbn

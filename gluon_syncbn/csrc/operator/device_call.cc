@@ -55,20 +55,20 @@ class DeviceCall : public Call {
   protected:
     // ---- forward ---------------------------------------------------------------------------------------------
 
-    void begin_normalise() override {
+    bool begin_normalise() override {
         cuda::MomentsArguments with{};
-        with.x = data(input(kX));
+        with.x = data(arrays_[kX]);
         with.mask = mask();
         const char* stem = with.mask == nullptr ? "moments" : "masked_moments";
         reduce(moments_length(channels()), kernel_of(stem, tensor_.type), "merge_moments", with);
-        contribute_gathered(with.mask != nullptr);
+        return contribute_gathered(with.mask != nullptr);
     }
 
     void normalise() override {
         if (recall_.again && !frozen_) {
             work().gathered = std::const_pointer_cast<Gathered>(std::static_pointer_cast<const Gathered>(repeat()));
         } else if (!frozen_) {
-            assign(total_gathered(), on_devices() ? 1 : moments_length(channels()));
+            assign(*total_gathered(), on_devices() ? 1 : moments_length(channels()));
             work_->reports = watches() && on_devices();
         }
         const Plan plan = this->plan();
@@ -76,51 +76,51 @@ class DeviceCall : public Call {
         kept_ = memory(plan.slots * (1 + 4 * channels()));
         cuda::NormaliseArguments with{};
         with.tiling = plan;
-        with.x = data(input(kX));
-        with.addend = node_.adds ? data(input(kAddend)) : nullptr;
-        with.y = target(0);
+        with.x = data(arrays_[kX]);
+        with.addend = node_->adds ? data(arrays_[kAddend]) : nullptr;
+        with.y = target(kY);
         with.affine = affine();
-        with.epsilon = node_.epsilon;
+        with.epsilon = node_->epsilon;
         with.kept = kept_.data();
-        with.add = reqs_[0] == kAdd;
+        with.add = arrays_.adds(kY);
         with.frozen = frozen_;
         if (!frozen_) {
             put_lists();
             with.gathered = work_->gathered->values();
-            with.used = list(pools_.used, 0);
-            with.fed = list(pools_.fed, 1);
-            with.tracked = list(pools_.tracked, 3);
-            with.pools = static_cast<int>(pools_.tracked.size());
+            with.used = list(pools_->used, 0);
+            with.fed = list(pools_->fed, 1);
+            with.tracked = list(pools_->tracked, 3);
+            with.pools = static_cast<int>(pools_->tracked.size());
             with.own = work_->gathered->own.data();
         }
-        with.unbiased = node_.unbiased;
+        with.unbiased = node_->unbiased;
         with.watch = !watches() ? cuda::kPropagate : work_->reports ? cuda::kLeaveOutAndReport : cuda::kLeaveOut;
-        with.momentum = node_.momentum;
+        with.momentum = node_->momentum;
         if (frozen_ || !recall_.again) {  // a repeated call has nothing new
-            with.running_mean = data(arrays_[node_.running_mean()]);
-            with.running_var = data(arrays_[node_.running_mean() + 1]);
+            with.running_mean = data(arrays_[kRunningMean]);
+            with.running_var = data(arrays_[kRunningVar]);
         }
         with.status = work().lease.status();
-        run(kernel_of("normalise", tensor_.type, node_.activation, node_.adds), plan.each(), with);
+        run(kernel_of("normalise", tensor_.type, node_->activation, node_->adds), plan.each(), with);
     }
 
     // ---- backward --------------------------------------------------------------------------------------------
 
     // The addend's gradient is dz, the gradient with respect to z of `Affine`. With an addend, `grad_sums` writes dz, and
     // `grad_input` reads it. Otherwise both compute z again, and dz from dy.
-    void begin_differentiate() override {
-        if (node_.inplace && tensor_.shape.size() > 0) recover();
+    bool begin_differentiate() override {
+        if (node_->inplace && tensor_.shape.size() > 0) recover();
         cuda::GradSumsArguments with{};
-        with.dy = data(arrays_[0]);
+        with.dy = data(arrays_[kDy]);
         with.x = data(x_);
         with.affine = affine(by_input());
         with.kept = kept_.data();
         // The sign of y does not matter without an activation.
-        if (node_.adds) with.y = node_.activation.any() ? data(output_in_backward()) : with.dy;
-        if (dz_.handle != arrays_[0].handle) with.dz = data(dz_);
-        reduce(gradients_length(channels()), kernel_of("grad_sums", tensor_.type, node_.activation, with.dz != nullptr),
-               "merge_sums", with);
-        if (!frozen_) contribute_gathered();
+        if (node_->adds) with.y = node_->activation.any() ? data(arrays_[kY]) : with.dy;
+        if (dz_.handle != arrays_[kDy].handle) with.dz = data(dz_);
+        reduce(gradients_length(channels()),
+               kernel_of("grad_sums", tensor_.type, node_->activation, with.dz != nullptr), "merge_sums", with);
+        return frozen_ || contribute_gathered();
     }
 
     void differentiate() override {
@@ -130,20 +130,20 @@ class DeviceCall : public Call {
         with.tiling = plan;
         with.dy = data(dz_);
         with.x = data(x_);
-        with.dx = target(kX);
+        with.dx = target(kDx);
         with.affine = affine(by_input());
         with.kept = kept_.data();
         with.gathered = work_->gathered->values();
-        if (!frozen_) with.users = list(pools_.users, 2);
+        if (!frozen_) with.users = list(pools_->users, 2);
         with.own = work_->gathered->own.data();
-        with.dgamma = target(kGamma);
-        with.dbeta = target(kBeta);
-        with.add = reqs_[kX] == kAdd;
-        with.add_dgamma = reqs_[kGamma] == kAdd;
-        with.add_dbeta = reqs_[kBeta] == kAdd;
+        with.dgamma = target(kDgamma);
+        with.dbeta = target(kDbeta);
+        with.add = arrays_.adds(kDx);
+        with.add_dgamma = arrays_.adds(kDgamma);
+        with.add_dbeta = arrays_.adds(kDbeta);
         if (with.dx != nullptr && !frozen_) with.mask = mask();
         run(kernel_of(with.mask == nullptr ? "grad_input" : "masked_grad_input", tensor_.type,
-                      by_input() ? node_.activation : Activation{}),
+                      by_input() ? node_->activation : Activation{}),
             plan.each(), with);
     }
 
@@ -169,8 +169,8 @@ class DeviceCall : public Call {
         wait();
         const cuda::Status& status = *work_->lease.status();
         if (work_->reports) check_finite(status.at, status.value);
-        if (backward_ && status.at >= 0) refuse_to_recover(status.at);
-        if (!backward_ && !frozen_ && !recall_.again) remember(work_->gathered);
+        if (in_backward() && status.at >= 0) refuse_to_recover(status.at);
+        if (!in_backward() && !frozen_ && !recall_.again) remember(work_->gathered);
         work_.reset();
     }
 
@@ -251,28 +251,28 @@ class DeviceCall : public Call {
     }
     // z = gamma * xhat + beta, where a fixed gamma counts as 1; then the activation.
     cuda::Affine affine(bool needs_beta = true) const {
-        return {data(input(kGamma)), needs_beta ? data(input(kBeta)) : nullptr, node_.fix_gamma, node_.activation.slope,
-                node_.activation.ceiling};
+        return {data(arrays_[kGamma]), needs_beta ? data(arrays_[kBeta]) : nullptr, node_->fix_gamma,
+                node_->activation.slope, node_->activation.ceiling};
     }
     // The address of what is written; null if it is not.
-    void* target(int i) const { return reqs_[i] == kNull ? nullptr : data(written(i)); }
+    void* target(Role role) const { return arrays_.wants(role) ? data(arrays_[role]) : nullptr; }
 
     // Expands the mask until the callback ends; null if all positions count.
     const void* mask() {
-        if (!node_.masks || tensor_.shape.size() == 0) return nullptr;
+        if (!node_->masks || tensor_.shape.size() == 0) return nullptr;
         const int64_t positions = tensor_.shape.per_channel();
         double* const to = doubles(doubles_for(positions));
         run_on_each(kernel_of("expand_mask", tensor_.type), positions,
-                    cuda::ExpandArguments{positions, data(input(node_.mask_input())), to, node_.mask});
+                    cuda::ExpandArguments{positions, data(arrays_[kMask]), to, tensor_.mask});
         return to;
     }
 
     // Computes x from y.
     void recover() {
         const Plan plan = this->plan();
-        run(kernel_of("recover", tensor_.type, node_.activation), plan.each(),
-            cuda::RecoverArguments{plan, data(output_in_backward()), data(x_), affine(), kept_.data(),
-                                   invertible_by(tensor_.type, node_.activation.slope), work().lease.status()});
+        run(kernel_of("recover", tensor_.type, node_->activation), plan.each(),
+            cuda::RecoverArguments{plan, data(arrays_[kY]), data(x_), affine(), kept_.data(),
+                                   invertible_by(tensor_.type, node_->activation.slope), work().lease.status()});
     }
 
     // ---- waits -----------------------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ class DeviceCall : public Call {
 
     // Contributes this replica's vectors or, on GPUs, where they are and the samples of each slot. Where a mask decides,
     // the moments have these, and the call waits for them.
-    void contribute_gathered(bool masked = false) {
+    bool contribute_gathered(bool masked = false) {
         Gathered& gathered = *work_->gathered;
         const Memory& own = gathered.own;
         Vector values = masked || !on_devices() ? downloaded(own) : Vector();
@@ -346,20 +346,21 @@ class DeviceCall : public Call {
             part = {work_->gathered, &gathered.part};
         }
         const cuda::Current again(device());  // an exchange in Python may free objects, which leave another one current
-        contribute(std::move(values), std::move(part));
-        if (!ready_) work_->current.reset();  // another thread continues
+        const bool ready = contribute(std::move(values), std::move(part));
+        if (!ready) work_->current.reset();  // another thread continues
+        return ready;
     }
 
     // Gets the packed vectors of all replicas into `gathered`. Returns them, or the samples of their slots.
-    Total total_gathered() {
-        Total total = [&] {
+    std::shared_ptr<const Total> total_gathered() {
+        auto total = [&] {
             const cuda::Current again(device());  // as above
             return this->total();
         }();
         work_->may_be_posted = false;
         if (on_devices()) return total;
-        work_->gathered->all = memory(static_cast<int64_t>(total.values.size()));
-        work_->gathered->all.upload(total.values.data(), work().lease.stream());
+        work_->gathered->all = memory(static_cast<int64_t>(total->values.size()));
+        work_->gathered->all.upload(total->values.data(), work().lease.stream());
         return total;
     }
 
@@ -368,9 +369,9 @@ class DeviceCall : public Call {
     // Copies the pools' lists to the device, if they do not travel with a launch.
     void put_lists() {
         std::vector<int> all;
-        if (!pools_.members.empty() || pools_.used.size() > cuda::kFewRanges) {
-            all = pools_.members;
-            for (const auto* ranges : {&pools_.used, &pools_.fed, &pools_.users, &pools_.tracked})
+        if (!pools_->members.empty() || pools_->used.size() > cuda::kFewRanges) {
+            all = pools_->members;
+            for (const auto* ranges : {&pools_->used, &pools_->fed, &pools_->users, &pools_->tracked})
                 for (const Range& range : *ranges) all.insert(all.end(), {range.begin, range.end});
             all.resize((all.size() + 1) / 2 * 2);  // whole numbers of float64
         }
@@ -391,8 +392,8 @@ class DeviceCall : public Call {
         }
         static_assert(sizeof(Range) == 2 * sizeof(int), "put_lists writes them as numbers");
         const int* const members = reinterpret_cast<const int*>(lists_.data());
-        out.ranges = reinterpret_cast<const Range*>(members + pools_.members.size()) + nth * pools_.used.size();
-        out.members = pools_.members.empty() ? nullptr : members;
+        out.ranges = reinterpret_cast<const Range*>(members + pools_->members.size()) + nth * pools_->used.size();
+        out.members = pools_->members.empty() ? nullptr : members;
         return out;
     }
 
@@ -407,7 +408,7 @@ class DeviceCall : public Call {
 
 }  // namespace
 
-std::unique_ptr<Call> device_call(Node node, std::string context, Tensor tensor) {
+std::unique_ptr<Call> device_call(NodePtr node, std::string context, Tensor tensor) {
     return std::make_unique<DeviceCall>(std::move(node), std::move(context), std::move(tensor));
 }
 

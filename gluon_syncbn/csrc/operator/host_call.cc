@@ -69,29 +69,28 @@ class HostCall : public Call {
   protected:
     // ---- forward ---------------------------------------------------------------------------------------------
 
-    void begin_normalise() override {
+    bool begin_normalise() override {
         const std::vector<float> mask = this->mask();
         Vector own(tensor_.slots.size() * moments_length(channels()));  // [count, mean[C], m2[C]] of each slot
         double* part = own.data();
         for (const Slot& slot : tensor_.slots) {
             part[0] = static_cast<double>(
-                cpu::moments(work(slot, mask), at(data(input(kX)), slot), part + 1, part + 1 + channels()));
+                cpu::moments(work(slot, mask), at(data(arrays_[kX]), slot), part + 1, part + 1 + channels()));
             part += moments_length(channels());
         }
-        contribute(std::move(own));
+        return contribute(std::move(own));
     }
 
     void normalise() override {
         Vector batch(moments_length(channels()), 0.0);
-        const int running = node_.running_mean();
         if (frozen_) {
             Slot& all = tensor_.slots[0];
             if (tensor_.shape.size() > 0)
-                all.fed = all.used = statistic(1, parameter(arrays_[running]), parameter(arrays_[running + 1]));
+                all.fed = all.used = statistic(1, parameter(arrays_[kRunningMean]), parameter(arrays_[kRunningVar]));
         } else if (recall_.again) {  // the running statistics have this batch already
             repeat();
         } else {
-            batch = assign_statistics(total());
+            batch = assign_statistics(*total());
             if (watches() && first_not_finite(batch) >= 0) batch[0] = 0;
             remember(nullptr);
         }
@@ -101,20 +100,20 @@ class HostCall : public Call {
 
     // ---- backward --------------------------------------------------------------------------------------------
 
-    void begin_differentiate() override {
+    bool begin_differentiate() override {
         const int64_t n = channels();
-        if (node_.inplace) recover();
+        if (node_->inplace) recover();
         dgamma_ = dbeta_ = Vector(n, 0.0);
         // With an addend, y gives the sign of z.
-        void* const y = node_.adds && node_.activation.any() ? data(output_in_backward()) : nullptr;
+        void* const y = node_->adds && node_->activation.any() ? data(arrays_[kY]) : nullptr;
         const Vector shift = by_input() ? this->shift() : Vector();
         Vector sums(tensor_.slots.size() * gradients_length(n));  // [sum dz[C], sum dz*xhat[C]] of each slot
         double* part = sums.data();
         for (const Slot& slot : tensor_.slots) {
             if (slot.used) {
                 const Vector scale = by_input() ? this->scale(slot) : Vector();
-                cpu::grad_sums(work(slot), at(data(arrays_[0]), slot), at(data(x_), slot),
-                               {{slot.used->mean.data(), scale.data(), shift.data(), node_.activation},
+                cpu::grad_sums(work(slot), at(data(arrays_[kDy]), slot), at(data(x_), slot),
+                               {{slot.used->mean.data(), scale.data(), shift.data(), node_->activation},
                                 slot.used->invstd.data(),
                                 at(y, slot),
                                 y == nullptr ? nullptr : at(data(dz_), slot)},
@@ -122,22 +121,22 @@ class HostCall : public Call {
             }
             for (int64_t c = 0; c < n; ++c) {
                 dbeta_[c] += part[c];
-                if (!node_.fix_gamma) dgamma_[c] += part[n + c];
+                if (!node_->fix_gamma) dgamma_[c] += part[n + c];
             }
             part += gradients_length(n);
         }
-        if (!frozen_) contribute(std::move(sums));
+        return frozen_ || contribute(std::move(sums));
     }
 
     void differentiate() override {
         const int64_t n = channels();
-        const Vector all = frozen_ ? Vector() : total().values;
-        if (!node_.activation.any() && data(dz_) != data(arrays_[0]))
-            copy(arrays_[0], tensor_.type, tensor_.shape.size(), dz_, false);
+        const auto all = frozen_ ? nullptr : total();
+        if (!node_->activation.any() && data(dz_) != data(arrays_[kDy]))
+            copy(arrays_[kDy], tensor_.type, tensor_.shape.size(), dz_, false);
         SYNCBN_POINT("before_gradients");
-        if (reqs_[kX] != kNull) {
+        if (arrays_.wants(kDx)) {
             const std::vector<float> mask = frozen_ ? std::vector<float>() : this->mask();
-            const Activation activation = by_input() ? node_.activation : Activation{};
+            const Activation activation = by_input() ? node_->activation : Activation{};
             const Vector shift = by_input() ? this->shift() : Vector();
             for (size_t i = 0; i < tensor_.slots.size(); ++i) {
                 const Slot& slot = tensor_.slots[i];
@@ -147,7 +146,8 @@ class HostCall : public Call {
                 Vector mean_dz(n, 0.0), slope(n, 0.0);
                 if (slot.fed && !frozen_) {
                     // Over the slots that use the statistic that this one feeds.
-                    const Vector sums = combined(pools_, pools_.users[i], all, gradients_length(n), Combine::kAdd);
+                    const Vector sums =
+                        combined(*pools_, pools_->users[i], all->values, gradients_length(n), Combine::kAdd);
                     const double *sum_dy = sums.data(), *sum_dy_xhat = sum_dy + n;
                     for (int64_t c = 0; c < n; ++c) {
                         const double share = slot.fed->invstd[c] / slot.used->invstd[c];
@@ -161,15 +161,15 @@ class HostCall : public Call {
                                  (slot.fed ? slot.fed : slot.used)->mean.data(),
                                  mean_dz.data(),
                                  slope.data(),
-                                 reqs_[kX] == kAdd},
-                                at(data(written(kX)), slot));
+                                 arrays_.adds(kDx)},
+                                at(data(arrays_[kDx]), slot));
             }
         }
-        const auto write_gradient = [&](const Vector& values, Input i) {
-            if (reqs_[i] != kNull) write(values, tensor_.parameter_type(), written(i), reqs_[i] == kAdd);
+        const auto write_gradient = [&](const Vector& values, Role of) {
+            if (arrays_.wants(of)) write(values, tensor_.parameter_type(), arrays_[of], arrays_.adds(of));
         };
-        write_gradient(dgamma_, kGamma);
-        write_gradient(dbeta_, kBeta);
+        write_gradient(dgamma_, kDgamma);
+        write_gradient(dbeta_, kDbeta);
     }
 
     // ---- arrays ----------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ class HostCall : public Call {
     }
     Vector parameter(Array from) const { return read(from, tensor_.parameter_type(), channels()); }
     Vector gamma() const {
-        return node_.fix_gamma ? Vector(static_cast<size_t>(channels()), 1.0) : parameter(input(kGamma));
+        return node_->fix_gamma ? Vector(static_cast<size_t>(channels()), 1.0) : parameter(arrays_[kGamma]);
     }
     // Of each channel.
     Vector scale(const Slot& slot) const {
@@ -220,24 +220,24 @@ class HostCall : public Call {
         for (size_t c = 0; c < out.size(); ++c) out[c] *= slot.used->invstd[c];
         return out;
     }
-    Vector shift() const { return parameter(input(kBeta)); }
+    Vector shift() const { return parameter(arrays_[kBeta]); }
 
     // The mask as `Work` has it; empty if all positions count.
     std::vector<float> mask() const {
-        if (!node_.masks || tensor_.shape.size() == 0) return {};
+        if (!node_->masks || tensor_.shape.size() == 0) return {};
         std::vector<float> out(static_cast<size_t>(tensor_.shape.per_channel()));
-        const int bytes = node_.mask.bytes;
+        const int bytes = tensor_.mask.bytes;
         const auto expand_values = bytes == 1   ? expand<uint8_t>
                                    : bytes == 2 ? expand<uint16_t>
                                    : bytes == 4 ? expand<uint32_t>
                                                 : expand<uint64_t>;
-        expand_values(data(input(node_.mask_input())), node_.mask, out.data());
+        expand_values(data(arrays_[kMask]), tensor_.mask, out.data());
         return out;
     }
 
     std::shared_ptr<const Statistic> statistic(double count, Vector mean, Vector variance) const {
         Vector invstd;
-        for (const double v : variance) invstd.push_back(1 / std::sqrt(v + node_.epsilon));
+        for (const double v : variance) invstd.push_back(1 / std::sqrt(v + node_->epsilon));
         return std::make_shared<Statistic>(Statistic{count, std::move(mean), std::move(variance), std::move(invstd)});
     }
 
@@ -251,25 +251,25 @@ class HostCall : public Call {
             if (pool.begin == pool.end) return nullptr;
             auto& found = statistics[pool.begin];
             if (found) return found;
-            const Vector all = combined(pools_, pool, moments.values, length, Combine::kMerge);
+            const Vector all = combined(*pools_, pool, moments.values, length, Combine::kMerge);
             const auto mean = all.begin() + 1, m2 = mean + channels();
             Vector variance(m2, all.end());
             for (double& v : variance) v /= all[0];
             return found = statistic(all[0], Vector(mean, m2), std::move(variance));
         };
         const Vector zeros(static_cast<size_t>(channels()));
-        const auto none = node_.masks ? std::make_shared<const Statistic>(Statistic{0, zeros, zeros, zeros}) : nullptr;
+        const auto none = node_->masks ? std::make_shared<const Statistic>(Statistic{0, zeros, zeros, zeros}) : nullptr;
         for (size_t i = 0; i < tensor_.slots.size(); ++i) {
             if (tensor_.slots[i].shape.size() == 0) continue;
-            tensor_.slots[i].fed = of(pools_.fed[i]);
-            tensor_.slots[i].used = of(pools_.used[i]);
+            tensor_.slots[i].fed = of(pools_->fed[i]);
+            tensor_.slots[i].used = of(pools_->used[i]);
             if (!tensor_.slots[i].used) tensor_.slots[i].used = none;
         }
         Vector batch(static_cast<size_t>(length), 0.0);
-        const double parts = static_cast<double>(pools_.tracked.size());
-        for (const Range pool : pools_.tracked) {
+        const double parts = static_cast<double>(pools_->tracked.size());
+        for (const Range pool : pools_->tracked) {
             const auto part = of(pool);
-            const double correction = node_.unbiased ? part->count / std::max(part->count - 1, 1.0) : 1;
+            const double correction = node_->unbiased ? part->count / std::max(part->count - 1, 1.0) : 1;
             for (int64_t c = 0; c < channels(); ++c) {
                 batch[1 + c] += part->mean[c] / parts;
                 batch[1 + channels() + c] += part->variance[c] * correction / parts;
@@ -282,34 +282,34 @@ class HostCall : public Call {
     void update_running(const Vector& batch) {
         if (batch[0] == 0) return;
         SYNCBN_POINT("before_running_statistics");
-        const auto update = [&](int running, const double* values) {
+        const auto update = [&](Role running, const double* values) {
             replace(arrays_[running], tensor_.parameter_type(), channels(),
-                    [&](int64_t c, double old) { return node_.momentum * old + (1 - node_.momentum) * values[c]; });
+                    [&](int64_t c, double old) { return node_->momentum * old + (1 - node_->momentum) * values[c]; });
         };
-        update(node_.running_mean(), &batch[1]);
-        update(node_.running_mean() + 1, &batch[1 + channels()]);
+        update(kRunningMean, &batch[1]);
+        update(kRunningVar, &batch[1 + channels()]);
     }
 
     void write_output() {
-        if (reqs_[0] == kNull) return;
+        if (!arrays_.wants(kY)) return;
         SYNCBN_POINT("before_output");
-        void* const addend = node_.adds ? data(input(kAddend)) : nullptr;
+        void* const addend = node_->adds ? data(arrays_[kAddend]) : nullptr;
         const Vector shift = this->shift();
         for (const Slot& slot : tensor_.slots) {
             if (!slot.used) continue;
             const Vector scale = this->scale(slot);
-            cpu::normalise(work(slot), at(data(input(kX)), slot),
-                           {{slot.used->mean.data(), scale.data(), shift.data(), node_.activation},
+            cpu::normalise(work(slot), at(data(arrays_[kX]), slot),
+                           {{slot.used->mean.data(), scale.data(), shift.data(), node_->activation},
                             at(addend, slot),
-                            reqs_[0] == kAdd},
-                           at(data(written(0)), slot));
+                            arrays_.adds(kY)},
+                           at(data(arrays_[kY]), slot));
         }
     }
 
     // Computes x from y. Throws if x cannot be found.
     void recover() {
         const Vector gamma = this->gamma(), shift = this->shift();
-        const Invertible invertible = invertible_by(tensor_.type, node_.activation.slope);
+        const Invertible invertible = invertible_by(tensor_.type, node_->activation.slope);
         for (const Slot& slot : tensor_.slots) {
             if (!slot.used) continue;
             Vector scale = this->scale(slot);
@@ -317,8 +317,8 @@ class HostCall : public Call {
                 if (!invertible(gamma[c], shift[c])) refuse_to_recover(static_cast<int64_t>(c));
                 if (slot.used->none()) scale[c] = std::numeric_limits<double>::infinity();  // x is the mean
             }
-            cpu::recover(work(slot), at(data(output_in_backward()), slot),
-                         {slot.used->mean.data(), scale.data(), shift.data(), node_.activation}, at(data(x_), slot));
+            cpu::recover(work(slot), at(data(arrays_[kY]), slot),
+                         {slot.used->mean.data(), scale.data(), shift.data(), node_->activation}, at(data(x_), slot));
         }
     }
 
@@ -328,7 +328,7 @@ class HostCall : public Call {
 
 }  // namespace
 
-std::unique_ptr<Call> host_call(Node node, std::string context, Tensor tensor) {
+std::unique_ptr<Call> host_call(NodePtr node, std::string context, Tensor tensor) {
     return std::make_unique<HostCall>(std::move(node), std::move(context), std::move(tensor));
 }
 

@@ -87,7 +87,8 @@ void fail_array(void* array, const char* what) {
 constexpr int kPropertyCallbacks = 8;
 
 // The operator in a graph.
-struct Property : Node {
+struct Property {
+    NodePtr node;
     std::array<void*, kPropertyCallbacks> callback_states;  // MXNet keeps a pointer to these
 };
 
@@ -111,10 +112,12 @@ struct Handles {
 template <bool backward>
 int run(int size, void** handles, int*, const int* reqs, const int training, Call* call) {
     const Handles ours{size, handles};
+    const Node::Lists& roles = backward ? call->node().backward : call->node().forward;
     try {
         Arrays arrays;
-        for (int i = 0; i < size; ++i) arrays.list.push_back({handles[i], nullptr});
-        call->begin(backward, std::move(arrays), reqs, training != 0);
+        for (size_t i = 0; i < roles.all.size(); ++i) arrays.of[roles.all[i]].handle = handles[i];
+        for (size_t i = 0; i < roles.written.size(); ++i) arrays.requests[roles.written[i]] = reqs[i];
+        call->begin(backward, arrays, training != 0);
         call->end();
     } catch (const std::exception& e) {
         call->end_step(e);
@@ -144,23 +147,23 @@ int list(char*** out, std::initializer_list<const char*> names) {
     return 1;
 }
 
-int list_arguments(char*** out, const Property& property) {
-    return list(out, {"data", "gamma", "beta", property.adds ? "addend" : nullptr, property.masks ? "mask" : nullptr});
+int list_arguments(char*** out, const Node& node) {
+    return list(out, {"data", "gamma", "beta", node.adds ? "addend" : nullptr, node.masks ? "mask" : nullptr});
 }
 
-int list_outputs(char*** out, const Property&) { return list(out, {"output"}); }
+int list_outputs(char*** out, const Node&) { return list(out, {"output"}); }
 
-int list_states(char*** out, const Property&) { return list(out, {"running_mean", "running_var"}); }
+int list_states(char*** out, const Node&) { return list(out, {"running_mean", "running_var"}); }
 
-[[noreturn]] void refuse(const Property& property, const std::string& reason) {
-    throw Failure(property.layer->name, "", "", reason);
+[[noreturn]] void refuse(const Node& node, const std::string& reason) {
+    throw Failure(node.layer->name, "", "", reason);
 }
 
-int channel_axis(const Property& property, int dims) {
-    const int axis = property.axis < 0 ? property.axis + dims : property.axis;
+int channel_axis(const Node& node, int dims) {
+    const int axis = node.axis < 0 ? node.axis + dims : node.axis;
     if (dims < 2 || dims > 5 || axis < 0 || axis >= dims)
-        refuse(property, "data has " + std::to_string(dims) + " dimensions and axis is " +
-                             std::to_string(property.axis) + "; expected 2 to 5 dimensions and an axis among them");
+        refuse(node, "data has " + std::to_string(dims) + " dimensions and axis is " + std::to_string(node.axis) +
+                         "; expected 2 to 5 dimensions and an axis among them");
     return axis;
 }
 
@@ -171,7 +174,7 @@ std::string text_of(const std::vector<int64_t>& shape) {
 }
 
 // Finds the layout of a mask, or refuses its shape. Below 1, an extent may not be known yet unless all are.
-Mask mask_of(const Property& property, const std::vector<int64_t>& data, const std::vector<int64_t>& shape, int axis,
+Mask mask_of(const Node& node, const std::vector<int64_t>& data, const std::vector<int64_t>& shape, int axis,
              bool known) {
     std::vector<int64_t> extents = data, given = shape, full = data;
     full[axis] = 1;
@@ -182,8 +185,8 @@ Mask mask_of(const Property& property, const std::vector<int64_t>& data, const s
     if (given.size() == data.size() && agree(given[axis], 1)) given.erase(given.begin() + axis);
     const bool fits = std::equal(given.begin(), given.end(), extents.begin(), extents.end(), agree);
     if (!fits)
-        refuse(property, "the mask has the shape " + text_of(shape) + " and the data " + text_of(data) + "; expected " +
-                             text_of(full) + " or " + text_of(extents) + " of the mask, where any extent may be 1");
+        refuse(node, "the mask has the shape " + text_of(shape) + " and the data " + text_of(data) + "; expected " +
+                         text_of(full) + " or " + text_of(extents) + " of the mask, where any extent may be 1");
     Mask mask{0, 0, 1, {1, 1, 1, 1}, {}};
     for (size_t i = given.size(), to = 4; i-- > 0;) {
         mask.extents[--to] = extents[i];
@@ -203,14 +206,14 @@ constexpr struct {
 
 bool is_known(int type) { return type >= 0 && type < static_cast<int>(std::size(kTypes)); }
 
-int infer_shape(int size, int* dims, int** shapes, const Property& property) {
+int infer_shape(int size, int* dims, int** shapes, const Node& node) {
     if (dims[0] <= 0) return 1;  // not known yet
-    const int axis = channel_axis(property, dims[0]);
+    const int axis = channel_axis(node, dims[0]);
     int* channels = shapes[0] + axis;
-    if (property.masks) {
-        const int at = property.mask_input();
+    if (node.masks) {
+        const size_t at = node.inputs - 1;
         if (dims[at] > 0) {
-            mask_of(property, {shapes[0], shapes[0] + dims[0]}, {shapes[at], shapes[at] + dims[at]}, axis, false);
+            mask_of(node, {shapes[0], shapes[0] + dims[0]}, {shapes[at], shapes[at] + dims[at]}, axis, false);
         } else {
             static thread_local std::vector<int> mask;
             mask.assign(shapes[0], shapes[0] + dims[0]);
@@ -220,9 +223,10 @@ int infer_shape(int size, int* dims, int** shapes, const Property& property) {
         }
     }
     for (int i = 1; i < size; ++i) {
-        if (property.is_mask(i)) continue;
-        dims[i] = property.is_data(i) ? dims[0] : 1;
-        shapes[i] = property.is_data(i) ? shapes[0] : channels;
+        const Role role = node.forward.all[static_cast<size_t>(i)];
+        if (role == kMask) continue;
+        dims[i] = is_data(role) ? dims[0] : 1;
+        shapes[i] = is_data(role) ? shapes[0] : channels;
     }
     return 1;
 }
@@ -234,18 +238,17 @@ std::string names_of_types() {
     return names.replace(names.rfind(", "), 2, " or ").substr(2);
 }
 
-int infer_type(int size, int* types, const Property& property) {
-    const int output = property.output();
-    const int data = types[0] >= 0 ? types[0] : types[output];
+int infer_type(int size, int* types, const Node& node) {
+    const int data = types[0] >= 0 ? types[0] : types[node.inputs];
     if (data < 0) return 1;
     if (type_of_data(data) == nullptr)
-        refuse(property, "data must be " + names_of_types() + "; " +
-                             (is_known(data) ? kTypes[data].name : "MXNet's type " + std::to_string(data)) +
-                             " was given");
+        refuse(node, "data must be " + names_of_types() + "; " +
+                         (is_known(data) ? kTypes[data].name : "MXNet's type " + std::to_string(data)) + " was given");
     const int parameter = static_cast<int>(parameter_type_of(static_cast<Type>(data)));
     for (int i = 0; i < size; ++i) {
-        if (!property.is_mask(i))
-            types[i] = property.is_data(i) ? data : parameter;
+        const Role role = node.forward.all[static_cast<size_t>(i)];
+        if (role != kMask)
+            types[i] = is_data(role) ? data : parameter;
         else if (types[i] < 0)
             types[i] = data;
     }
@@ -255,14 +258,14 @@ int infer_type(int size, int* types, const Property& property) {
 // The activation's backward computes its sign again or, after an addition, takes the output's. MXNet keeps the arrays
 // that are named here for the backward.
 int backward_dependency(const int* dy, const int* inputs, const int* outputs, int* size, int** needed,
-                        const Property& property) {
+                        const Node& node) {
     static thread_local std::array<int, 5> list;
     int n = 0;
     list[n++] = dy[0];
-    list[n++] = property.inplace ? outputs[0] : inputs[kX];
+    list[n++] = node.inplace ? outputs[0] : inputs[kX];
     list[n++] = inputs[kGamma];
-    if (property.activation.any() || property.inplace) list[n++] = property.adds ? outputs[0] : inputs[kBeta];
-    if (property.masks) list[n++] = inputs[property.mask_input()];
+    if (node.activation.any() || node.inplace) list[n++] = node.adds ? outputs[0] : inputs[kBeta];
+    if (node.masks) list[n++] = inputs[node.inputs - 1];
     *size = n;
     *needed = list.data();
     return 1;
@@ -271,39 +274,40 @@ int backward_dependency(const int* dy, const int* inputs, const int* outputs, in
 // Hands MXNet a call, until `destroy`.
 int create_operator(const char* context, int, unsigned** shapes, const int* dims, const int* types, MXCallbackList* out,
                     const Property& property) {
+    const Node& node = *property.node;
     const bool on_gpu = std::strncmp(context, "gpu", 3) == 0;
-    if (!on_gpu && !property.on_cpus)
-        refuse(property, std::string("the net was traced on GPUs and is now called on ") + context +
-                             "; call net.hybridize() again");
-    const int axis = channel_axis(property, dims[0]);
+    if (!on_gpu && !node.on_cpus)
+        refuse(node, std::string("the net was traced on GPUs and is now called on ") + context +
+                         "; call net.hybridize() again");
+    const int axis = channel_axis(node, dims[0]);
     Shape shape{1, shapes[0][axis], 1};
     for (int i = 0; i < dims[0]; ++i) {
         if (static_cast<int>(shapes[0][i]) < 0)
-            refuse(property, "an extent of the data is not known; outside mx.util.np_shape, 0 means unknown");
+            refuse(node, "an extent of the data is not known; outside mx.util.np_shape, 0 means unknown");
         if (i < axis) shape.outer *= shapes[0][i];
         if (i > axis) shape.inner *= shapes[0][i];
     }
-    if (axis == 0 && property.layer->pooling.virtual_devices > 1)
-        refuse(property, "virtual_devices are parts of the batch along axis 0, but here that is the channel axis");
+    if (axis == 0 && node.layer->pooling.virtual_devices > 1)
+        refuse(node, "virtual_devices are parts of the batch along axis 0, but here that is the channel axis");
     const int64_t samples = axis == 0 ? 1 : shapes[0][0];
-    Node node = property;
+    Mask mask{};
     if (node.masks) {
-        const int at = node.mask_input();
+        const size_t at = node.inputs - 1;
         const std::vector<int64_t> data(shapes[0], shapes[0] + dims[0]);
-        node.mask = mask_of(property, data, {shapes[at], shapes[at] + dims[at]}, axis, true);
+        mask = mask_of(node, data, {shapes[at], shapes[at] + dims[at]}, axis, true);
         if (!is_known(types[at]))
-            refuse(property, "the mask has a type that is no number (MXNet's type " + std::to_string(types[at]) + ")");
-        node.mask.bytes = kTypes[types[at]].bytes;
-        node.mask.floating = kTypes[types[at]].floating;
+            refuse(node, "the mask has a type that is no number (MXNet's type " + std::to_string(types[at]) + ")");
+        mask.bytes = kTypes[types[at]].bytes;
+        mask.floating = kTypes[types[at]].floating;
     }
     const TypeOfData& data = *type_of_data(types[0]);
     if (on_gpu && !data.on_gpus)
-        refuse(property, std::string(data.name) + " data is on " + context +
-                             ", but MXNet 1.9 computes with it on CPUs only; use float16 there");
-    auto op = (on_gpu ? device_call : host_call)(std::move(node), context, {data.type, shape, samples, {}});
+        refuse(node, std::string(data.name) + " data is on " + context +
+                         ", but MXNet 1.9 computes with it on CPUs only; use float16 there");
+    auto op = (on_gpu ? device_call : host_call)(property.node, context, {data.type, shape, samples, mask, {}});
     bool training = false;
     mx.MXAutogradIsTraining(&training);
-    if (training && !property.frozen) op->issue();
+    if (training && !node.frozen) op->issue();
     static Callback callbacks[] = {as_callback<destroy<Call>>(), as_callback<run<false>>(), as_callback<run<true>>()};
     out->num_callbacks = 3;
     out->callbacks = callbacks;
@@ -320,12 +324,12 @@ const char* const kGone =
 // Those of `create_call`.
 struct Calls {
     Mutex mutex;  // guards the rest
-    std::map<int64_t, Node> nodes;
+    std::map<int64_t, NodePtr> nodes;
     int64_t next = 1;
 };
 Calls& calls = *new Calls;
 
-Node node_of(int count, const char** keys, const char** values) {
+NodePtr node_of(int count, const char** keys, const char** values) {
     std::map<std::string, std::string> given;
     for (int i = 0; i < count; ++i) {
         if (std::strcmp(keys[i], "call") == 0) {
@@ -353,7 +357,8 @@ Node node_of(int count, const char** keys, const char** values) {
     node.unbiased = given["unbiased"] == "1";
     node.frozen = given["use_global_stats"] == "1";
     node.on_cpus = given["on_cpus"] == "1";
-    return node;
+    node.list_roles();
+    return std::make_shared<const Node>(std::move(node));
 }
 
 // MXNet calls `destroy` even if this function throws, so it sets the callbacks first.
@@ -369,23 +374,25 @@ int describe_layer(const char*, const int size, const char** keys, const char** 
     auto* property = new Property;
     out->contexts = property->callback_states.data();
     property->callback_states.fill(property);
-    static_cast<Node&>(*property) = node_of(size, keys, values);
+    property->node = node_of(size, keys, values);
+    property->callback_states.fill(const_cast<Node*>(property->node.get()));
+    property->callback_states[0] = property->callback_states[6] = property;  // of `destroy` and `create_operator`
     return 1;
 }
 
 }  // namespace
 
 int64_t create_call(int count, const char** keys, const char** values) {
-    const Node node = node_of(count, keys, values);
+    auto node = node_of(count, keys, values);
     std::lock_guard<std::mutex> lock(calls.mutex);
-    calls.nodes.emplace(calls.next, node);
+    calls.nodes.emplace(calls.next, std::move(node));
     return calls.next++;
 }
 
 void forget_calls(int64_t layer) {
     std::lock_guard<std::mutex> lock(calls.mutex);
     for (auto it = calls.nodes.begin(); it != calls.nodes.end();)
-        it = it->second.layer->id == layer ? calls.nodes.erase(it) : std::next(it);
+        it = it->second->layer->id == layer ? calls.nodes.erase(it) : std::next(it);
 }
 
 bool is_ours(const MXCallbackList& callbacks) { return callbacks.callbacks[0] == as_callback<destroy<Call>>(); }

@@ -26,7 +26,7 @@ namespace syncbn {
 // The results of a call's forward.
 struct Outcome {
     Place place;
-    Pools pools;
+    std::shared_ptr<const Pools> pools;
     std::vector<Slot> slots;
     std::shared_ptr<const void> device;  // the statistics on a GPU
 };
