@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import io
 import itertools
 import json
 import operator
@@ -20,7 +21,6 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, NoReturn, Optio
 
 import mxnet as mx
 import numpy as np
-from numpy.lib.format import descr_to_dtype, dtype_to_descr
 
 from .. import _native
 from ..system import arguments, environment, kinds, locks
@@ -29,7 +29,6 @@ from .base import Exchange, Transport
 
 #: Bytes of gradients that NCCL adds at once. Not measured: NCCL is said to need some MB for its full rate.
 _BUCKET = 8 << 20
-_HEAD = 1000  # bytes that describe an array, at most: MXNet's have up to 32 dimensions
 _ON_GPUS = {"float16", "float32", "float64"}
 
 
@@ -72,8 +71,10 @@ def _hash(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
 
 
-def _head_of(array: np.ndarray) -> bytes:
-    return json.dumps([dtype_to_descr(array.dtype), array.shape]).encode()
+def _saved(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return file.getvalue()
 
 
 def _given(name: str, value: Any) -> List[mx.nd.NDArray]:
@@ -182,7 +183,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         Does not wait. All of them become sums, or all raise the failure, so that a failed step changes no parameter.
         Trainers of several threads may come in any order. The store numbers them as `expect` got them. ``gradients``
         has, by the name of the parameter and in the same order in all processes, one for each context. ``update`` tells
-        what is done with the sums, and has to be the same in all processes.
+        in lines what is done with the sums, and has to be the same in all processes.
         """
         known = self.expect(trainer)
         what = f"the gradients of trainer {known.number}"
@@ -327,9 +328,8 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
 
         ``equal``: an array of another shape or type than ours is an error. ValueError: ``array`` is of another kind.
         """
-        if not isinstance(array, np.ndarray) or array.dtype.hasobject or len(_head_of(array)) > _HEAD:
-            expected = f"a NumPy array of numbers (an NDArray has asnumpy(); a type's names take at most {_HEAD} bytes)"
-            arguments.refuse("array", array, expected)
+        if not isinstance(array, np.ndarray) or array.dtype.hasobject:
+            arguments.refuse("array", array, "a NumPy array of numbers (an NDArray has asnumpy())")
         return self.exchange(self.next_round(f"exchange {key!r}"), [array], equal)
 
     def exchange(self, what: str, parts: Sequence[np.ndarray], equal: bool) -> List[np.ndarray]:
@@ -338,19 +338,15 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         ``parts`` has one for each rank, or one for all. `StepError`: a process is late, has failed, or has an array of
         another shape or type where it has to be ``equal``. After that, nothing is exchanged any more.
         """
-        messages = [_head_of(part) + b"\n" + part.tobytes() for part in parts]
+        messages = list(map(_saved, parts))
         try:
             found = _native.bytes_of(self.handle, self.num_workers, _hash(what.encode()), what, messages)
         except _native.StepError as error:
             self.fail(str(error))
             raise
-        arrays = []
-        for rank, part in enumerate(found):
-            head = part[:_HEAD].tobytes().partition(b"\n")[0]
-            kind, shape = json.loads(head)
-            arrays.append(part[len(head) + 1 :].copy().view(descr_to_dtype(kind)).reshape(shape))
-            if equal:
-                self._check_alike(what, rank, arrays[rank], parts[self.rank % len(parts)])
+        arrays = [np.load(io.BytesIO(part.tobytes())) for part in found]
+        for rank, array in enumerate(arrays if equal else []):
+            self._check_alike(what, rank, array, parts[self.rank % len(parts)])
         return arrays
 
     def _check_alike(self, what: str, rank: int, theirs: np.ndarray, ours: np.ndarray) -> None:
@@ -366,8 +362,8 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
 
     def tell_all(self, what: str, ours: Any) -> List[Any]:
         """Returns what each process tells, in the order of the ranks: all that JSON takes."""
-        part = np.frombuffer(json.dumps(ours).encode(), np.uint8)
-        return [json.loads(bytes(theirs)) for theirs in self.exchange(self.next_round(what), [part], equal=False)]
+        everyone = self.exchange(self.next_round(what), [np.array(json.dumps(ours))], equal=False)
+        return [json.loads(str(theirs)) for theirs in everyone]
 
     def next_round(self, what: str) -> str:
         """Returns a name for the next exchange of its kind."""
