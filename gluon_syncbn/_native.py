@@ -330,8 +330,13 @@ def summands(names: Sequence[str], arrays: List[List[NDArray]], gpus: Optional[H
     """
     count, contexts = len(names), len(arrays[0]) if arrays else 1
     types, sizes = (ctypes.c_int * count)(), (ctypes.c_size_t * count)()
+    lines = ""
     for i, (array, *_) in enumerate(arrays):
         check_call(_mxnet.MXNDArrayGetDType(array.handle, ctypes.byref(types, i * ctypes.sizeof(ctypes.c_int))))
         sizes[i] = array.size
+        lines += f"{names[i]} ({sizes[i]} values of {_FLOATS[types[i]]})\n"
     handles = c_handle_array([array for of_sum in arrays for array in of_sum])
-    return _TEXTS.span(names), types, sizes, contexts, handles, gpus
+    return lines[: 1 << 18].encode(), count, types, sizes, contexts, handles, gpus
+
+
+_FLOATS = {0: "float32", 1: "float64", 2: "float16", 12: "bfloat16"}  # as kTypesOfData in csrc/types.h

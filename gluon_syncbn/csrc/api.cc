@@ -310,17 +310,16 @@ SYNCBN_API(void, merge_moments, double* total, const double* part, int64_t chann
     syncbn::merge_moments(total, part, channels);
 }
 
-// Begins the sum of arrays over the processes of an exchange in shared memory: see native/native.h.
-SYNCBN_API(void, sum, Asked* exchange, int64_t channel, int64_t number, const char* update,
-           const Span<const char*>& names, const int* types, const size_t* sizes, size_t contexts, void** arrays,
+// Begins the sum of arrays over the processes of an exchange: see native/native.h.
+SYNCBN_API(void, sum, Asked* exchange, int64_t channel, int64_t number, const char* update, const char* list,
+           size_t count, const int* types, const size_t* sizes, size_t contexts, void** arrays,
            syncbn::cuda::AllReduce* gpus) {
     std::vector<syncbn::Summand> summands;
-    for (int64_t i = 0; i < names.count; ++i)
-        summands.push_back({names.values[i], static_cast<syncbn::Type>(types[i]), sizes[i]});
+    for (size_t i = 0; i < count; ++i) summands.push_back({static_cast<syncbn::Type>(types[i]), sizes[i]});
     of_processes(exchange).job().check_open();
-    syncbn::native::sum_gradients(of_processes(exchange).sums(),
-                                  {channel, number, update, registry().defaults().timeout, std::move(summands), gpus},
-                                  contexts, arrays);
+    syncbn::native::sum_gradients(
+        of_processes(exchange).sums(),
+        {channel, number, update, list, registry().defaults().timeout, std::move(summands), gpus}, contexts, arrays);
 }
 
 // What identifies a GPU; a new id for `gpus`.
@@ -335,9 +334,9 @@ SYNCBN_API(syncbn::cuda::AllReduce*, gpus, const Span<const int>& devices, const
 
 // Reports that this process has failed, or ends.
 SYNCBN_API(void, processes_failed, Asked* exchange, const char* reason) {
-    of_processes(exchange).leave(Segment::State::kFailed, reason);
+    of_processes(exchange).report(Segment::State::kFailed, reason);
 }
-SYNCBN_API(void, processes_ended, Asked* exchange) { of_processes(exchange).leave(Segment::State::kEnded, ""); }
+SYNCBN_API(void, processes_ended, Asked* exchange) { of_processes(exchange).report(Segment::State::kEnded, ""); }
 // The transport ends: it carries nothing more.
 SYNCBN_API(void, processes_closed, Asked* exchange) { of_processes(exchange).job().end(); }
 

@@ -10,7 +10,7 @@ import warnings
 import weakref
 from contextlib import nullcontext
 from numbers import Real
-from typing import Any, Callable, ContextManager, Dict, Iterable, Iterator, List, Sequence, Type
+from typing import Any, Callable, ContextManager, Dict, Iterable, Iterator, List, Sequence, Tuple, Type
 
 from mxnet import gluon
 
@@ -80,7 +80,7 @@ class _Follows(gluon.Trainer):
                 _compare_beginning(self, store)
                 _to_compare.remove(self)
             gradients = {p.name: p.list_grad() for p in _in_order(self) if p.grad_req != "null"}
-            store.add_gradients(self, gradients, update_of(self) + _loaded(self))
+            store.add_gradients(self, gradients, "\n".join(update_of(self) + _loaded(self)))
             _summed_for[self] = self._optimizer.rescale_grad
         else:
             with _gated(self) if self._update_on_kvstore else nullcontext():  # the store updates while it adds
@@ -168,15 +168,15 @@ def _states(trainer: gluon.Trainer) -> List[bytes]:
     return [b"".join(array.asnumpy().tobytes() for array in kinds.arrays_of(states.get(at))) for at in places]
 
 
-def _loaded(trainer: gluon.Trainer) -> str:
+def _loaded(trainer: gluon.Trainer) -> List[str]:
     """Describes the states of the optimizer in the first step after they were loaded; empty in others. MXNet's file has
     them by the place of the parameter, and a Trainer sorts ``dense10`` before ``dense9`` (gluon/trainer.py).
     """
     before, now = _with_states.get(trainer), trainer._updaters[0].states
     _with_states[trainer] = now  # which has nothing in the first step, if none were loaded
     if before is now or not now:
-        return ""
-    return f"; loaded states {hashlib.blake2b(b' '.join(_states(trainer)), digest_size=7).hexdigest()}"
+        return []
+    return [f"loaded states {hashlib.blake2b(b' '.join(_states(trainer)), digest_size=7).hexdigest()}"]
 
 
 #: The states of Trainers that the processes have compared. To load others makes another dictionary.
@@ -200,26 +200,29 @@ def _in_order(trainer: gluon.Trainer) -> List[gluon.Parameter]:
 _USUAL = {"lr_mult": 1, "wd_mult": 1, "grad_req": "write", "new gradient": True}
 
 
-def update_of(trainer: gluon.Trainer) -> str:
+def update_of(trainer: gluon.Trainer) -> List[str]:
     """Describes all that the update of this step depends on: the processes compare it."""
     optimizer, ordered = trainer._optimizer, _in_order(trainer)
+    lines = [type(optimizer).__name__, f"learning rate {optimizer.learning_rate}"]
     numbers = {name: value for name, value in vars(optimizer).items() if isinstance(value, Real) and name[0] != "_"}
-    settings = ", ".join(f"{name} {value}" for name, value in numbers.items())
+    lines += [f"{name} {value}" for name, value in numbers.items()]
     pooled = followers_of(ordered)
     if pooled:
-        settings += f"; nonfinite {NONFINITE[_native.nonfinite_of()]!r}"
+        lines.append(f"nonfinite {NONFINITE[_native.nonfinite_of()]!r}")
     if any(one.pooling.mode == "shuffle" for one in pooled):
-        settings += f", seed {_native.seed_of()}"
-    special: Dict[str, List[int]] = {}
+        lines.append(f"seed {_native.seed_of()}")
+    special: Dict[Tuple[Any, ...], List[int]] = {}
+    usual = tuple(_USUAL.values())
     for number, p in enumerate(ordered):
         if p._differentiable and p._data is not None:
-            own = {"lr_mult": p.lr_mult, "wd_mult": p.wd_mult, "grad_req": p.grad_req}
-            own["new gradient"] = p.grad_req == "null" or any(array._fresh_grad for array in p._data)
-            if own != _USUAL:
-                text = ", ".join(f"{name} {value!r}" for name, value in own.items() if value != _USUAL[name])
-                special.setdefault(text, []).append(number)
-    settings += "".join(f"; parameters {numbers}: {text}" for text, numbers in special.items())
-    return f"{type(optimizer).__name__} (learning rate {optimizer.learning_rate}, {settings})"
+            has_new = p.grad_req == "null" or any(array._fresh_grad for array in p._data)
+            own = p.lr_mult, p.wd_mult, p.grad_req, has_new
+            if own != usual:
+                special.setdefault(own, []).append(number)
+    for own, places in special.items():
+        text = ", ".join(f"{name} {value!r}" for name, value in zip(_USUAL, own) if value != _USUAL[name])
+        lines.append(f"parameters {places}: {text}")
+    return lines
 
 
 #: The divisors that were set when gradients were added: the objects, because a new one may be as large.

@@ -34,13 +34,11 @@ SCENARIOS = [
 FAULTS = {
     "freezes": ("the processes disagree about their arrays", "1_bias' (300000 values of float32) on rank"),
     "divides_otherwise": (
-        "and 3 more, round 2: SGD (learning rate 0.01, rescale_grad 0.5, lr 0.01, wd 0.0, ",
-        " on rank 1 and SGD (learning rate 0.01, rescale_grad 1.0, ",
-        " on rank 0. Give all Trainers the same settings; trainer.step takes the samples of all",
+        "and 3 more, round 2: rescale_grad 0.5 on rank 1 and rescale_grad 1.0 on rank 0. Give all Trainers the same ",
     ),
-    "decays_weights": (", wd 0.5, ", " on rank 1 and SGD (", ", wd 0.0, "),
-    "trains_slowly": (" the update in ", "; parameters [2]: lr_mult 0.5) on rank 1 and SGD (", "True) on rank 0."),
-    "leaves_out_the_second": (" the update in ", "; parameters [2, 3]: new gradient False) on rank 1 and SGD ("),
+    "decays_weights": (" the update in ", ": wd 0.5 on rank 1 and wd 0.0 on rank 0. "),
+    "trains_slowly": (" the update in ", ": parameters [2]: lr_mult 0.5 on rank 1 and none on rank 0. "),
+    "leaves_out_the_second": (" the update in ", ": parameters [2, 3]: new gradient False on rank 1 and none on "),
     "divides_apart": ("disagree about trainer.update: the ranks from 0 on say [1.0, 2.0] samples. It takes the ",),
     **dict.fromkeys(
         ("begins_elsewhere", "begins_frozen"),
@@ -49,7 +47,7 @@ FAULTS = {
     "begins_with_other_states": (
         "the processes begin with different states of the optimizer: that of 'dense1_bias' on rank 1 is not that on ",
     ),
-    "loads_other_states": (" the update in ", "); loaded states ", " on rank 1 and SGD ("),
+    "loads_other_states": (" the update in ", ": loaded states ", " on rank 1 and none on rank 0. "),
     "ends": ("rank 1 of 2 has ended (rank 0 was in the gradient of 'dense1_weight'", "round 2"),
     "is_late": ("rank 0 of 2 waits for rank 1", "in the gradient of 'dense1_weight'"),
 }
@@ -133,7 +131,7 @@ def test_what_an_update_depends_on():
             y = net[1](net[0](mx.nd.ones((2, 2))))
         y.backward()
         trainer.step(2, ignore_stale_grad=True)
-        texts.append(re.sub("num_update [0-9]+", "", update_of(trainer)))
+        texts.append(re.sub("num_update [0-9]+", "", str(update_of(trainer))))
     assert len(set(texts)) == len(changes), texts
 
 

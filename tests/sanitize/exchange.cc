@@ -98,7 +98,7 @@ void play_rank_1(syncbn::Segment& segment) {
     double rest = 0;
     while (segment.state_of(0) == syncbn::Segment::State::kPresent) {
         rest = std::min(0.05, 1e-4 + 1.5 * rest);  // a process that polls without a rest never looks idle
-        for (const syncbn::Label& label : segment.left_by(0)) {
+        for (const syncbn::Label& label : segment.posted_by(0)) {
             rest = 0;
             const syncbn::Segment::Found found = segment.find(0, label);
             if (found.values == nullptr) continue;

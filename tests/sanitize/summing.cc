@@ -25,7 +25,7 @@ std::vector<Rank>& ranks() {
             (*made)[rank].machine = std::make_unique<syncbn::Segment>(kRanks, rank, std::string(32, 'a'),
                                                                       "/proc/self/fd/" + std::to_string(number));
             const auto fail = [machine = (*made)[rank].machine.get()](const std::string& reason) {
-                machine->leave(syncbn::Segment::State::kFailed, reason);
+                machine->report(syncbn::Segment::State::kFailed, reason);
             };
             (*made)[rank].sums = std::make_unique<syncbn::Sums>(*(*made)[rank].machine, nullptr, fail);
         }
@@ -38,7 +38,8 @@ std::vector<Rank>& ranks() {
 class Arrays : public syncbn::Round {
   public:
     Arrays(int64_t channel, int64_t number, const std::vector<size_t>& sizes, float value)
-        : Round({channel, number, "", 60, summands_of(sizes), nullptr}), here_(sizes.size(), false) {
+        : Round({channel, number, "", "an array (of a size)\n", 60, summands_of(sizes), nullptr}),
+          here_(sizes.size(), false) {
         for (const size_t size : sizes) {
             memory_.emplace_back(size, value);
             places_.push_back({memory_.back().data()});
@@ -66,7 +67,7 @@ class Arrays : public syncbn::Round {
   private:
     static std::vector<syncbn::Summand> summands_of(const std::vector<size_t>& sizes) {
         std::vector<syncbn::Summand> summands;
-        for (const size_t size : sizes) summands.push_back({"array", syncbn::Type::kFloat32, size});
+        for (const size_t size : sizes) summands.push_back({syncbn::Type::kFloat32, size});
         return summands;
     }
 
@@ -100,7 +101,7 @@ void fail_at_once() {
     std::vector<std::thread> threads;
     for (const char reason : {'a', 'b'})
         threads.emplace_back(
-            [&machine, reason] { machine.leave(syncbn::Segment::State::kFailed, std::string(1000, reason)); });
+            [&machine, reason] { machine.report(syncbn::Segment::State::kFailed, std::string(1000, reason)); });
     for (std::thread& thread : threads) thread.join();
     const std::string kept = machine.reason_of(0);
     expect(kept == std::string(1000, kept[0]), "a reason is of one thread");

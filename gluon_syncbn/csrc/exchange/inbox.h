@@ -41,7 +41,7 @@ class Inbox : public Mailbox {
         std::lock_guard<std::mutex> lock(mutex_);
         received_.remove_if([&](const Message& one) { return one.values() == found.values; });
     }
-    std::vector<Label> left_by(size_t rank) const override {
+    std::vector<Label> posted_by(size_t rank) const override {
         std::lock_guard<std::mutex> lock(mutex_);
         std::vector<Label> labels;
         for (const Message& one : received_)
@@ -78,23 +78,23 @@ class Inbox : public Mailbox {
         const std::string text = reason.substr(0, 4000);
         send({{}, state == State::kFailed ? Head::kFailed : Head::kEnded, own(), text.size()}, text.data(), text.size(),
              without(everybody, rank_));
-        report(rank_, state, text);
-        left();
+        note(rank_, state, text);
+        end_sending();
     }
     // The caller of the following holds the lock.
     virtual void send(Head head, const void* content, size_t size, const Ranks& to) = 0;
     // This rank has sent its last message.
-    virtual void left() = 0;
+    virtual void end_sending() = 0;
     // Takes a whole message that has arrived.
-    void take(const Message& message) {
+    void arrive(const Message& message) {
         const Head& head = message.head();
         if (head.kind == Head::kVector)
             received_.push_back(message);
         else if (head.kind == Head::kDied)
             died_[message.from()] = static_cast<int64_t>(head.length);
         else
-            report(message.from(), head.kind == Head::kFailed ? State::kFailed : State::kEnded,
-                   {reinterpret_cast<const char*>(message.values()), head.length});
+            note(message.from(), head.kind == Head::kFailed ? State::kFailed : State::kEnded,
+                 {reinterpret_cast<const char*>(message.values()), head.length});
         ++arrivals_;
     }
 
@@ -105,7 +105,7 @@ class Inbox : public Mailbox {
   private:
     int64_t own() const { return static_cast<int64_t>(rank_); }
     // The first report of a rank stays.
-    void report(size_t rank, State state, std::string reason) {
+    void note(size_t rank, State state, std::string reason) {
         if (states_[rank] != State::kPresent) return;
         reasons_[rank] = std::move(reason);  // complete before the state changes
         states_[rank] = state;

@@ -27,13 +27,13 @@ void Mailbox::post(const Label& label, const void* values, size_t size, const Ra
     sent += static_cast<int64_t>(readers.size());
 }
 
-void Mailbox::leave(State state, const std::string& reason) {
+void Mailbox::report(State state, const std::string& reason) {
     if (!is_own()) return;
     std::lock_guard<std::mutex> lock(posting_);
     if (state_of(rank_) == State::kPresent) tell(state, reason);
 }
 
-std::optional<std::string> Mailbox::take_bytes(size_t rank, const Label& label) {
+std::optional<std::string> Mailbox::received(size_t rank, const Label& label) {
     const Found found = find(rank, label);
     if (found.values == nullptr) return std::nullopt;
     std::string bytes(reinterpret_cast<const char*>(found.values), found.size);
@@ -60,7 +60,7 @@ std::string Mailbox::loss(size_t rank, const std::string& exchange) const {
 }
 
 void WaitForOthers::give_up(const std::string& reason) {
-    mail_.leave(Mailbox::State::kFailed, reason);
+    mail_.report(Mailbox::State::kFailed, reason);
     throw Failure(reason);
 }
 

@@ -70,12 +70,12 @@ class Mailbox {
     // The most values of a vector.
     virtual size_t most_values() const = 0;
 
-    // Leaves a vector of so many bytes for `readers`. A longer one than that only shows its length. Throws
+    // Posts a vector of so many bytes for `readers`. A longer one than that only shows its length. Throws
     // std::runtime_error if there are too many.
     void post(const Label& label, const void* values, size_t size, const Ranks& readers);
     // Whether all that this rank has posted under the label needs no more of its work.
     virtual bool is_out(const Label&) { return true; }
-    // Returns the vector that `rank` has left for this one under the label; null if there is none yet. It stays until
+    // Returns the vector that `rank` has posted for this one under the label; null if there is none yet. It stays until
     // `done`.
     struct Found {
         const double* values = nullptr;
@@ -86,9 +86,9 @@ class Mailbox {
     virtual Found find(size_t rank, const Label& label) const = 0;
     virtual void done(size_t rank, const Found& found) = 0;
     // Finds and removes bytes, if they have come.
-    std::optional<std::string> take_bytes(size_t rank, const Label& label);
-    // Returns the labels of vectors that `rank` has left for this one.
-    virtual std::vector<Label> left_by(size_t rank) const = 0;
+    std::optional<std::string> received(size_t rank, const Label& label);
+    // Returns the labels of vectors that `rank` has posted for this one.
+    virtual std::vector<Label> posted_by(size_t rank) const = 0;
 
     // An event count (Reed, Kanodia, CACM 1979) is of all threads with one label, and changes with each arrival. A thread
     // can sleep until it is not `seen`, or for `seconds`, and can wake the sleepers.
@@ -112,7 +112,7 @@ class Mailbox {
     virtual void end() {}
     // Reports that this rank has failed, with a reason, or has ended. Wakes all ranks. The first report stays. A child of
     // a fork reports nothing.
-    void leave(State state, const std::string& reason);
+    void report(State state, const std::string& reason);
 
     Ranks everybody;
     // Their ranks in the job, and the size of the job: the same if nobody says otherwise.
@@ -125,7 +125,7 @@ class Mailbox {
 
   protected:
     Mailbox(size_t rank, size_t ranks);
-    // See `post` and `leave`. One thread at a time calls one of the two.
+    // See `post` and `report`. One thread at a time calls one of the two.
     virtual void write(const Label& label, const void* values, size_t size, const Ranks& readers) = 0;
     virtual void tell(State state, const std::string& reason) = 0;
 

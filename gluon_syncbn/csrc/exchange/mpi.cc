@@ -117,7 +117,7 @@ class MpiMailbox : public Inbox {
             Message one = std::move(arriving_.front());
             arriving_.pop_front();
             if (!completes(&one)) continue;
-            take(one);
+            arrive(one);
             naps_ = 0;
         }
     }
@@ -135,7 +135,7 @@ class MpiMailbox : public Inbox {
         *frame = std::move(whole);
         return true;
     }
-    void left() override {
+    void end_sending() override {
         const double until = seconds() + (state_of(rank()) == State::kEnded ? kEnd : 0);
         do progress();
         while (!outgoing_.empty() && seconds() < until);

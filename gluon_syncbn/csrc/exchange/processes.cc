@@ -111,19 +111,19 @@ class Processes::WaitForVectors final : public WaitForOthers {
         WaitForOthers::check_others();
         for (const size_t rank : from_) {
             if (!is_missing(rank)) continue;
-            for (const Label& left : mail_.left_by(rank)) {
-                if (left.channel != Label::kVectors || left.piece != 0) continue;
-                const bool other_call = left.key == label_.key && left.node == label_.node && left.phase == 0 &&
-                                        left.sequence != label_.sequence;
-                // One that has come since, and gone on, has left its vector here. The order of calls in branches
+            for (const Label& posted : mail_.posted_by(rank)) {
+                if (posted.channel != Label::kVectors || posted.piece != 0) continue;
+                const bool other_call = posted.key == label_.key && posted.node == label_.node && posted.phase == 0 &&
+                                        posted.sequence != label_.sequence;
+                // One that has come since, and gone on, has posted its vector. The order of calls in branches
                 // differs between processes.
-                if (other_call && label_.phase == 0 && waited() > kSkippedAfter && !is_here(left) && is_missing(rank))
+                if (other_call && label_.phase == 0 && waited() > kSkippedAfter && !is_here(posted) && is_missing(rank))
                     give_up("rank " + mail_.number_of(mail_.rank()) + " is in " + name() + ", but rank " +
-                            mail_.number_of(rank) + " is in number " + std::to_string(left.sequence + 1) +
+                            mail_.number_of(rank) + " is in number " + std::to_string(posted.sequence + 1) +
                             ": one of them has skipped or repeated a step.");
-                const bool recorded_otherwise = left.key == label_.key && (left.node < 0) != (label_.node < 0);
+                const bool recorded_otherwise = posted.key == label_.key && (posted.node < 0) != (label_.node < 0);
                 others_ = " Meanwhile rank " + mail_.number_of(rank) + " is in " +
-                          name_of_call(left, name_of(left.key)) + "." +
+                          name_of_call(posted, name_of(posted.key)) + "." +
                           (recorded_otherwise ? " Hybridize the net in all processes, or in none." : "");
             }
         }
@@ -208,7 +208,7 @@ class Processes::Steps {
                 end();
             }
         } catch (const std::exception& error) {  // those who wait for this rank elsewhere hear of it, too
-            processes_.leave(Mailbox::State::kFailed, error.what());
+            processes_.report(Mailbox::State::kFailed, error.what());
             throw;
         }
         total_.key = id_.agreed->key;
@@ -280,7 +280,7 @@ void Processes::meet(std::shared_ptr<Segment> memory, Ranks ranks, Ranks leaders
     std::unique_ptr<Machines> machines;
     if (leaders.size() > 1 && memory_of_sums_->rank() == 0)
         machines = std::make_unique<Machines>(*job_, std::move(leaders), mpi, adds_from);
-    const auto fail = [this](const std::string& reason) { leave(Mailbox::State::kFailed, reason); };
+    const auto fail = [this](const std::string& reason) { report(Mailbox::State::kFailed, reason); };
     sums_ = std::make_unique<Sums>(*memory_of_sums_, std::move(machines), fail);
 }
 
@@ -386,9 +386,9 @@ std::string Processes::bytes_of(int64_t key, const char* what, double timeout, c
     return all;
 }
 
-void Processes::leave(Mailbox::State state, const std::string& reason) {
+void Processes::report(Mailbox::State state, const std::string& reason) {
     for (Mailbox* const mail : std::initializer_list<Mailbox*>{machine_.get(), memory_of_sums_.get(), job_.get()})
-        if (mail != nullptr) mail->leave(state, reason);
+        if (mail != nullptr) mail->report(state, reason);
 }
 
 }  // namespace syncbn

@@ -47,10 +47,10 @@ class Processes : public Exchange {
     Mailbox& job() const { return *job_; }
 
     // Reports to the others that this process has failed, or ends.
-    void leave(Mailbox::State state, const std::string& reason);
+    void report(Mailbox::State state, const std::string& reason);
 
   private:
-    // In a step of an exchange, this rank leaves what it has for some others, and waits for the vectors of some.
+    // In a step of an exchange, this rank posts what it has for some others, and waits for the vectors of some.
     struct Step {
         Mailbox* mail;
         int64_t piece;  // of the label

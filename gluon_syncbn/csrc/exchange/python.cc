@@ -78,7 +78,7 @@ class PythonMailbox : public Inbox {
         std::memcpy(memory.get(), message + begin, count * sizeof(double));
         {
             std::lock_guard<std::mutex> lock(mutex_);
-            take({memory, count});
+            arrive({memory, count});
         }
         changed_->notify_all();
     }
@@ -98,7 +98,7 @@ class PythonMailbox : public Inbox {
         outgoing_.push_back(std::move(message));
         leaves_->notify_one();
     }
-    void left() override {
+    void end_sending() override {
         changed_->notify_all();
         leaves_->notify_one();
     }

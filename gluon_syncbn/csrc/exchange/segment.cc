@@ -110,7 +110,7 @@ void Segment::done(size_t rank, const Found& found) {
     memory_->of[rank].outboxes[found.place].readers.fetch_and(~(uint64_t{1} << rank_));
 }
 
-std::vector<Label> Segment::left_by(size_t rank) const {
+std::vector<Label> Segment::posted_by(size_t rank) const {
     std::vector<Label> labels;
     for (const Outbox& outbox : memory_->of[rank].outboxes)
         if (const auto found = label_in(outbox)) labels.push_back(*found);

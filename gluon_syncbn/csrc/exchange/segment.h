@@ -38,7 +38,7 @@ class Segment : public Mailbox {
     size_t most_values() const override { return kMostValues; }
     Found find(size_t rank, const Label& label) const override;
     void done(size_t rank, const Found& found) override;
-    std::vector<Label> left_by(size_t rank) const override;
+    std::vector<Label> posted_by(size_t rank) const override;
 
     uint32_t event_of(const Label& label) const override;
     // That of a rank's thread for long sums.
@@ -55,9 +55,11 @@ class Segment : public Mailbox {
 
     // The part of a rank in long sums: how far it is, and its pieces. Only the rank itself writes there. Counts never
     // decrease.
-    static constexpr size_t kPiece = 1 << 19, kPieces = 4;  // bytes, and pieces of a rank
-    struct alignas(256) Pipeline {                          // no cache line of which another pipeline uses
-        std::atomic<uint64_t> in, added, total, out;
+    // Bytes of a piece, and pieces of a rank. On one machine, a piece stays in caches. Between machines, MPI's handshakes
+    // for a piece take longer than its bytes.
+    static constexpr size_t kPiece = 1 << 21, kPieceOfOne = 1 << 19, kPieces = 4;
+    struct alignas(256) Pipeline {  // no cache line of which another pipeline uses
+        std::atomic<uint64_t> in, added, given, total, out;
     };
     Pipeline& pipeline(size_t rank) const { return memory_->of[rank].pipeline; }
     char* piece(size_t rank, uint64_t number) const { return memory_->of[rank].pieces[number % kPieces]; }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cctype>
 #include <cstring>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <system_error>
@@ -52,74 +53,33 @@ void narrow(Type type, const char* in, const std::vector<void*>& contexts, size_
     });
 }
 
-// A line without Gluon's counters in the name, which depend on what else a process has built.
+// A line without the digits in quotes.
 std::string without_counters(const std::string& line) {
-    const size_t end = line.rfind(" (");
     std::string text;
-    for (size_t i = 0; i < line.size(); ++i)
-        if (i >= end || std::isdigit(static_cast<unsigned char>(line[i])) == 0) text += line[i];
+    bool quoted = false;
+    for (const char c : line) {
+        quoted ^= c == '\'';
+        if (!quoted || std::isdigit(static_cast<unsigned char>(c)) == 0) text += c;
+    }
     return text;
 }
 
-// What a rank says of a round: its channel, a digest of its arrays (FNV-1a), what is done with the sums, and a line for each
-// array, as far as there is space.
-std::string text_of(const Round& round) {
-    uint64_t digest = 0xcbf29ce484222325u;
-    std::string lines;
-    for (const Summand& summand : round.summands) {
-        // "the gradient of 'conv0_weight' (864 values of float32)"
-        const std::string line =
-            summand.name + " (" + std::to_string(summand.size) + " values of " + name_of(summand.type) + ")\n";
-        for (const char c : without_counters(line)) digest = (digest ^ static_cast<unsigned char>(c)) * 0x100000001b3u;
-        lines += line;
-    }
-    return std::to_string(round.channel) + " " + std::to_string(digest) + " " + round.update + "\n" +
-           lines.substr(0, Segment::kPiece);
-}
-
-// "the gradient of 'conv0_weight' and 12 more", for the first of so many arrays.
-std::string name_of(const std::string& first, size_t count) {
-    return count == 0 ? "a step without gradients"
-                      : first + (count > 1 ? " and " + std::to_string(count - 1) + " more" : "");
-}
-
-// The same of a round's arrays from `begin` to `end`: "..., round 3".
-std::string name_of(const Round& round, size_t begin, size_t end) {
-    return name_of(begin < end ? round.summands[begin].name : "", end - begin) + ", round " +
-           std::to_string(round.number + 1);
-}
-
-// The same of a round that rank 0 has told.
-std::string name_of_told(const std::string& told) {
-    const size_t begin = told.find('\n') + 1, end = told.find('\n', begin);
-    const auto count = static_cast<size_t>(std::count(told.begin() + static_cast<int64_t>(begin), told.end(), '\n'));
-    return name_of(told.substr(begin, told.rfind(" (", end) - begin), count);
-}
-
-// Compares what this rank has for a round with what rank 0 has told. Throws Failure with the first difference.
-void compare(const Round& round, const std::string& own_rank, const std::string& told) {
-    std::istringstream ours(text_of(round)), theirs(told);
+// The first line of this rank that is not that of rank 0: "X on rank 1 and Y on rank 0". Empty if there is none.
+std::string difference(const std::string& ours, const std::string& theirs, const std::string& own_rank) {
+    if (ours == theirs) return "";  // as in nearly every step
+    constexpr const char* kNone = "none";
+    std::istringstream here(ours), there(theirs);
     std::string one, another;
-    std::getline(ours, one);
-    std::getline(theirs, another);
-    if (one == another) return;
-    const std::string where = " in " + name_of(round, 0, round.summands.size()) + ":";
-    const auto update_in = [](const std::string& line) { return line.substr(line.find(' ', line.find(' ') + 1)); };
-    const std::string update = update_in(one), their_update = update_in(another);
-    size_t number = 0;
     do {
-        if (!std::getline(ours, one)) one = "none";
-        if (!std::getline(theirs, another)) another = "none";
-        ++number;
-    } while (without_counters(one) == without_counters(another) && one != "none");
-    if (one != "none" || another != "none")
-        throw Failure("the processes disagree about their arrays" + where + " number " + std::to_string(number) +
-                      " is " + one + " on rank " + own_rank + " and " + another +
-                      " on rank 0. Build and cast the same net in all processes, and freeze the same parameters "
-                      "(grad_req='null').");
-    throw Failure("the processes disagree about the update" + where + update + " on rank " + own_rank + " and" +
-                  their_update +
-                  " on rank 0. Give all Trainers the same settings; trainer.step takes the samples of all.");
+        if (!std::getline(here, one)) one = kNone;
+        if (!std::getline(there, another)) another = kNone;
+    } while (without_counters(one) == without_counters(another) && one != kNone);
+    return one == another ? "" : one + " on rank " + own_rank + " and " + another + " on rank 0";
+}
+
+// "..., round 3".
+std::string name_of(const Round& round, size_t begin, size_t end) {
+    return name_in(round.list, begin, end) + ", round " + std::to_string(round.number + 1);
 }
 
 // Whether the backward has come to this round. Until then nothing waits for other processes. A layer may keep the
@@ -128,20 +88,27 @@ bool has_begun(Round& round) { return round.summands.empty() || round.values(rou
 
 }  // namespace
 
+std::string name_in(const std::string& list, size_t begin, size_t end) {
+    if (begin == end) return "a step without gradients";
+    size_t at = 0;
+    for (size_t i = 0; i < begin; ++i) at = list.find('\n', at) + 1;
+    const std::string name = list.substr(at, list.rfind(" (", list.find('\n', at)) - at);
+    return name + (end > begin + 1 ? " and " + std::to_string(end - begin - 1) + " more" : "");
+}
+
 // A part of a round, in one type. It may have the end of one array and the beginning of another.
 struct Sums::Piece {
-    struct Span {
+    struct Cut {
         size_t summand, begin, count, offset;  // the offset is in bytes
     };
     Type wide;
-    std::vector<Span> spans;
+    std::vector<Cut> cuts;
     size_t bytes;       // in memory of the machine
     size_t bucket = 0;  // bytes on GPUs
 
-    // The last arrays come first.
-    static std::vector<Piece> cut(const Round& round) {
+    // The last arrays come first. `most`: bytes of a piece.
+    static std::vector<Piece> cut(const Round& round, size_t most) {
         std::vector<Piece> pieces;
-        const size_t most = round.gpus != nullptr ? round.gpus->bucket() : Segment::kPiece;
         for (size_t i = round.summands.size(); i-- > 0;) {
             const Summand& summand = round.summands[i];
             const Type wide = parameter_type_of(summand.type);
@@ -152,7 +119,7 @@ struct Sums::Piece {
                     pieces.push_back({wide, {}, 0});
                 Piece& piece = pieces.back();
                 const size_t count = std::min(summand.size - begin, (most - piece.bytes) / size);
-                piece.spans.push_back({i, begin, count, piece.bytes});
+                piece.cuts.push_back({i, begin, count, piece.bytes});
                 piece.bytes += (count * size + line - 1) / line * line;
                 begin += count;
             }
@@ -166,10 +133,10 @@ struct Sums::Piece {
     size_t part(size_t rank, size_t ranks) const { return bytes / kLine * rank / ranks * kLine; }
 };
 
-// What this rank waits for: its own arrays, or its own step although it has come to another one, which the others have
-// overtaken; a count of the ranks, the leader of the machine or a count of it, other machines, or NCCL.
+// What this rank waits for: nothing, its own arrays, or its own step although it has come to another one, which the others
+// have overtaken; a count of the ranks, the leader of the machine or a count of it, other machines, or NCCL.
 struct Sums::Need {
-    enum Of { kOwn, kOvertaken, kRanks, kLeader, kMachines, kGpus } of = kOwn;
+    enum Of { kNothing, kOwn, kOvertaken, kRanks, kLeader, kMachines, kGpus } of = kOwn;
     std::atomic<uint64_t> Segment::Pipeline::* count = nullptr;
     uint64_t least = 0;
 
@@ -206,8 +173,10 @@ class Sums::WaitForRanks final : public WaitForOthers {
     }
     std::string state() override {
         if (need_.of != Need::kOvertaken) return WaitForOthers::state();
+        const std::string& list = sums_.lists_.at(sums_.next_);
+        const auto arrays = static_cast<size_t>(std::count(list.begin(), list.end(), '\n'));
         return mail_.name_of(mail_.rank()) + " waits in " + name() + ", because the others have gone on to " +
-               name_of_told(sums_.told_) + ", which this rank has not computed";
+               name_in(list, 0, arrays) + ", which this rank has not computed";
     }
     std::string advice() override {
         return need_.of == Need::kOvertaken ? "Every process must step the same trainers in the same order: a step was "
@@ -251,17 +220,18 @@ class Sums::Pass {
         : sums_(sums),
           segment_(sums.segment_),
           round_(round),
-          pieces_(Piece::cut(round)),
+          pieces_(Piece::cut(round, round.gpus != nullptr  ? round.gpus->bucket()
+                                    : sums.is_on_several() ? Segment::kPiece
+                                                           : Segment::kPieceOfOne)),
           pipeline_(segment_.pipeline(segment_.rank())),
           first_(pipeline_.out),
-          last_(first_ + pieces_.size()),
-          totalled_(first_) {}
+          last_(first_ + pieces_.size()) {}
 
     void run() {
         while (pipeline_.out < last_) {
             const uint32_t seen = segment_.arrivals(sums_.event_);
-            Need need;
-            if (goes_on(&need))
+            const Need need = go_on();
+            if (need.of == Need::kNothing)
                 sums_.wait_.reset();
             else
                 wait(need, seen);
@@ -272,80 +242,67 @@ class Sums::Pass {
   private:
     using Count = std::atomic<uint64_t> Segment::Pipeline::*;
 
-    // Does what can be done next. Returns false, with the reason, if there is nothing.
-    bool goes_on(Need* need) {
-        const bool several = sums_.machines_ != nullptr || segment_.members.of > segment_.ranks();
-        const Count complete = several ? &Segment::Pipeline::total : &Segment::Pipeline::added;
-        const uint64_t out = pipeline_.out, added = pipeline_.added, in = pipeline_.in;
-        const uint64_t completed = several ? segment_.pipeline(0).total.load() : everywhere(complete);
-        const bool gpus_are_busy = out < completed && round_.gpus != nullptr && !round_.gpus->ready();
-        if (out < completed && !gpus_are_busy) {
-            if (round_.gpus != nullptr)
-                sum_on_gpus(piece_of(out));
-            else
-                copy_out(out, several);
-            advance(&Segment::Pipeline::out);
-            return true;
-        }
-        if (sums_.machines_ != nullptr && totalled_ < everywhere(&Segment::Pipeline::added)) {
-            join_parts(totalled_);
-            const Piece& piece = piece_of(totalled_);
-            sums_.machines_->begin(piece.wide, segment_.piece(0, totalled_),
-                                   piece.bytes / static_cast<size_t>(size_of(piece.wide)));
-            ++totalled_;
-            return true;
-        }
-        if (sums_.machines_ != nullptr && pipeline_.total < totalled_ && sums_.machines_->done()) {
-            advance(&Segment::Pipeline::total);
-            return true;
-        }
-        if (added < everywhere(&Segment::Pipeline::in)) {
-            if (piece_of(added).wide == Type::kFloat64)
-                add_part<double>(added);
-            else
-                add_part<float>(added);
-            advance(&Segment::Pipeline::added);
-            return true;
-        }
-        const bool room = in < last_ && in < everywhere(&Segment::Pipeline::out) + Segment::kPieces;
-        if (room && copy_in(in)) {
-            advance(&Segment::Pipeline::in);
-            return true;
-        }
-        if (gpus_are_busy)
-            *need = {Need::kGpus};
-        else if (added < in)
-            *need = {Need::kRanks, &Segment::Pipeline::in, added + 1};
-        else if (out < added && sums_.machines_ != nullptr && totalled_ == added)
-            *need = {Need::kMachines};
-        else if (out < added)
-            *need = {several && sums_.machines_ == nullptr ? Need::kLeader : Need::kRanks, complete, out + 1};
-        else if (in < last_ && !room)
-            *need = {Need::kRanks, &Segment::Pipeline::out, in + 1 - Segment::kPieces};
-        return false;
+    // Takes a piece through the first stage where one can go on. If there is none, returns what the first one needs that
+    // waits.
+    Need go_on() {
+        using Counts = Segment::Pipeline;
+        const Counts& own = pipeline_;
+        std::optional<Need> missing;
+        // A stage: its count, that of the stage before here, what its next piece needs, and what is done with that.
+        const auto goes = [&](Count count, uint64_t before, Need need, Need::Of (Pass::*work)(uint64_t)) {
+            if (own.*count == before) return false;
+            if (reached(need)) need = {(this->*work)(own.*count)};
+            if (need.of == Need::kNothing)
+                advance(count);
+            else if (!missing)
+                missing = need;
+            return need.of == Need::kNothing;
+        };
+        const bool leads = sums_.machines_ != nullptr, several = sums_.is_on_several();
+        const uint64_t room = std::max<uint64_t>(own.in + 1, Segment::kPieces) - Segment::kPieces;
+        const bool goes_on =
+            goes(&Counts::added, own.in, {Need::kRanks, &Counts::in, own.added + 1}, &Pass::add) ||
+            (leads && goes(&Counts::given, own.added, {Need::kRanks, &Counts::added, own.given + 1}, &Pass::give)) ||
+            (leads && goes(&Counts::total, own.given, {Need::kNothing}, &Pass::get)) ||
+            (several && goes(&Counts::out, own.added, {Need::kLeader, &Counts::total, own.out + 1}, &Pass::copy_out)) ||
+            (!several && goes(&Counts::out, own.added, {Need::kRanks, &Counts::added, own.out + 1}, &Pass::copy_out)) ||
+            goes(&Counts::in, last_, {Need::kRanks, &Counts::out, room}, &Pass::copy_in);
+        return goes_on ? Need{Need::kNothing} : *missing;
+    }
+    bool reached(const Need& need) const {
+        if (need.of == Need::kNothing) return true;
+        return (need.of == Need::kLeader ? (segment_.pipeline(0).*need.count).load() : everywhere(need.count)) >=
+               need.least;
     }
 
     const Piece& piece_of(uint64_t number) const { return pieces_[number - first_]; }
 
-    // Returns false if some array is not available yet.
-    bool copy_in(uint64_t number) {
+    Need::Of copy_in(uint64_t number) {
         const Piece& piece = piece_of(number);
-        for (const Piece::Span& span : piece.spans)
-            if (round_.values(span.summand) == nullptr) return false;
+        for (const Piece::Cut& cut : piece.cuts)
+            if (round_.values(cut.summand) == nullptr) return Need::kOwn;
         SYNCBN_POINT("before_copy_in");
-        if (round_.gpus != nullptr) return true;
+        if (round_.gpus != nullptr) return Need::kNothing;
         char* to = segment_.piece(segment_.rank(), number);
-        for (const Piece::Span& span : piece.spans)
-            widen(round_.summands[span.summand].type, *round_.values(span.summand), span.begin, span.count,
-                  to + span.offset);
-        return true;
+        for (const Piece::Cut& cut : piece.cuts)
+            widen(round_.summands[cut.summand].type, *round_.values(cut.summand), cut.begin, cut.count,
+                  to + cut.offset);
+        return Need::kNothing;
     }
 
+    Need::Of add(uint64_t number) {
+        SYNCBN_POINT("before_add_part");
+        if (piece_of(number).wide == Type::kFloat64)
+            add_part<double>(number);
+        else
+            add_part<float>(number);
+        return Need::kNothing;
+    }
     template <typename Wide>
     void add_part(uint64_t number) {
-        SYNCBN_POINT("before_add_part");
         const Piece& piece = piece_of(number);
         const size_t ranks = segment_.ranks(), own = segment_.rank(), end = piece.part(own + 1, ranks);
+        if (ranks == 1) return;
         constexpr size_t kStrip = 4096;  // bytes that stay in the nearest cache
         alignas(kLine) Wide sum[kStrip / sizeof(Wide)];
         for (size_t at = piece.part(own, ranks); at < end; at += kStrip) {
@@ -359,39 +316,45 @@ class Sums::Pass {
         }
     }
 
-    // Puts the parts of all ranks of this machine side by side.
-    void join_parts(uint64_t number) {
+    // Puts the parts of all ranks of this machine side by side, and begins to add those of other machines.
+    Need::Of give(uint64_t number) {
         const Piece& piece = piece_of(number);
+        char* const all = segment_.piece(0, number);
         for (size_t rank = 1; rank < segment_.ranks(); ++rank) {
             const size_t begin = piece.part(rank, segment_.ranks()), end = piece.part(rank + 1, segment_.ranks());
-            std::memcpy(segment_.piece(0, number) + begin, segment_.piece(rank, number) + begin, end - begin);
+            std::memcpy(all + begin, segment_.piece(rank, number) + begin, end - begin);
         }
+        sums_.machines_->begin(piece.wide, all, piece.bytes / static_cast<size_t>(size_of(piece.wide)));
+        return Need::kNothing;
     }
+    Need::Of get(uint64_t) { return sums_.machines_->done() ? Need::kNothing : Need::kMachines; }
 
-    // `joined`: rank 0 has all parts.
-    void copy_out(uint64_t number, bool joined) {
-        SYNCBN_POINT("before_copy_out");
+    Need::Of copy_out(uint64_t number) {
         const Piece& piece = piece_of(number);
+        if (round_.gpus != nullptr) return sum_on_gpus(piece);
+        SYNCBN_POINT("before_copy_out");
         const auto size = static_cast<size_t>(size_of(piece.wide));
-        const size_t ranks = joined ? 1 : segment_.ranks();
-        for (const Piece::Span& span : piece.spans) {
-            const size_t first = span.offset, last = span.offset + span.count * size;
+        const size_t ranks = sums_.is_on_several() ? 1 : segment_.ranks();  // a leader has all parts
+        for (const Piece::Cut& cut : piece.cuts) {
+            const size_t first = cut.offset, last = cut.offset + cut.count * size;
             for (size_t rank = 0; rank < ranks; ++rank) {
                 const size_t begin = std::max(first, piece.part(rank, ranks));
                 const size_t end = std::min(last, piece.part(rank + 1, ranks));
                 if (begin < end)
-                    narrow(round_.summands[span.summand].type, segment_.piece(rank, number) + begin,
-                           *round_.values(span.summand), span.begin + (begin - first) / size, (end - begin) / size);
+                    narrow(round_.summands[cut.summand].type, segment_.piece(rank, number) + begin,
+                           *round_.values(cut.summand), cut.begin + (begin - first) / size, (end - begin) / size);
             }
         }
+        return Need::kNothing;
     }
-
-    void sum_on_gpus(const Piece& piece) {
+    Need::Of sum_on_gpus(const Piece& piece) {
+        if (!round_.gpus->ready()) return Need::kGpus;
         std::vector<cuda::AllReduce::Part> parts;
-        for (const Piece::Span& span : piece.spans)
-            parts.push_back({round_.summands[span.summand].type, *round_.values(span.summand), span.begin, span.count,
-                             span.offset});
+        for (const Piece::Cut& cut : piece.cuts)
+            parts.push_back(
+                {round_.summands[cut.summand].type, *round_.values(cut.summand), cut.begin, cut.count, cut.offset});
         if (!parts.empty()) round_.gpus->begin(piece.wide, piece.bucket, std::move(parts));
+        return Need::kNothing;
     }
 
     // The smallest count of all ranks.
@@ -411,9 +374,9 @@ class Sums::Pass {
 
     void wait(const Need& need, uint32_t seen) {
         const uint64_t at = std::min(pipeline_.out.load(), last_ - 1);
-        const std::vector<Piece::Span>& spans = piece_of(at).spans;
-        const size_t begin = spans.empty() ? 0 : spans.back().summand, end = spans.empty() ? 0 : spans[0].summand + 1;
-        const bool polls = need.of == Need::kGpus || (sums_.machines_ != nullptr && pipeline_.total < totalled_);
+        const std::vector<Piece::Cut>& cuts = piece_of(at).cuts;
+        const size_t begin = cuts.empty() ? 0 : cuts.back().summand, end = cuts.empty() ? 0 : cuts[0].summand + 1;
+        const bool polls = pipeline_.total < pipeline_.given || (round_.gpus != nullptr && !round_.gpus->idle());
         sums_.wait(round_, begin, end, has_begun(round_) ? need : Need{}, seen, polls);
     }
 
@@ -423,13 +386,12 @@ class Sums::Pass {
     const std::vector<Piece> pieces_;
     Segment::Pipeline& pipeline_;
     const uint64_t first_, last_;  // pieces, counted over all rounds
-    uint64_t totalled_;            // pieces that the leader has given to the other machines
 };
 
-Sums::Sums(Segment& machine, std::unique_ptr<Machines> machines, std::function<void(const std::string&)> leave)
+Sums::Sums(Segment& machine, std::unique_ptr<Machines> machines, std::function<void(const std::string&)> report)
     : segment_(machine),
       machines_(std::move(machines)),
-      leave_(std::move(leave)),
+      report_(std::move(report)),
       event_(Segment::event_of(machine.rank())) {}
 
 Sums::~Sums() = default;
@@ -458,11 +420,11 @@ void Sums::serve() noexcept {
 }
 
 // In a leader: tells the others.
-void Sums::announce(const std::string& text) {
+void Sums::announce() {
     segment_.check_open();
-    if (machines_ != nullptr && decides()) machines_->announce(rounds_, text);
+    if (machines_ != nullptr && decides()) machines_->announce(rounds_, order_);
     const Ranks others = without(segment_.everybody, 0);
-    segment_.post(Label::of_gradients(Label::kOrder, rounds_), text.data(), text.size(), others);
+    segment_.post(Label::of_gradients(Label::kOrder, rounds_), order_.data(), order_.size(), others);
     for (const size_t rank : others) segment_.advance(Segment::event_of(rank));
 }
 
@@ -478,23 +440,48 @@ void Sums::wait(Round& round, size_t begin, size_t end, Need need, uint32_t seen
     wait_->sleep(seen, polls);
 }
 
+// The order of a round: its channel, its list or "=" for the last one of the channel, and the update.
+std::string Sums::order_of(const Round& round) {
+    const bool is_told = lists_[round.channel] == round.list;
+    return std::to_string(round.channel) + "\n" + (is_told ? "=" : round.list) + "\f" + round.update;
+}
+
 // Finds out which round is next in all processes, and makes it the current one if it has begun here.
-void Sums::take_next(const Round& oldest) {
-    if (told_.empty()) {
-        const auto told = decides()              ? text_of(oldest)
-                          : segment_.rank() == 0 ? machines_->announced(rounds_)
-                                                 : segment_.take_bytes(0, Label::of_gradients(Label::kOrder, rounds_));
-        if (!told) return;
-        told_ = *told;
+void Sums::find_next(const Round& oldest) {
+    if (order_.empty()) {
+        const auto order = decides()              ? order_of(oldest)
+                           : segment_.rank() == 0 ? machines_->announced(rounds_)
+                                                  : segment_.received(0, Label::of_gradients(Label::kOrder, rounds_));
+        if (!order) return;
+        order_ = *order;
+        const size_t begin = order_.find('\n') + 1, end = order_.find('\f');
+        const std::string list = order_.substr(begin, end - begin);
+        next_ = std::stoll(order_);
+        if (list != "=") lists_[next_] = list;
+        update_ = order_.substr(end + 1);
     }
-    const int64_t channel = std::stoll(told_);
     std::lock_guard<std::mutex> lock(mutex_);
     const auto next =
-        std::find_if(queue_.begin(), queue_.end(), [&](const auto& round) { return round->channel == channel; });
+        std::find_if(queue_.begin(), queue_.end(), [&](const auto& round) { return round->channel == next_; });
     overtaken_ = next == queue_.begin() ? nullptr : queue_[0];
     if (next == queue_.end()) return;
     current_ = *next;
     queue_.erase(next);
+}
+
+// Compares what this rank has for the current round with what rank 0 has told. Throws Failure with the first difference.
+void Sums::compare(const Round& round) {
+    const auto expect = [&](const std::string& what, const std::string& ours, const std::string& theirs,
+                            const char* advice) {
+        const std::string found = difference(ours, theirs, segment_.number_of(segment_.rank()));
+        if (!found.empty())
+            throw Failure("the processes disagree about " + what + " in " + name_of(round, 0, round.summands.size()) +
+                          ": " + found + ". " + advice);
+    };
+    expect("their arrays", round.list, lists_[round.channel],
+           "Build and cast the same net in all processes, and freeze the same parameters (grad_req='null').");
+    expect("the update", round.update, update_,
+           "Give all Trainers the same settings; trainer.step takes the samples of all.");
 }
 
 // Runs the round that is next in all processes, or sleeps for a while.
@@ -509,18 +496,18 @@ void Sums::serve_next() {
         wait_.reset();
         return segment_.sleep(event_, seen, kSleep);
     }
-    take_next(*oldest);
+    find_next(*oldest);
     if (current_ == nullptr) {
-        const bool leads = segment_.rank() == 0, has_come = told_.empty() && has_begun(*oldest);
+        const bool leads = segment_.rank() == 0, has_come = order_.empty() && has_begun(*oldest);
         const Need need = {!has_come ? Need::kOwn : leads ? Need::kMachines : Need::kLeader};
         return wait(*oldest, 0, oldest->summands.size(), need, seen, has_come && leads);
     }
     wait_.reset();
-    if (segment_.rank() == 0) announce(told_);
-    if (!decides()) compare(*current_, segment_.number_of(segment_.rank()), told_);
+    if (segment_.rank() == 0) announce();
+    if (!decides()) compare(*current_);
     ++rounds_;
     Pass(*this, *current_).run();
-    told_.clear();
+    order_.clear();
     overtaken_.reset();
     std::exchange(current_, nullptr)->succeed();
 }
@@ -539,7 +526,7 @@ void Sums::give_up(const std::exception& reason) noexcept {
         syncbn::step().fail(reason);
     // The others hear the first reason, if this rank has given one, and not what a wait has made of it.
     const bool failed = segment_.state_of(segment_.rank()) == Segment::State::kFailed;
-    leave_(failed ? segment_.reason_of(segment_.rank()) : reason.what());
+    report_(failed ? segment_.reason_of(segment_.rank()) : reason.what());
     wait_.reset();
     overtaken_.reset();
     for (const auto& round : rounds) {

@@ -49,7 +49,7 @@ class Gradients : public Round, public std::enable_shared_from_this<Gradients> {
         std::lock_guard<std::mutex> lock(mutex_);
         const Item& item = items_[summand];
         if (item.state == State::kLost)
-            throw Failure("the " + summands[summand].name +
+            throw Failure("the " + name_in(list, summand, summand + 1) +
                           " was not computed: an operator before it has failed, and reading its result says why.");
         return item.state == State::kHere ? &item.values : nullptr;
     }
@@ -84,7 +84,7 @@ class Gradients : public Round, public std::enable_shared_from_this<Gradients> {
         static void run(void*, void* complete, void* parameter) {
             auto& self = *static_cast<Operation*>(parameter);
             self.ran = true;
-            self.round->take(self.index, *static_cast<const Completion*>(complete));
+            self.round->come(self.index, *static_cast<const Completion*>(complete));
         }
         // MXNet leaves out an operation if one before it has failed.
         static void remove(void* parameter) {
@@ -98,7 +98,7 @@ class Gradients : public Round, public std::enable_shared_from_this<Gradients> {
             throw Failure(std::string("MXNet's engine refused a sum of gradients: ") + mx.MXGetLastError());
     }
 
-    void take(size_t index, const Completion& complete) {
+    void come(size_t index, const Completion& complete) {
         Item& item = items_[index];
         std::exception_ptr failure;
         try {
