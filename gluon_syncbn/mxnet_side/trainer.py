@@ -7,10 +7,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import warnings
-import weakref
 from contextlib import nullcontext
 from numbers import Real
-from typing import Any, Callable, ContextManager, Dict, Iterable, Iterator, List, Sequence, Tuple, Type
+from typing import Any, Callable, ContextManager, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Type
 
 from mxnet import gluon
 
@@ -42,14 +41,20 @@ def constructing(construct: Callable, trainer: gluon.Trainer, *args: Any, **kwar
     """
     construct(trainer, *args, **kwargs)
     trainer.__class__ = _following(type(trainer))  # type: ignore[arg-type]
-    if "kvstore" in kwargs or len(args) > 3:  # behind the parameters, the optimizer and its settings
-        _with_chosen_store.add(trainer)
+    # Behind the parameters, the optimizer and its settings.
+    trainer._has_chosen_store = "kvstore" in kwargs or len(args) > 3
     _share_store(trainer)
     session.trainers.add(trainer)
 
 
 class _Follows(gluon.Trainer):
     """What a Trainer does besides, behind the methods of a subclass of a program's, as if MXNet's did it."""
+
+    _has_chosen_store = _has_begun = False
+    _compares_weights = False  # in the next sum
+    _is_to_synchronise = False  # as `install(convert=True)` says
+    _compared_states: Optional[Dict[int, Any]] = None  # by the processes. To load others makes another dictionary
+    _summed_for: Optional[float] = None  # the divisor then: the object, because a new one may be as large
 
     def _init_kvstore(self) -> None:
         """Before the first step: the layers may have got their store since the Trainer was made. The Trainer sees the
@@ -64,9 +69,9 @@ class _Follows(gluon.Trainer):
             _native.gate([a for p in self._params for a in (p._data if p.grad_req == "null" else p._grad) or ()])
         if isinstance(self._kvstore, ProcessStore):
             self._params_to_init: List[gluon.Parameter] = []  # what MXNet would copy
-            _to_compare.add(self)
-        if self not in _connected:
-            _connected.add(self)
+            self._compares_weights = True
+        if not self._has_begun:
+            self._has_begun = True
             for text in _surprises(self):
                 warnings.warn(text, stacklevel=3)
             _tell_who_meets(self._params)
@@ -76,12 +81,12 @@ class _Follows(gluon.Trainer):
         devices.settle_gradients(self._params)
         store = self._kvstore
         if isinstance(store, ProcessStore):
-            if self in _to_compare:
+            if self._compares_weights:
                 _compare_beginning(self, store)
-                _to_compare.remove(self)
+                self._compares_weights = False
             gradients = {p.name: p.list_grad() for p in _in_order(self) if p.grad_req != "null"}
             store.add_gradients(self, gradients, "\n".join(update_of(self) + _loaded(self)))
-            _summed_for[self] = self._optimizer.rescale_grad
+            self._summed_for = self._optimizer.rescale_grad
         else:
             with _gated(self) if self._update_on_kvstore else nullcontext():  # the store updates while it adds
                 super()._allreduce_grads()
@@ -91,7 +96,7 @@ class _Follows(gluon.Trainer):
         divided by. It sets the divisor, as `step` does before the sums.
         """
         store, divisor = self._kvstore, self._optimizer.rescale_grad
-        if isinstance(store, ProcessStore) and divisor is not _summed_for.get(self):
+        if isinstance(store, ProcessStore) and divisor is not self._summed_for:
             store.compare_divisor(self, round(self._scale / divisor, 6))
         with nullcontext() if self._update_on_kvstore else _gated(self):
             super()._update(*args, **kwargs)
@@ -118,14 +123,9 @@ def release() -> None:
             trainer.__class__ = trainer._own_class
 
 
-_connected: weakref.WeakSet[gluon.Trainer] = weakref.WeakSet()
-_to_compare: weakref.WeakSet[gluon.Trainer] = weakref.WeakSet()  # their weights
-_with_chosen_store: weakref.WeakSet[gluon.Trainer] = weakref.WeakSet()
-
-
 def _share_store(trainer: gluon.Trainer) -> None:
     settings = trainer._kvstore_params
-    chosen = trainer in _with_chosen_store or settings["update_on_kvstore"]
+    chosen = trainer._has_chosen_store or settings["update_on_kvstore"]
     stores = [] if chosen else stores_of(trainer._params)
     if len(stores) == 1 and settings["kvstore"] is not stores[0]:
         settings["kvstore"] = stores[0]
@@ -172,28 +172,21 @@ def _loaded(trainer: gluon.Trainer) -> List[str]:
     """Describes the states of the optimizer in the first step after they were loaded; empty in others. MXNet's file has
     them by the place of the parameter, and a Trainer sorts ``dense10`` before ``dense9`` (gluon/trainer.py).
     """
-    before, now = _with_states.get(trainer), trainer._updaters[0].states
-    _with_states[trainer] = now  # which has nothing in the first step, if none were loaded
+    before, now = trainer._compared_states, trainer._updaters[0].states
+    trainer._compared_states = now  # which has nothing in the first step, if none were loaded
     if before is now or not now:
         return []
     return [f"loaded states {hashlib.blake2b(b' '.join(_states(trainer)), digest_size=7).hexdigest()}"]
-
-
-#: The states of Trainers that the processes have compared. To load others makes another dictionary.
-_with_states: weakref.WeakKeyDictionary[gluon.Trainer, Dict[int, Any]] = weakref.WeakKeyDictionary()
-
-
-#: The places of a Trainer's parameters, sorted by their names. A parameter would keep its Trainer.
-_order: weakref.WeakKeyDictionary[gluon.Trainer, List[int]] = weakref.WeakKeyDictionary()
 
 
 def _in_order(trainer: gluon.Trainer) -> List[gluon.Parameter]:
     """Returns the parameters in an order that is the same in all processes. Gluon's counters may begin elsewhere in
     another one, where the Trainer puts ``dense10_weight`` before ``dense9_weight``.
     """
-    if trainer not in _order:
-        _order[trainer] = sorted(range(len(trainer._params)), key=lambda at: numbered(trainer._params[at].name))
-    return [trainer._params[at] for at in _order[trainer]]
+    if not hasattr(trainer, "_in_order"):
+        trainer._in_order = sorted(trainer._params, key=lambda parameter: numbered(parameter.name))
+    ordered: List[gluon.Parameter] = trainer._in_order
+    return ordered
 
 
 #: Of a parameter in a step.
@@ -223,10 +216,6 @@ def update_of(trainer: gluon.Trainer) -> List[str]:
         text = ", ".join(f"{name} {value!r}" for name, value in zip(_USUAL, own) if value != _USUAL[name])
         lines.append(f"parameters {places}: {text}")
     return lines
-
-
-#: The divisors that were set when gradients were added: the objects, because a new one may be as large.
-_summed_for: weakref.WeakKeyDictionary[gluon.Trainer, float] = weakref.WeakKeyDictionary()
 
 
 def _gated(trainer: gluon.Trainer) -> ContextManager[None]:
@@ -280,7 +269,7 @@ def _surprises(trainer: gluon.Trainer) -> Iterator[str]:
             "gluon.Trainer(..., kvstore=kv) with the KVStore of the layers, unless the script adds gradients itself"
         )
     on_several = several or any(len(one._data or ()) > 1 for one in parameters)
-    if any(one.meets() for one in replicas) or (trainer in _to_synchronise and on_several):
+    if any(one.meets() for one in replicas) or (trainer._is_to_synchronise and on_several):
         # Layers whose gamma is not trained are frozen and do not count. Operators in a graph of the net count.
         synchronised = [stem for stem, (mean, *_) in layers.items() if followers_of([mean])]
         trained = [stem for stem, (_, gamma, _) in layers.items() if gamma is not None and gamma.grad_req != "null"]
@@ -314,15 +303,13 @@ def _surprises(trainer: gluon.Trainer) -> Iterator[str]:
         )
 
 
-#: Trainers whose nets are to be synchronised, as `install(convert=True)` says.
-_to_synchronise: weakref.WeakSet[gluon.Trainer] = weakref.WeakSet()
 #: The names of the layers and operators that are not, although others are, or were to be.
 unsynchronised: Dict[str, None] = {}
 
 
 def expect_synchronised(trainer: gluon.Trainer) -> None:
     """Lets the first step warn of batch normalisation that is plain, also if all of it is."""
-    _to_synchronise.add(trainer)
+    trainer._is_to_synchronise = True
 
 
 def _layers(parameters: Sequence[gluon.Parameter]) -> Dict[str, List[Any]]:

@@ -70,7 +70,7 @@ def average_running_stats(net: Block, weights: Optional[Sequence[float]] = None,
         arguments.refuse("weights", weights, "at least one above 0")
     moments = []
     for layer in running:
-        contexts = layer.contexts
+        contexts = layer.mean.list_ctx()
         if weights is not None and len(given) != len(contexts):
             arguments.refuse("weights", weights, f"one for each of the {len(contexts)} contexts of '{layer.name}'")
         parts = [
@@ -155,11 +155,6 @@ class _Running(NamedTuple):
     mean: Parameter
     var: Parameter
 
-    @property
-    def contexts(self) -> List[mx.Context]:
-        """Returns each context once, also if it was given twice."""
-        return list(dict.fromkeys(self.mean.list_ctx()))
-
     def write(self, moments: np.ndarray) -> None:
         mean, m2 = np.split(moments[1:], 2)
         for parameter, value in ((self.mean, mean), (self.var, m2 / moments[0])):
@@ -227,7 +222,7 @@ def _population(
     net: Block, layers: Sequence[nn.BatchNorm], running: Sequence[_Running], batches: Iterator[Any]
 ) -> List[np.ndarray]:
     """Computes the moments over all values of all batches, for each of ``running``."""
-    contexts = list(dict.fromkeys(context for one in running for context in one.contexts))
+    contexts = list(dict.fromkeys(context for one in running for context in one.mean.list_ctx()))
     each_by_itself = Replicas("update_bn_stats", {}, Pooling("local"))
     each_by_itself.set_contexts(contexts, 0)
     totals = {one.mean: np.zeros(1 + 2 * one.mean.shape[0]) for one in running}
