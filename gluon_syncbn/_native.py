@@ -85,7 +85,7 @@ _GIVEN: Dict[str, Any] = {
 }
 #: Their results may be -1.
 _UNCHECKED = {"issue_on", "tape_end"}
-_OF_STEPS = {"bytes_of", "sum"}  # a step of the job has failed if they do
+_OF_STEPS = {"begin_graph", "bytes_of", "sum"}  # a step has failed if they do
 
 
 class StepError(MXNetError):
