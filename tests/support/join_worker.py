@@ -182,7 +182,7 @@ def gathers():
     net.initialize(ctx=CONTEXTS[:1])
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore=kv)
     net.hybridize()
-    with reporting(range(kv.num_workers)), gluon_syncbn.join(net, trainer):
+    with reporting(range(kv.num_workers), mx.MXNetError), gluon_syncbn.join(net, trainer):
         for _ in range(STEPS[kv.rank]):
             with autograd.record():
                 loss = contrastive.gather(net(x)).square()

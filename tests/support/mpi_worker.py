@@ -76,12 +76,12 @@ meet(os.environ.get("MPI_WORKER_MACHINES", ""))
 
 
 @contextlib.contextmanager
-def reporting(others=()):
-    """Reports the error that ends this process. Before that, these ranks have something to report, too."""
+def reporting(others=(), kind=gluon_syncbn.StepError):
+    """Reports the error of this kind that ends this process. Before that, these ranks have something to report."""
     since = time.monotonic()
     try:
         yield
-    except gluon_syncbn.StepError as error:
+    except kind as error:
         report(kv.rank, since, error)
         wait_for(others)
         raise SystemExit(3) from None
