@@ -109,6 +109,16 @@ class _Follows(gluon.Trainer):
         steps.settle(kinds.arrays_of(getattr(updater, "states", {})))
         super().save_states(fname)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For ``pickle``, which would find the class without these methods under the name of this one."""
+        _, _, *state = list(object.__reduce_ex__(self, protocol))
+        return (_made, (self._own_class,), *state)
+
+
+def _made(cls: Any) -> Any:
+    made = _following(cls)
+    return object.__new__(made)
+
 
 @functools.lru_cache(maxsize=None)
 def _following(cls: Type[gluon.Trainer]) -> Type[gluon.Trainer]:

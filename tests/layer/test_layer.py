@@ -200,6 +200,7 @@ def test_a_pickled_net_in_another_process(contexts, tmp_path):
     net.add(nn.BatchNorm(in_channels=3), nn.BatchNorm(in_channels=3), ShuffleBatchNorm(in_channels=3))
     recompute(convert(net)[1])
     net.initialize(ctx=contexts[:1])
+    gluon.Trainer(net.collect_params(), "sgd")  # which the parameters hold
     (tmp_path / "net").write_bytes(pickle.dumps((x, net(x), net)))
     ran = ended([sys.executable, "-W", "ignore", "-c", PICKLED], SUPPORT, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
