@@ -267,6 +267,11 @@ def gpu(cells: Any) -> Picture:
         "two": ("nn.BatchNorm and ReLU", style.LOCAL),
         "fused": ("SyncBatchNorm with ReLU", style.FUSED),
     }
+    if not cells["layers"]:  # MXNet cannot use the GPU
+        names = zip(("moments", "normalise", "grad_sums", "grad_input"), style.BLUES)
+        times = {(name, blue): [point(one["seconds"][name], 1e6) for one in cells["kernels"]] for name, blue in names}
+        texts = [f"{shape(one)}\n{one['layout']}, {one['dtype']}" for one in cells["kernels"]]
+        return Picture([("", texts, times)], "", "microseconds", "The kernels of the layer", LESS, False, 0)
     most = cells["layers"][-1]["gpus"]
     shown = [one for one in cells["layers"] if one["way"] == "static" and one["gpus"] == most]
     taken = [
