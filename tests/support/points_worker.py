@@ -6,6 +6,7 @@
 """
 
 import ctypes
+import gc
 import json
 import os
 import sys
@@ -176,6 +177,7 @@ class Bridge(bridge.BridgedTransport):
 def between_processes(point, action, times, seconds, limit, way):
     os.environ["GLUON_SYNCBN_SHARED_MEMORY"] = "on" if way == "memory" else "off"
     session.stores.clear()
+    gc.collect()  # the layer of the case before, which one rank may still have
     gluon_syncbn.configure(timeout=LIMIT)
     kv = gluon_syncbn.kvstore("mpi")
     leave_memory()
