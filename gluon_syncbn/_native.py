@@ -45,17 +45,13 @@ class _List:
     def __init__(self, kind: Any, convert: Callable[[Any], Any] = int) -> None:
         self._kind, self._convert = kind, convert
 
-    def span(self, values: Sequence[Any]) -> _Span:
+    def from_param(self, values: Sequence[Any]) -> Any:
         array = (self._kind * len(values))(*map(self._convert, values))
         span = _Span(len(values), ctypes.addressof(array))
         span.array = array  # lives as long
-        return span
-
-    def from_param(self, values: Any) -> Any:
-        return ctypes.byref(values if isinstance(values, _Span) else self.span(values))
+        return ctypes.byref(span)
 
 
-_TEXTS = _List(ctypes.c_char_p, _bytes)
 _NUMBERS = {
     "int": ctypes.c_int,
     "int64_t": ctypes.c_int64,
@@ -77,7 +73,7 @@ _GIVEN: Dict[str, Any] = {
     "const char*": SimpleNamespace(from_param=_bytes),
     "NDArrayHandle": SimpleNamespace(from_param=lambda array: array.handle),
     "const syncbn::Mpi*": SimpleNamespace(from_param=lambda words: (ctypes.c_int64 * len(words))(*words) or None),
-    "const Span<const char*>&": _TEXTS,
+    "const Span<const char*>&": _List(ctypes.c_char_p, _bytes),
     "const Span<const char>&": _List(ctypes.c_char),
     "const Span<const int>&": _List(ctypes.c_int),
     "const Span<const size_t>&": _List(ctypes.c_size_t),

@@ -231,6 +231,8 @@ def update_of(trainer: gluon.Trainer) -> List[str]:
 def _gated(trainer: gluon.Trainer) -> ContextManager[None]:
     if not _watches(trainer):
         return nullcontext()
+    # A store of processes too: MXNet leaves out the sum of an array that was not computed. That array keeps the
+    # exception that it shares with the loss, and weights changed where a program read the loss before the update ran.
     trained = [p for p in trainer._params if p._grad is not None]
     return steps.gated([g for p in trained for g in p._grad], [w for p in trained for w in p._data])
 
