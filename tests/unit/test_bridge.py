@@ -38,10 +38,14 @@ class Worker(ProcessStore):
         _native.processes_ended(self.handle)
 
 
+MADE = []  # a store lasts as long as its process, and so do its connections
+
+
 def workers(size):
     told = Future()  # by rank 0
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda rank: Worker(rank, size, told), range(size)))
+        MADE.extend(pool.map(lambda rank: Worker(rank, size, told), range(size)))
+    return MADE[-size:]
 
 
 def test_messages_in_any_order():
