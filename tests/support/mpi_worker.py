@@ -197,8 +197,7 @@ def refuses_what_it_cannot_send():
     """Before anything is sent, so that the exchanges behind it are right."""
     import pytest
 
-    long_names = np.zeros(2, [("x" * 900, "f4"), ("y" * 900, "f4")])
-    for value in (1.0, [1, 2], nd.ones(3), np.array([object()]), long_names):
+    for value in (1.0, [1, 2], nd.ones(3), np.array([object()])):
         with pytest.raises(ValueError, match=r"array: .* was given, expected a NumPy array"):
             kv.allgather("a test", value)
     for value in (1.0, [1, 2], np.ones(3), []):
