@@ -166,7 +166,7 @@ class Counting(DeviceExchange):
         self.seen = []
 
     def add(self, layer, rows):
-        self.seen.append("forward" if rows.shape[1] % 2 else "backward")  # moments have a count
+        self.seen.append("forward" if rows.shape[1] % 4 else "backward")  # two rows of 2 C + 1 moments, or one of 2 C
         return super().add(layer, rows)
 
 
