@@ -41,7 +41,8 @@ std::vector<Hands::Turn> harmless(const Layer& layer, bool steps_fail) {
     return {
         [](Random& random) { syncbn_default_timeout(kPatience * random.whole(1, 2)); },
         [&](Random& random) { layer.set_timeout(kPatience * random.whole(0, 1)); },
-        [](Random& random) { syncbn_default_exchange(*any_exchange(random)); },
+        // Processes agree on a layer before it meets them, so a layer of this kind of exchange has it as its own.
+        [](Random&) { syncbn_default_exchange(*exchange_in_memory()); },
         [&](Random& random) { layer.set_exchange(any_exchange(random)); },
         [](Random&) { expect(syncbn_timeout_of() > 0, "there is a time limit"); },
         [steps_fail](Random&) {
@@ -59,6 +60,7 @@ std::vector<Hands::Turn> harmful(const Layer& layer) {
     auto knobs = harmless(layer, true);
     const std::vector<Hands::Turn> more = {
         [&](Random& random) { layer.set_timeout(0.01 * random.whole(0, 30)); },
+        [](Random& random) { syncbn_default_exchange(*any_exchange(random)); },
         [](Random& random) { syncbn_seed(random.seed()); },
         [](Random& random) {
             if (random.one_in(10)) syncbn_fail("somebody has let it fail");
