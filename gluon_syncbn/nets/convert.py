@@ -10,7 +10,7 @@ import inspect
 import warnings
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Mapping, Optional, Set, Type, TypeVar
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Mapping, Optional, Type, TypeVar
 
 from mxnet.gluon import Block, HybridBlock, ParameterDict, SymbolBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
@@ -316,19 +316,12 @@ def _make_plain(block: SyncBatchNorm) -> None:
     activation = block._activation
     alike = BatchNorm if activation == NONE else BatchNormActivation
     cls, settings = block._origin or (BatchNormAdd if isinstance(block, SyncBatchNormAdd) else alike, {})
-    for name in _private_names():
+    for name in ("_keeps_x", "_origin", "_replicas"):  # which only a synchronised layer has
         delattr(block, name)
     block.__class__ = cls
     block._kwargs = {**settings, **block._kwargs}
     if issubclass(cls, BatchNormActivation):
         block._activation = activation
-
-
-@lru_cache(maxsize=None)
-def _private_names() -> Set[str]:
-    """Returns the attributes that only a synchronised layer has; `revert` removes them."""
-    layer, plain = (_taken_from(c(prefix="", params=ParameterDict())) for c in (SyncBatchNorm, BatchNorm))
-    return set(layer) - set(plain)
 
 
 def forget_graphs(net: Block) -> None:

@@ -18,7 +18,6 @@ from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd, conv
 from gluon_syncbn.command import replacements
 from gluon_syncbn.mxnet_side import blocks
 from gluon_syncbn.mxnet_side.nodes import json_of
-from gluon_syncbn.nets import convert as convert_module
 from gluon_syncbn.training.replicas import Replicas
 
 BATCH_NORM = nn.BatchNorm
@@ -627,7 +626,6 @@ def ours_as_mxnets(monkeypatch):
         monkeypatch.setattr(module, "SyncBatchNorm", SyncBatchNorm, raising=False)
     monkeypatch.setattr(nn, "BatchNorm", SyncBatchNorm)
     monkeypatch.setattr(nn, "BatchNormReLU", functools.partial(SyncBatchNorm, activation="relu"))
-    convert_module._private_names.cache_clear()
 
 
 @pytest.mark.parametrize("hybridized", [False, True])
