@@ -21,7 +21,7 @@ from mxnet.ndarray import NDArray
 from .. import _native
 from ..layer import SyncBatchNorm
 from ..mxnet_side import blocks, patches
-from ..mxnet_side.nodes import Json, is_ours, json_of, walk
+from ..mxnet_side.nodes import is_ours, json_of, walk
 from ..system import arguments, kinds
 from ..system.kinds import arrays_of, is_float, map_arrays
 from .convert import forget_graphs
@@ -30,9 +30,9 @@ from .graphs import derived, without
 BlockT = TypeVar("BlockT", bound=Block)
 Used = Dict[int, Tuple[Parameter, NDArray]]  # by id
 
-# Names of operators that draw random numbers. A few matches draw none and only cost time. LeakyReLU draws as RReLU.
+# Names of operators that may draw random numbers. A few matches draw none and only cost time. LeakyReLU draws as RReLU.
 _RANDOM = re.compile(
-    r"\w*([Dd]ropout|random|sample|multinomial|shuffle)\w*|RNN|LeakyReLU|"
+    r"\w*([Dd]ropout|random|sample|multinomial|shuffle)\w*|RNN|LeakyReLU|Custom|"
     r"_npi_(bernoulli|choice|exponential|gamma|normal|pareto|powerd|rayleigh|uniform|weibull)(_n)?"
 )
 
@@ -306,7 +306,8 @@ def _may_be_random(block: Block, within: List[Block], forward: Callable[..., Any
         count = itertools.count()
         try:
             traced = arrays_of(forward(*map_arrays(lambda a: kinds.like(mx.sym.var(f"data{next(count)}"), a), args)))
-            known = any(_is_random(node) for _, _, node in walk(json_of(mx.sym.Group(traced))))
+            nodes = [node for _, _, node in walk(json_of(mx.sym.Group(traced))) if not is_ours(node)]
+            known = any(_RANDOM.fullmatch(node["op"]) for node in nodes)
         except Exception:  # the user's code fails; the only consequence here is that it cannot be traced
             known = True
         block._draws_random = now, known
@@ -322,12 +323,6 @@ def _settings(within: List[Block]) -> List[Any]:
         parts = parts if isinstance(parts, (list, tuple)) else [parts]
         found += [part for part in parts if isinstance(part, (int, float, str, np.number))]
     return found
-
-
-def _is_random(node: Json) -> bool:
-    if node["op"] == "Custom":
-        return not is_ours(node)
-    return _RANDOM.fullmatch(node["op"]) is not None
 
 
 @contextmanager
