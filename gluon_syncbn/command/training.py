@@ -93,11 +93,6 @@ class Training:
             self._updates.push(key, [gradient.copyto(mx.cpu()) for gradient in gradients])
             self._updates.pull(key, out=parameter.list_data())
 
-    def predicted(self, images: np.ndarray) -> np.ndarray:
-        """Returns the most likely classes, by the running statistics of the first context."""
-        y = self.net(mx.nd.array(images, ctx=self.contexts[0]))
-        return y.asnumpy().reshape(len(images), -1).argmax(1)
-
     def arrays(self) -> Dict[str, np.ndarray]:
         """Returns the parameters and the running statistics; of different ones the mean."""
         parameters = self.net.collect_params().items()
