@@ -160,8 +160,7 @@ def is_guard(node: Json) -> bool:
 
 def gives_moments(graph: Json, node: Json) -> bool:
     """Whether the graph uses the mean or the variance that its node of batch normalisation puts out."""
-    entries = [entry for one in graph["nodes"] for entry in one["inputs"]] + graph["heads"]
-    return any(output in (1, 2) and graph["nodes"][at] is node for at, output, *_ in entries)
+    return any(output in (1, 2) and graph["nodes"][at] is node for at, output in uses(graph))
 
 
 def attribute(attributes: Mapping[str, str], name: str, default: Any = None) -> Any:
