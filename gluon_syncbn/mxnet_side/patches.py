@@ -14,7 +14,7 @@ from mxnet import autograd, gluon
 from .. import _native
 from ..system import arguments, kinds
 from ..training import steps
-from ..training.replicas import IN_GRAPH, Replicas, executing, followers_of
+from ..training.replicas import IN_GRAPH, executing, followers_of
 from ..training.session import session
 from . import blocks, trainer
 from .fusion import fused
@@ -33,24 +33,20 @@ def install() -> None:
     replace(_building, gluon.HybridBlock, "_build_cache")
 
 
-def replace(around: Callable, owner: Any, *names: str) -> None:
-    """Puts functions in the places of some of a module or a class; once is enough.
+def replace(around: Callable, owner: Any, name: str) -> None:
+    """Puts a function in the place of one of a module or a class; once is enough.
 
     A call becomes ``around(original, *arguments)``. A class, which is a subclass, takes the place itself.
     """
-    for name in names:
-        if (owner, name, around) not in _originals:
-            original = getattr(owner, name)
-            _originals[owner, name, around] = vars(owner).get(name)
-            is_class = isinstance(around, type)
-            setattr(owner, name, around if is_class else functools.wraps(original)(_called_with(original, around)))
+    if (owner, name, around) in _originals:
+        return
+    original = getattr(owner, name)
+    _originals[owner, name, around] = vars(owner).get(name)
 
-
-def _called_with(original: Callable, around: Callable) -> Callable:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return around(original, *args, **kwargs)
 
-    return wrapper
+    setattr(owner, name, around if isinstance(around, type) else functools.wraps(original)(wrapper))
 
 
 def remove() -> None:
@@ -178,7 +174,8 @@ class _Issuing(mx.nd.CachedOp):
         loops = [node for node in graph["nodes"] if node["op"] in ("_foreach", "_while_loop", "_cond")]
         bodies = [body for node in loops for body in node["subgraphs"]]
         self.in_bodies = [layer.name for body in bodies for layer, _ in layers_of(body)]
-        meeting = [(layer, int(of["node"])) for layer, of in found if _meets(layer, of)]
+        may_meet = [(layer, of) for layer, of in found if layer.pooling.mode != "local"]
+        meeting = [(layer, int(of["node"])) for layer, of in may_meet if of["use_global_stats"] != "1"]
         # An operator takes the call that was announced first: one call must not overtake another on its context.
         running = [parameter for layer, _ in meeting for parameter in list(layer.running)[:1]]
         self.calls = [layer.id for layer, _ in meeting], [node for _, node in meeting], running
@@ -204,10 +201,6 @@ class _Issuing(mx.nd.CachedOp):
             "a hybridized net that was called holds operators of MXNet's, which cannot be copied or pickled: call "
             "net.hybridize() before, which drops them"
         )
-
-
-def _meets(layer: Replicas, attributes: Dict[str, str]) -> bool:
-    return layer.pooling.mode != "local" and attributes["use_global_stats"] != "1"
 
 
 class _Draft:

@@ -49,7 +49,8 @@ trained: Set[str] = set()
 def install() -> None:
     """Wraps the functions that create executors. MXNet does not tell an operator which executors train together."""
     patches.replace(_grouping, DataParallelExecutorGroup, "__init__")
-    patches.replace(_binding, mx.sym.Symbol, "bind", "simple_bind")
+    for name in ("bind", "simple_bind"):
+        patches.replace(_binding, mx.sym.Symbol, name)
 
 
 def _grouping(
