@@ -179,23 +179,3 @@ def value_of(text: Any) -> Any:
         return ast.literal_eval(re.sub(r"(?<=\d)l", "", text.strip().capitalize()))
     except (ValueError, SyntaxError):
         return text
-
-
-class Synchronised(mx.sym.Symbol):
-    """A graph for executors, which keeps its layers alive, each with the name of its running mean. An executor has a
-    copy.
-    """
-
-    __slots__ = ["layers"]
-    layers: List[Tuple[str, Any]]
-
-    @classmethod
-    def from_symbol(cls, symbol: mx.sym.Symbol, layers: List[Tuple[str, Any]]) -> Synchronised:
-        """Instead of the symbol, which nobody may use any more."""
-        synchronised = cls(symbol.handle)
-        symbol.handle = None  # which has another owner now
-        synchronised.layers = layers
-        return synchronised
-
-    def __deepcopy__(self, memo: Any) -> Synchronised:
-        return self.from_symbol(super().__deepcopy__(memo), self.layers)

@@ -11,7 +11,7 @@ import functools
 import json
 import warnings
 from contextlib import nullcontext
-from typing import Any, Callable, Dict, List, Optional, Set, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
 
 import mxnet as mx
 from mxnet import autograd
@@ -24,16 +24,7 @@ from .. import _native
 from ..layer import SyncBatchNorm
 from ..mxnet_side import patches
 from ..mxnet_side.export import SYNCHRONISED, settings_of, with_layers
-from ..mxnet_side.nodes import (
-    Json,
-    Synchronised,
-    gives_moments,
-    is_ours,
-    json_of,
-    number_nodes,
-    symbol_of,
-    walk,
-)
+from ..mxnet_side.nodes import Json, gives_moments, is_ours, json_of, number_nodes, symbol_of, walk
 from ..system import arguments, kinds
 from ..training import steps
 from ..training.replicas import IN_GRAPH, Replicas, executing, issuing
@@ -64,33 +55,32 @@ def _grouping(
         layer._replicas.set_contexts(own, 0)
         return layer
 
-    graph = _synchronised(symbol, choose)
-    if isinstance(graph, Synchronised):
+    graph, layers = _synchronised(symbol, choose)
+    if layers:
         # The group itself, because a program may have a class in the place of ``Module``, which makes it.
         group.__class__ = derived(type(group), _Group)  # type: ignore[arg-type]
     construct(group, graph, contexts, *args, **kwargs)
     trained.update(["a Module"] if group.for_training else [])
-    if isinstance(graph, Synchronised):
-        if group.for_training and any(layer._replicas.reaches_other_processes() for _, layer in graph.layers):
-            warnings.warn(
-                "the gradients of a Module stay in this process, and its layers share their statistics with others: "
-                "train with gluon.Trainer(..., kvstore=kv)",
-                stacklevel=5,
-            )
-        for name, layer in graph.layers:
-            if group.for_training:
-                layer._replicas.check(layer._replicas.contexts)
-            layer._replicas.set_contexts(layer._replicas.contexts, group.execs[0].aux_dict[name].shape[0])
+    if group.for_training and any(one.replicas.reaches_other_processes() for one in layers):
+        warnings.warn(
+            "the gradients of a Module stay in this process, and its layers share their statistics with others: "
+            "train with gluon.Trainer(..., kvstore=kv)",
+            stacklevel=5,
+        )
+    for mean, replicas, _ in layers:
+        if group.for_training:
+            replicas.check(replicas.contexts)
+        replicas.set_contexts(replicas.contexts, group.execs[0].aux_dict[mean].shape[0])
 
 
 def _binding(bind: Callable, symbol: mx.sym.Symbol, /, ctx: Context, *args: Any, **kwargs: Any) -> Executor:
     choose = functools.partial(_beside_others, ctx, kwargs.get("grad_req") != "null")
-    graph = _synchronised(symbol, choose)
+    graph, layers = _synchronised(symbol, choose)
     # A step may be open, but no operator that is made here is a call of it.
-    with issuing(ctx) if isinstance(graph, Synchronised) else nullcontext(), executing(ctx), autograd.predict_mode():
+    with issuing(ctx) if layers else nullcontext(), executing(ctx), autograd.predict_mode():
         executor = bind(graph, ctx, *args, **kwargs)
-    if isinstance(graph, Synchronised):
-        executor.__class__ = _Executor
+    if layers:
+        executor.__class__, executor.layers = _Executor, layers
     return executor
 
 
@@ -145,14 +135,24 @@ def _replicas(node: Json) -> Replicas:
     return replicas
 
 
-def _synchronised(symbol: mx.sym.Symbol, choose: Callable[[Json], Optional[SyncBatchNorm]]) -> mx.sym.Symbol:
-    """Returns the graph with the layer that is chosen for each node, or the same object if there is no such node."""
-    if isinstance(symbol, Synchronised):
-        return symbol
+class _Node(NamedTuple):
+    """A synchronised node in the graph of an executor, which keeps the replicas alive."""
+
+    mean: str  # the name of the running mean
+    replicas: Replicas
+    number: int  # of the layer's nodes
+
+
+def _synchronised(
+    symbol: mx.sym.Symbol, choose: Callable[[Json], Optional[SyncBatchNorm]]
+) -> Tuple[mx.sym.Symbol, List[_Node]]:
+    """Returns the graph with the layer that is chosen for each node, or the same object if there is no such node; and
+    its synchronised nodes.
+    """
     recorded = json_of(symbol)
     is_other = number_nodes(recorded)
     chosen: Dict[int, SyncBatchNorm] = {}
-    means: List[Tuple[str, SyncBatchNorm]] = []
+    layers: List[_Node] = []
     stay: List[str] = []
     for number, within, node in walk(recorded):
         takes = node["op"] in operators or (node["op"] == "BatchNorm" and SYNCHRONISED in node["attrs"])
@@ -162,16 +162,18 @@ def _synchronised(symbol: mx.sym.Symbol, choose: Callable[[Json], Optional[SyncB
             layer = choose(node)
             if layer is not None:
                 chosen[number] = layer
-                means.append((within["nodes"][node["inputs"][-2][0]]["name"], layer))
+            mean = within["nodes"][node["inputs"][-2][0]]["name"]
+            replicas = _replicas(node) if layer is None else layer._replicas
+            layers.append(_Node(mean, replicas, 0 if layer is not None else int(node["attrs"]["node"])))
     if stay:
         warnings.warn(
             f"{arguments.some(stay, ', ')}: mx.sym.contrib.SyncBatchNorm remains MXNet's own operator, because the "
             "graph uses its mean or variance",
             stacklevel=5,
         )
-    if not chosen:
-        return kinds.like(symbol_of(recorded), symbol) if is_other else symbol
-    return Synchronised.from_symbol(with_layers(recorded, chosen), means)
+    if chosen:
+        return with_layers(recorded, chosen), layers
+    return kinds.like(symbol_of(recorded), symbol) if is_other else symbol, layers
 
 
 # ---- steps ----------------------------------------------------------------------------------------------------
@@ -182,19 +184,22 @@ class _Executor(Executor):
     replicas will come.
     """
 
+    layers: List[_Node]
+
     def forward(self, is_train: bool = False, **kwargs: Any) -> Any:
-        calls, running = [], []
-        for mean, layer in self._symbol.layers if is_train else []:
-            layer._replicas.runs(IN_GRAPH)
-            if not layer._kwargs["use_global_stats"] and self._ctx in layer._replicas.contexts:
-                calls.append(layer._replicas.id)
+        calls, numbers, running = [], [], []
+        for mean, replicas, number in self.layers if is_train else []:
+            replicas.runs(IN_GRAPH)
+            if not replicas.kwargs["use_global_stats"] and self._ctx in replicas.contexts:
+                calls.append(replicas.id)
+                numbers.append(number)
                 running.append(self.aux_dict[mean])
-        with executing(self._ctx, calls, [0] * len(calls), running, repeats=True):  # each layer is one node
+        with executing(self._ctx, calls, numbers, running, repeats=True):
             return super().forward(is_train, **kwargs)
 
     def reshape(self, *args: Any, **kwargs: Any) -> Executor:
         executor = super().reshape(*args, **kwargs)
-        executor.__class__ = _Executor
+        executor.__class__, executor.layers = _Executor, self.layers
         return executor
 
 

@@ -356,13 +356,9 @@ def keeps_the_settings(contexts, tmp_path, heads, settings):
 
     assert_same(stepped(loaded, contexts, heads), stepped(norm, contexts, heads), 1e-12)
     for symbol in (made(mx.sym.var("data"), name="bn0") for made in (norm, loaded)):
-        ((_, layer),) = bound(symbol, contexts, labels=False)._exec_group.symbol.layers
-        assert (
-            layer.running_variance == "unbiased"
-            and layer._replicas.timeout == 17
-            and layer._replicas.pooling.virtual_devices == 2
-        )
-        assert layer._replicas.pooling.groups == (((0, 2), (1,)) if "groups" in settings else None)
+        ((_, replicas, _),) = bound(symbol, contexts, labels=False)._exec_group.execs[0].layers
+        assert replicas.computes.unbiased and replicas.timeout == 17 and replicas.pooling.virtual_devices == 2
+        assert replicas.pooling.groups == (((0, 2), (1,)) if "groups" in settings else None)
 
 
 def test_parameters_are_read_behind_the_forward(contexts):
@@ -576,7 +572,7 @@ def test_executors_by_hand_wait_within_a_scope(contexts):
         mx.nd.waitall()
     np.testing.assert_allclose(executors[0].aux_dict["bn_moving_mean"].asnumpy(), 0.1, rtol=1e-5)
     for executor in executors:
-        assert len(executor._symbol.layers) == 1
+        assert len(executor.layers) == 1
 
 
 def test_a_replica_that_does_not_come(contexts):
