@@ -324,7 +324,7 @@ class SyncBatchNorm(nn.BatchNorm):
         self._replicas: Replicas = Replicas(self.name, self._kwargs, *(settings or self._replicas.settings))
         self._replicas.running.update((self.running_mean, self.running_var))
         self.running_mean.__class__ = _RunningMean
-        export.install()
+        patches.replace(export.of_plain_graph, mx.base._LIB, "MXSymbolRemoveAmpCast")
         followers.setdefault(self.running_mean, []).append(self._replicas)
         if self.running_mean._data is not None:
             _place(self._replicas, self.running_mean)

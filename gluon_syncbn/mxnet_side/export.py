@@ -20,7 +20,7 @@ from mxnet.gluon.nn import BatchNorm  # by name, because a script may put ours i
 from ..activation import NONE, BatchNormActivation, BatchNormAdd, Computation
 from ..system import arguments, kinds
 from ..training.replicas import Replicas
-from . import blocks, patches
+from . import blocks
 from .nodes import Entry, Graph, Json, attribute, changed, is_guard, is_ours, json_of, symbol_of, walk
 from .op import SYMBOLS
 
@@ -29,14 +29,10 @@ from .op import SYMBOLS
 SYNCHRONISED = "__gluon_syncbn__"
 
 
-def install() -> None:
-    """Changes what all functions that write a graph call first, by default: `export`, `save` and `tojson`. They have no
-    hook, and a layer within a net cannot know of them. Nothing is changed before there is a layer.
+def of_plain_graph(remove: Callable[..., int], handle: Any, copy: Any) -> int:
+    """All functions that write a graph call this first, by default: `export`, `save` and `tojson`. They have no hook,
+    and a layer within a net cannot know of them.
     """
-    patches.replace(_of_plain_graph, mx.base._LIB, "MXSymbolRemoveAmpCast")
-
-
-def _of_plain_graph(remove: Callable[..., int], handle: Any, copy: Any) -> int:
     symbol = plain(SimpleNamespace(handle=handle))
     return remove(symbol.handle, copy)
 
