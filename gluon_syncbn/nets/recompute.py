@@ -171,12 +171,9 @@ def _recorded(block: Block, forward: Callable[..., Any], seed: Optional[int], ar
     if not floats:
         return outputs
 
-    def in_its_thread(*given: Any) -> None:
-        """Returns when all is issued, because what `again` writes is freed then. This waits for no replica."""
-        thread.submit(again, *given).result()
-
     what = f"'{block.name}' was computed again (gluon_syncbn.recompute)"
-    _native.record_function(what, inputs, floats, in_its_thread)
+    # It returns when all is issued, because what `again` writes is freed then. This waits for no replica.
+    _native.record_function(what, inputs, floats, lambda *given: thread.submit(again, *given).result())
     # A gradient in oneDNN's layout would reach the backward as a copy that is freed too early; see op.py.
     if context.device_type == "gpu":
         return outputs
