@@ -67,11 +67,8 @@ class Mailbox {
     std::string name_of(size_t member) const {
         return "rank " + number_of(member) + " of " + std::to_string(members.of);
     }
-    // The most values of a vector.
-    virtual size_t most_values() const = 0;
 
-    // Posts a vector of so many bytes for `readers`. A longer one than that only shows its length. Throws
-    // std::runtime_error if there are too many.
+    // Posts a vector of so many bytes for `readers`. Throws std::runtime_error if there are too many.
     void post(const Label& label, const void* values, size_t size, const Ranks& readers);
     // Whether all that this rank has posted under the label needs no more of its work.
     virtual bool is_out(const Label&) { return true; }

@@ -4,7 +4,6 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
-#include <limits>
 #include <list>
 #include <map>
 #include <mutex>
@@ -28,8 +27,6 @@ constexpr uint32_t kNaps = 2000;  // without an arrival
 class MpiMailbox : public Inbox {
   public:
     MpiMailbox(const Mpi& mpi, size_t rank, size_t ranks) : Inbox(rank, ranks), mpi_(mpi) {}
-
-    size_t most_values() const override { return std::numeric_limits<int>::max() / sizeof(double) - sizeof(Head); }
 
     bool is_out(const Label& label) override {
         std::lock_guard<std::mutex> lock(mutex_);

@@ -242,8 +242,8 @@ class Processes::Steps {
         parts = wait_->found();
         const auto place = std::lower_bound(step.from.begin(), step.from.end(), step.mail->rank()) - step.from.begin();
         if (step.contributes) parts.insert(parts.begin() + place, Mailbox::Found{values_, length_ * sizeof(double)});
-        const bool fits = std::all_of(parts.begin(), parts.end(),
-                                      [&](const auto& part) { return part.length() <= step.mail->most_values(); });
+        const auto is_long = [](const Mailbox::Found& part) { return part.length() > Segment::kMostValues; };
+        const bool fits = step.mail == processes_.job_.get() || std::none_of(parts.begin(), parts.end(), is_long);
         if (combine_ != Combine::kSideBySide) {
             wait_->check_lengths(length_);
             Contribution rows{{}, length_};
@@ -342,7 +342,7 @@ Underway Processes::begin(Combine combine, const CallId& id, const Contribution&
             "the processes have not agreed on this layer, because nothing has announced this call to them: call "
             "the layer itself, or a Gluon block that contains it.");
     if (combine != Combine::kSideBySide) {
-        const bool fits = machine_ != nullptr && own.length <= machine_->most_values();
+        const bool fits = machine_ != nullptr && own.length <= Segment::kMostValues;
         return Steps::begun(*this, fits ? in_levels_ : in_job_, combine, id, own);
     }
     if (!agreed->ranks.empty()) {

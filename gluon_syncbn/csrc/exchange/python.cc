@@ -4,7 +4,6 @@
 #include <chrono>
 #include <cstring>
 #include <deque>
-#include <limits>
 #include <stdexcept>
 #include <utility>
 
@@ -51,7 +50,6 @@ class PythonMailbox : public Inbox {
   public:
     using Inbox::Inbox;
 
-    size_t most_values() const override { return std::numeric_limits<int>::max(); }
     uint32_t arrivals(uint32_t) override { return arrivals_; }
     void sleep(uint32_t, uint32_t seen, double seconds) override {
         std::unique_lock<std::mutex> lock(mutex_);

@@ -25,7 +25,8 @@ namespace syncbn {
 class Segment : public Mailbox {
   public:
     static constexpr size_t kMostRanks = 64;  // a reader's mark is a bit
-    // Of a vector; a longer one goes another way. The kernel gives memory only for the part of a place that was used.
+    // Of a vector; a longer one only shows its length, and goes another way. The kernel gives memory only for the part of
+    // a place that was used.
     static constexpr size_t kMostValues = 74240;
 
     // Rank 0 makes it, with this `token`. The others open it at `path`, among the file descriptors of rank 0's process.
@@ -35,7 +36,6 @@ class Segment : public Mailbox {
 
     int number() const { return file_.number; }
 
-    size_t most_values() const override { return kMostValues; }
     Found find(size_t rank, const Label& label) const override;
     void done(size_t rank, const Found& found) override;
     std::vector<Label> posted_by(size_t rank) const override;
