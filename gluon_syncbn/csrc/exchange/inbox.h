@@ -79,12 +79,10 @@ class Inbox : public Mailbox {
         send({{}, state == State::kFailed ? Head::kFailed : Head::kEnded, own(), text.size()}, text.data(), text.size(),
              without(everybody, rank_));
         note(rank_, state, text);
-        end_sending();
+        wake(0);
     }
     // The caller of the following holds the lock.
     virtual void send(Head head, const void* content, size_t size, const Ranks& to) = 0;
-    // This rank has sent its last message.
-    virtual void end_sending() = 0;
     // Takes a whole message that has arrived.
     void arrive(const Message& message) {
         const Head& head = message.head();

@@ -66,9 +66,15 @@ class MpiMailbox : public Inbox {
             : Message{{new double[size], std::default_delete<double[]>()}, size} {}
     };
 
+    void tell(State state, const std::string& reason) override {
+        Inbox::tell(state, reason);
+        std::lock_guard<std::mutex> lock(mutex_);
+        const double until = seconds() + (state == State::kEnded ? kEnd : 0);
+        do progress();
+        while (!outgoing_.empty() && seconds() < until);
+    }
     // The caller of the following holds the lock.
     void send(Head head, const void* content, size_t size, const Ranks& to) override {
-        if (to.empty()) return;
         head.count = (size + sizeof(double) - 1) / sizeof(double);
         const size_t frames = std::max<size_t>(1, (head.count + kFrame - 1) / kFrame);
         Transfer message(frames * kHead + head.count);
@@ -131,11 +137,6 @@ class MpiMailbox : public Inbox {
         if (head.begin + frame->count() < head.count) return false;
         *frame = std::move(whole);
         return true;
-    }
-    void end_sending() override {
-        const double until = seconds() + (state_of(rank()) == State::kEnded ? kEnd : 0);
-        do progress();
-        while (!outgoing_.empty() && seconds() < until);
     }
 
     const Mpi mpi_;  // also called by `Machines`, without this lock

@@ -96,10 +96,6 @@ class PythonMailbox : public Inbox {
         outgoing_.push_back(std::move(message));
         leaves_->notify_one();
     }
-    void end_sending() override {
-        changed_->notify_all();
-        leaves_->notify_one();
-    }
 
     Condition changed_, leaves_;
     std::deque<std::string> outgoing_;
