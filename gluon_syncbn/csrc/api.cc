@@ -41,6 +41,7 @@ namespace {
 
 using syncbn::Asked;
 using syncbn::Nccl;
+using syncbn::PythonMailbox;
 using syncbn::registry;
 using syncbn::Segment;
 using syncbn::Span;
@@ -270,15 +271,15 @@ SYNCBN_API(void, segment_free, Segment* segment) { delete segment; }
 
 // Over the processes of a job. A transport in Python carries the messages, if `mpi` is null.
 SYNCBN_API(Asked, processes, size_t rank, size_t ranks, const syncbn::Mpi* mpi) {
-    auto mail = mpi != nullptr ? syncbn::mailbox(*mpi, rank, ranks) : syncbn::mailbox(rank, ranks);
+    auto mail = mpi != nullptr ? syncbn::mailbox(*mpi, rank, ranks) : std::make_unique<PythonMailbox>(rank, ranks);
     return {std::make_shared<syncbn::Processes>(std::move(mail))};
 }
 // For a transport in Python: see exchange/python.h.
 SYNCBN_API(std::optional<Bytes>, next_message, Asked* processes, double seconds) {
-    return syncbn::next_message(of_processes(processes).job(), seconds);
+    return static_cast<PythonMailbox&>(of_processes(processes).job()).next(seconds);
 }
 SYNCBN_API(void, deliver, Asked* processes, size_t size, const char* message) {
-    syncbn::deliver(of_processes(processes).job(), message, size);
+    static_cast<PythonMailbox&>(of_processes(processes).job()).deliver(message, size);
 }
 // What has become of a rank: "has ended"; empty if it is there.
 SYNCBN_API(std::string, fate_of, Asked* processes, size_t rank) {
