@@ -182,11 +182,6 @@ class Processes::WaitForVectors final : public WaitForOthers {
 // An exchange in steps. Each combines what comes in the order of the ranks, so that all have the same bits.
 class Processes::Steps {
   public:
-    template <typename... Arguments>
-    static Underway begun(Processes& processes, const Arguments&... arguments) {
-        const auto steps = std::make_shared<Steps>(processes, arguments...);
-        return [steps](double seconds) { return steps->within(seconds); };
-    }
     Steps(Processes& processes, const std::vector<Step>& steps, Combine combine, const CallId& id,
           const Contribution& own)
         : processes_(processes), combine_(combine), id_(id), length_(own.length), values_(own.rows[0]), steps_(steps) {
@@ -341,10 +336,12 @@ Underway Processes::begin(Combine combine, const CallId& id, const Contribution&
         throw Failure(
             "the processes have not agreed on this layer, because nothing has announced this call to them: call "
             "the layer itself, or a Gluon block that contains it.");
-    if (combine != Combine::kSideBySide) {
-        const bool fits = machine_ != nullptr && own.length <= Segment::kMostValues;
-        return Steps::begun(*this, fits ? in_levels_ : in_job_, combine, id, own);
-    }
+    const auto begun = [&](const std::vector<Step>& way) -> Underway {
+        const auto steps = std::make_shared<Steps>(*this, way, combine, id, own);
+        return [steps](double seconds) { return steps->within(seconds); };
+    };
+    if (combine != Combine::kSideBySide)
+        return begun(machine_ != nullptr && own.length <= Segment::kMostValues ? in_levels_ : in_job_);
     if (!agreed->ranks.empty()) {
         const size_t replicas = own.length / (2 * agreed->channels + (id.phase == 0));
         if (replicas != agreed->replicas) {  // they form groups of their own
@@ -363,7 +360,7 @@ Underway Processes::begin(Combine combine, const CallId& id, const Contribution&
     Mailbox* mail = job_.get();
     if (machine_ != nullptr && machine_->ranks() == job_->ranks()) mail = machine_.get();
     const Ranks others = without(agreed->ranks.empty() ? mail->everybody : agreed->ranks, mail->rank());
-    return Steps::begun(*this, std::vector<Step>{{mail, 0, others, others}}, combine, id, own);
+    return begun({{mail, 0, others, others}});
 }
 
 std::string Processes::bytes_of(int64_t key, const char* what, double timeout, const std::vector<std::string>& own) {
