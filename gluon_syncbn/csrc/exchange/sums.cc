@@ -454,11 +454,10 @@ void Sums::find_next(const Round& oldest) {
                                                   : segment_.received(0, Label::of_gradients(Label::kOrder, rounds_));
         if (!order) return;
         order_ = *order;
-        const size_t begin = order_.find('\n') + 1, end = order_.find('\f');
-        const std::string list = order_.substr(begin, end - begin);
+        const size_t begin = order_.find('\n') + 1;
+        const std::string list = order_.substr(begin, order_.find('\f') - begin);
         next_ = std::stoll(order_);
         if (list != "=") lists_[next_] = list;
-        update_ = order_.substr(end + 1);
     }
     std::lock_guard<std::mutex> lock(mutex_);
     const auto next =
@@ -480,7 +479,7 @@ void Sums::compare(const Round& round) {
     };
     expect("their arrays", round.list, lists_[round.channel],
            "Build and cast the same net in all processes, and freeze the same parameters (grad_req='null').");
-    expect("the update", round.update, update_,
+    expect("the update", round.update, order_.substr(order_.find('\f') + 1),
            "Give all Trainers the same settings; trainer.step takes the samples of all.");
 }
 

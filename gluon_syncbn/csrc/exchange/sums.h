@@ -94,7 +94,7 @@ class Sums {
     void wait(Round& round, size_t begin, size_t end, Need need, uint32_t seen, bool polls);
     // Whether this is rank 0 of the job.
     bool decides() const { return segment_.rank() == 0 && (machines_ == nullptr || machines_->is_first()); }
-    bool is_on_several() const { return machines_ != nullptr || segment_.members.of > segment_.ranks(); }
+    bool is_on_several() const { return segment_.members.of > segment_.ranks(); }
     void announce();
     void give_up(const std::exception& reason) noexcept;
 
@@ -108,11 +108,10 @@ class Sums {
     // The rest is of the thread. A round is what rank 0 has told, and runs once it has begun here.
     int64_t rounds_ = 0;                    // that have come before
     std::map<int64_t, std::string> lists_;  // of rank 0, by channel
-    // Rank 0's order of the next one, as it came, or empty; the update in there, and the channel.
-    std::string order_, update_;
-    int64_t next_ = 0;
-    std::shared_ptr<Round> current_;    // that runs
-    std::shared_ptr<Round> overtaken_;  // the oldest here, if another one is next
+    std::string order_;                     // rank 0's order of the next one, as it came, or empty
+    int64_t next_ = 0;                      // the channel in there
+    std::shared_ptr<Round> current_;        // that runs
+    std::shared_ptr<Round> overtaken_;      // the oldest here, if another one is next
     std::unique_ptr<WaitForRanks> wait_;
 };
 
