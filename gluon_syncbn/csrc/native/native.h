@@ -1,10 +1,8 @@
 // Declares what goes past MXNet's C interface: calls, resources of CPU contexts, and sums of gradients.
 #pragma once
 
-#include <cstdint>
 #include <exception>
 #include <string>
-#include <vector>
 
 #include "exchange/sums.h"
 #include "native/abi.h"
