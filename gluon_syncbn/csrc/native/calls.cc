@@ -79,26 +79,22 @@ class Execution {
     Call& call() const { return *static_cast<Call*>(state_->custom->callbacks->contexts[0]); }
 
     // Runs the first half of the call. Returns whether the rest will not wait.
-    bool begin() noexcept {
+    bool begin() {
         begun_ = true;
-        try {
-            return call().begin(backward_, arrays_, training_);
-        } catch (const std::exception&) {  // the call has told the others
-            failure_ = std::current_exception();
-            return true;
-        }
+        return call().begin(backward_, arrays_, training_);
     }
 
     // Runs the rest of the call.
     void run() noexcept {
-        if (!begun_) begin();
-        if (!failure_) try {
-                call().end();
-            } catch (const std::exception&) {
-                failure_ = std::current_exception();
-            }
+        std::exception_ptr failure;
+        try {
+            if (!begun_) begin();
+            call().end();
+        } catch (const std::exception&) {  // the call has told the others
+            failure = std::current_exception();
+        }
         kept_.clear();  // before MXNet plans with the memory
-        if (failure_) return complete_with_error(complete_, failure_);
+        if (failure) return complete_with_error(complete_, failure);
         complete_(nullptr);
     }
 
@@ -148,7 +144,6 @@ class Execution {
     NDArrays kept_;
     Arrays arrays_;
     bool begun_ = false;
-    std::exception_ptr failure_;
 };
 
 // ---- threads in which calls run and wait for each other --------------------------------------------------------
