@@ -68,11 +68,10 @@ class Processes::WaitForVectors final : public WaitForOthers {
 
     // Whether all have come; waits at most so many seconds.
     bool comes_within(double limit) {
-        const double until = limit > 0 ? seconds() + limit : 0;
+        const double until = seconds() + limit;
         while (true) {
             const uint32_t seen = mail_.arrivals(event_);
             if (have_come()) break;
-            if (limit == 0) return false;
             check_members();
             look();
             if (polls(seen)) continue;
@@ -84,7 +83,6 @@ class Processes::WaitForVectors final : public WaitForOthers {
         if (!slept_) mail_.wake(event_);  // then the last to come finds all vectors at once
         return true;
     }
-    // The vectors of these ranks.
     const std::vector<Mailbox::Found>& found() const { return found_; }
     void done() {
         for (size_t i = 0; i < from_.size(); ++i) mail_.done(from_[i], found_[i]);
@@ -232,9 +230,7 @@ class Processes::Steps {
     }
     void end() {
         const Step& step = steps_[at_];
-        std::vector<Mailbox::Found> parts;
-        parts.reserve(step.from.size() + 1);
-        parts = wait_->found();
+        std::vector<Mailbox::Found> parts = wait_->found();
         const auto place = std::lower_bound(step.from.begin(), step.from.end(), step.mail->rank()) - step.from.begin();
         if (step.contributes) parts.insert(parts.begin() + place, Mailbox::Found{values_, length_ * sizeof(double)});
         const auto is_long = [](const Mailbox::Found& part) { return part.length() > Segment::kMostValues; };
