@@ -261,8 +261,6 @@ class Processes::Steps {
 
 Processes::Processes(std::unique_ptr<Mailbox> job) : job_(std::move(job)), in_job_(between(job_->everybody)) {}
 
-Processes::~Processes() = default;
-
 void Processes::meet(std::shared_ptr<Segment> memory, Ranks ranks, Ranks leaders, const Mpi* mpi, size_t adds_from) {
     machine_ = memory != nullptr ? memory : machine_;
     memory_of_sums_ = memory != nullptr ? std::move(memory) : std::make_shared<Segment>(1, 0, "");

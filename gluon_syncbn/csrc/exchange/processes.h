@@ -25,7 +25,6 @@ class Processes : public Exchange {
   public:
     // Over the processes of a job.
     explicit Processes(std::unique_ptr<Mailbox> job);
-    ~Processes() override;
     // Before the first layer: `ranks` share the memory of a machine, of which each has one of the `leaders`. Without
     // memory, only gradients go that way, and each process is a machine. Leaders add gradients by MPI; if `mpi` is null,
     // see Machines.
