@@ -86,12 +86,9 @@ bool Machines::has_ended(Sum& sum) {
 void Machines::check(const std::string& exchange, bool end_matters) {
     job_.arrivals(0);  // lets messages arrive
     job_.check_open();
-    for (const size_t rank : job_.everybody) {
-        const Mailbox::State state = job_.state_of(rank);
-        if (rank != job_.rank() && (state == Mailbox::State::kFailed || job_.died(rank) != 0 ||
-                                    (state == Mailbox::State::kEnded && end_matters)))
+    for (const size_t rank : without(job_.everybody, job_.rank()))
+        if (!job_.fate_of(rank).empty() && (end_matters || job_.state_of(rank) != Mailbox::State::kEnded))
             throw Failure(job_.loss(rank, exchange));
-    }
 }
 
 }  // namespace syncbn
