@@ -156,7 +156,6 @@ SYNCBN_API(int64_t, layer_create, const char* name, int mode, int64_t virtual_de
     return layer->id;
 }
 
-// The number of layers.
 SYNCBN_API(int64_t, layers) { return static_cast<int64_t>(registry().all().size()); }
 
 SYNCBN_API(void, layer_drop, int64_t id) {

@@ -143,7 +143,6 @@ class WaitForOthers : public Wait {
     WaitForOthers(Mailbox& mail, double timeout, bool together) : Wait(timeout), mail_(mail), together_(together) {}
     virtual std::string name() const = 0;  // of the exchange
     virtual bool is_missing(size_t rank) const = 0;
-    // Names the missing ranks.
     virtual std::string missing() const;
     // Throws if this rank has left, or if another one did that ends the wait.
     void check_members();

@@ -31,7 +31,6 @@ class Gradients : public Round, public std::enable_shared_from_this<Gradients> {
             for (void* handle : item.handles) mx.MXNDArrayFree(handle);
     }
 
-    // Pushes the operation for a summand.
     void push(size_t index, size_t contexts, void** arrays) {
         std::vector<void*>& handles = items_[index].handles;
         for (size_t i = 0; i < contexts; ++i) {
@@ -75,7 +74,6 @@ class Gradients : public Round, public std::enable_shared_from_this<Gradients> {
         Completion complete;
     };
 
-    // The operation for one summand.
     struct Operation {
         const std::shared_ptr<Gradients> round;
         const size_t index;
