@@ -53,12 +53,7 @@ class Session:
 
     def exchange_of(self, kvstore: Any) -> Optional[Exchange]:
         """Returns the exchange for the argument ``kvstore``; ValueError if there is none."""
-        if named.spans_processes(kvstore):
-            return self.store(kvstore)
-        exchange = named.exchange(kvstore)
-        if isinstance(exchange, ProcessStore) and exchange not in self.stores:
-            self.stores.append(exchange)
-        return exchange
+        return self.store(kvstore) if named.spans_processes(kvstore) else named.exchange(kvstore)
 
     def store(self, name: str) -> ProcessStore:
         """Returns the one store of several processes of this name."""

@@ -183,6 +183,7 @@ def between_processes(point, action, times, seconds, limit, way):
     leave_memory()
     if way == "bridge":
         kv = ProcessStore("bridge", Bridge(kv))
+        session.stores.append(kv)
         kv.meet_in_memory()
     gluon_syncbn.configure(kvstore=kv)
     net = Net(make_batch(np.random.RandomState(3), 2), slice(kv.rank, kv.rank + 1), kv)
