@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import Any, ContextManager, Iterator, List, Tuple
+from typing import Any, Iterator, List, Tuple
 
 import mxnet as mx
 from mxnet import autograd, gluon
@@ -14,7 +14,8 @@ from ..system import arguments, kinds
 from .session import session
 
 
-def join(net: gluon.Block, trainer: gluon.Trainer) -> ContextManager[None]:
+@contextmanager
+def join(net: gluon.Block, trainer: gluon.Trainer) -> Iterator[None]:
     """Trains until every process of the job has used all of its batches. Their numbers may differ.
 
     ::
@@ -64,14 +65,9 @@ def join(net: gluon.Block, trainer: gluon.Trainer) -> ContextManager[None]:
         the block, the other processes end with an error that names this rank and the exception.
     """
     arguments.block("net", net)
-    store = trainer._kvstore_params["kvstore"] if isinstance(trainer, gluon.Trainer) else None
+    store: Any = trainer._kvstore_params["kvstore"] if isinstance(trainer, gluon.Trainer) else None
     if not isinstance(store, ProcessStore):
         arguments.refuse("trainer", trainer, "a gluon.Trainer(..., kvstore=gluon_syncbn.kvstore(...))")
-    return _joined(net, trainer, store)
-
-
-@contextmanager
-def _joined(net: gluon.Block, trainer: gluon.Trainer, store: ProcessStore) -> Iterator[None]:
     calls: List[Tuple[Any, ...]] = []  # of the net, in the step that goes on or was the last
     unused: List[mx.nd.NDArray] = []  # parameters that got no gradient in the last step
     in_step, ended, own_step = False, False, vars(trainer).get("step")  # which may be the user's

@@ -37,6 +37,6 @@ def test_arguments():
     net.initialize()
     trainer = gluon.Trainer(net.collect_params(), "sgd")
     with pytest.raises(ValueError, match=r"^net: 3 was given, expected a gluon\.Block$"):
-        gluon_syncbn.join(3, trainer)
+        gluon_syncbn.join(3, trainer).__enter__()
     with pytest.raises(ValueError, match=r"^trainer: .*expected a gluon\.Trainer"):
-        gluon_syncbn.join(net, trainer)
+        gluon_syncbn.join(net, trainer).__enter__()
