@@ -138,7 +138,14 @@ class Replicas:
         self.contexts, self.channels = list(contexts), channels
         self.on_cpus = any(context.device_type != "gpu" for context in contexts)
         if self.separates():
-            self._separate_resources()
+            problem = _native.separate_resources()
+            if problem:
+                warnings.warn(
+                    f"the CPU contexts of {self.name} share temporary space and random states ({problem}). Replicas "
+                    "may wait for each other there until the time limit, unless MXNET_CPU_TEMP_COPY and "
+                    "MXNET_CPU_PARALLEL_RAND_COPY are large",
+                    stacklevel=2,
+                )
         self.placed[self.id] = self
         if len(contexts) > 1:
             session.make_room_for_errors()
@@ -209,16 +216,6 @@ class Replicas:
     def separates(self) -> bool:
         """Whether replicas on CPU contexts need temporary space and random states of their own."""
         return sum(context.device_type == "cpu" for context in self.contexts) > 1
-
-    def _separate_resources(self) -> None:
-        problem = _native.separate_resources()
-        if problem:
-            warnings.warn(
-                f"the CPU contexts of {self.name} share temporary space and random states ({problem}). Replicas may "
-                "wait for each other there until the time limit, unless MXNET_CPU_TEMP_COPY and "
-                "MXNET_CPU_PARALLEL_RAND_COPY are large",
-                stacklevel=2,
-            )
 
     def reaches_other_processes(self) -> bool:
         """Whether replicas of other processes take part."""
