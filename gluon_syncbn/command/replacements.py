@@ -20,7 +20,6 @@ from mxnet.gluon.nn.basic_layers import _BatchNorm
 from .. import _native, layer, parallel
 from ..exchange import named
 from ..mxnet_side import blocks, compatibility, patches
-from ..mxnet_side.trainer import expect_synchronised
 from ..nets import executors
 from ..nets.convert import convert as convert_layers
 from ..nets.graphs import plain_graphs
@@ -161,7 +160,7 @@ def _recording(record: Callable[..., None], block: HybridBlock, *args: Any) -> N
 def _converting(construct: Callable[..., None], trainer: gluon.Trainer, *args: Any, **kwargs: Any) -> None:
     construct(trainer, *args, **kwargs)
     if _settings.get("convert"):
-        expect_synchronised(trainer)
+        trainer._is_to_synchronise = True
         for block in _with_parameters(trainer._params):
             convert_layers(block)
 

@@ -52,7 +52,7 @@ class _Follows(gluon.Trainer):
 
     _has_chosen_store = _has_begun = False
     _compares_weights = False  # in the next sum
-    _is_to_synchronise = False  # as `install(convert=True)` says
+    _is_to_synchronise = False  # as `install(convert=True)` says; then all of the net may be plain, with a warning
     _compared_states: Optional[Dict[int, Any]] = None  # by the processes. To load others makes another dictionary
     _summed_for: Optional[float] = None  # the divisor then: the object, because a new one may be as large
 
@@ -317,11 +317,6 @@ def _surprises(trainer: gluon.Trainer) -> Iterator[str]:
 
 #: The names of the layers and operators that are not, although others are, or were to be.
 unsynchronised: Dict[str, None] = {}
-
-
-def expect_synchronised(trainer: gluon.Trainer) -> None:
-    """Lets the first step warn of batch normalisation that is plain, also if all of it is."""
-    trainer._is_to_synchronise = True
 
 
 def _layers(parameters: Sequence[gluon.Parameter]) -> Dict[str, List[Any]]:
