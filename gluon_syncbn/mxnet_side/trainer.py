@@ -51,10 +51,10 @@ class _Follows(gluon.Trainer):
     """What a Trainer does besides, behind the methods of a subclass of a program's, as if MXNet's did it."""
 
     _has_chosen_store = _has_begun = False
-    _compares_weights = False  # in the next sum
     _is_to_synchronise = False  # as `install(convert=True)` says; then all of the net may be plain, with a warning
     _compared_states: Optional[Dict[int, Any]] = None  # by the processes. To load others makes another dictionary
-    _summed_for: Optional[float] = None  # the divisor then: the object, because a new one may be as large
+    # The divisor then: the object, because a new one may be as large. None: the next sum compares weights first.
+    _summed_for: Optional[float] = None
 
     def _init_kvstore(self) -> None:
         """Before the first step: the layers may have got their store since the Trainer was made. The Trainer sees the
@@ -69,7 +69,7 @@ class _Follows(gluon.Trainer):
             _native.gate([a for p in self._params for a in (p._data if p.grad_req == "null" else p._grad) or ()])
         if isinstance(self._kvstore, ProcessStore):
             self._params_to_init: List[gluon.Parameter] = []  # what MXNet would copy
-            self._compares_weights = True
+            self._summed_for = None
         if not self._has_begun:
             self._has_begun = True
             for text in _surprises(self):
@@ -81,9 +81,8 @@ class _Follows(gluon.Trainer):
         devices.settle_gradients(self._params)
         store = self._kvstore
         if isinstance(store, ProcessStore):
-            if self._compares_weights:
+            if self._summed_for is None:
                 _compare_beginning(self, store)
-                self._compares_weights = False
             gradients = {p.name: p.list_grad() for p in _in_order(self) if p.grad_req != "null"}
             store.add_gradients(self, gradients, "\n".join(update_of(self) + _loaded(self)))
             self._summed_for = self._optimizer.rescale_grad
