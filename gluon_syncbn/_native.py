@@ -259,9 +259,6 @@ def _forget(key: int) -> int:
 
 # ---- exchanges -------------------------------------------------------------------------------------------------
 
-#: An exchange of the core's, which lasts as long as the process.
-Handle = int
-
 _exchanges: Dict[int, Any] = {}  # Python exchanges, which stay, because the core may call one at any time
 
 
@@ -301,7 +298,7 @@ def addresses(file: str, names: Sequence[str]) -> List[int]:
         raise MXNetError(f"kvstore 'mpi' needs functions of MPI 3 that this library lacks: {error}") from None
 
 
-def bytes_of(processes: Handle, ranks: int, key: int, what: str, own: Sequence[bytes]) -> List[np.ndarray]:
+def bytes_of(processes: int, ranks: int, key: int, what: str, own: Sequence[bytes]) -> List[np.ndarray]:
     """Sends bytes to all ranks, of which there are so many. Returns those of each, this one included.
 
     ``own`` has bytes for each rank, or once for all. The key identifies the messages, ``what`` is for errors.
@@ -318,7 +315,7 @@ def merge_moments(total: np.ndarray, part: np.ndarray) -> np.ndarray:
     return merged
 
 
-def summands(names: Sequence[str], arrays: List[List[NDArray]], gpus: Optional[Handle] = None) -> Tuple[Any, ...]:
+def summands(names: Sequence[str], arrays: List[List[NDArray]], gpus: Optional[int] = None) -> Tuple[Any, ...]:
     """Returns the arrays of some sums as ``sum`` of the core takes them. They have to live as long.
 
     For each sum there are a name, for messages, and as many dense arrays of float type as for the others. They are on

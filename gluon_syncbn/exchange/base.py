@@ -24,11 +24,9 @@ _keys = itertools.count(1 << 24)
 class Exchange:
     """Combines the statistics of the replicas. An exception in it becomes the failure of the step, with its text."""
 
-    _name = ""
-    name = property(lambda self: self._name)  # that `configure` takes
-
-    def __init__(self, handle: _native.Handle, name: str = "") -> None:
-        self.handle, self._name = handle, name
+    def __init__(self, handle: int, name: str = "") -> None:
+        self.handle = handle  # of the core's, which lasts as long as the process
+        self.name = name  # that `configure` takes
 
     def __deepcopy__(self, memo: Any) -> Exchange:
         return self  # a copy of a layer exchanges as the layer does
@@ -90,12 +88,12 @@ class Transport:
     mpi: List[int] = []
     #: Bytes from which the transport itself adds arrays of gradients, of all ranks only; None: it adds none.
     adds_from: Optional[int] = None
-    handle: _native.Handle
+    handle: int
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
-    def open(self, handle: _native.Handle) -> None:
+    def open(self, handle: int) -> None:
         """Takes the core's exchange, whose messages it carries."""
         self.handle = handle
 

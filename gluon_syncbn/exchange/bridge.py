@@ -187,7 +187,7 @@ class BridgedTransport(Transport):
                 f"no connection to rank 0, at {host}:{port} ({error!r}). Every process has to reach any port there."
             ) from error
 
-    def open(self, handle: _native.Handle) -> None:
+    def open(self, handle: int) -> None:
         super().open(handle)
         self._link = Link(self._connection, self._following, self._take, partial(_loss, self.size, 0, self._process))
 

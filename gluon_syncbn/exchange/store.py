@@ -92,7 +92,7 @@ class _TrainerState:
         self.number = number
         # The contexts of its gradients, and their way over NCCL, if they have one.
         self.contexts: Optional[List[mx.Context]] = None
-        self.way: Optional[_native.Handle] = None
+        self.way: Optional[int] = None
         # Its gradients, as the core takes them, until other arrays take their place.
         self.given: List[mx.nd.NDArray] = []
         self.summands: Optional[Tuple[Any, ...]] = None
@@ -105,7 +105,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
     """
 
     def __init__(self, name: str, transport: Transport) -> None:
-        self._name = name
+        self.name = name
         self._transport = transport
         self.layers = 0  # on which the processes have agreed
         self.replicas = 0  # of such a layer, in all processes
@@ -128,7 +128,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
 
     # ---- KVStoreBase ---------------------------------------------------------------------------------------
 
-    type = property(lambda self: f"gluon_syncbn_{self._name}")
+    type = property(lambda self: f"gluon_syncbn_{self.name}")
     rank = property(lambda self: self._transport.rank)
     num_workers = property(lambda self: self._transport.size)
 
@@ -143,15 +143,15 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
     def __repr__(self) -> str:
         machines, statistics = "on one machine", "shared memory"
         if self.why_not_in_memory is not None:
-            machines, statistics = "each by itself", f"{self._name}, because {self.why_not_in_memory}"
+            machines, statistics = "each by itself", f"{self.name}, because {self.why_not_in_memory}"
         elif len(self.machines) > 1:
             machines = f"on {len(self.machines)} machines"
-            statistics += f", and {self._name} between machines"
-        gradients = self._name if self._each_by_itself else statistics
+            statistics += f", and {self.name} between machines"
+        gradients = self.name if self._each_by_itself else statistics
         if any(one.way is not None for one in self._trainers.values()):
             gradients = "NCCL"
         return (
-            f"<kvstore {self._name!r}: rank {self.rank} of {self.num_workers}, {machines}; statistics: {statistics}; "
+            f"<kvstore {self.name!r}: rank {self.rank} of {self.num_workers}, {machines}; statistics: {statistics}; "
             f"gradients: {gradients}>"
         )
 
@@ -415,7 +415,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             self._meet(segment, ranks, [first for first, *_ in self.machines], crowded)
         else:
             self.why_not_in_memory = problem
-            log.info("the processes exchange statistics over %s: %s", self._name, problem)
+            log.info("the processes exchange statistics over %s: %s", self.name, problem)
             if segment is not None:
                 _native.segment_free(segment)
         self._each_by_itself = not self.machines or (len(self.machines) > 1 and self._transport.adds_from is not None)

@@ -57,7 +57,7 @@ class Session:
 
     def store(self, name: str) -> ProcessStore:
         """Returns the one store of several processes of this name."""
-        store = next((one for one in self.stores if one.type == f"gluon_syncbn_{name}"), None)
+        store = next((one for one in self.stores if one.name == name), None)
         if store is None:
             store = ProcessStore(name, named.transport(name))
             self.stores.append(store)
