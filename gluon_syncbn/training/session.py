@@ -49,8 +49,6 @@ class Session:
         self.joins = 0  # open `join` blocks
         self._has_room = False  # for errors, in MXNet's list
 
-    # ---- exchanges -----------------------------------------------------------------------------------------
-
     def exchange_of(self, kvstore: Any) -> Optional[Exchange]:
         """Returns the exchange for the argument ``kvstore``; ValueError if there is none."""
         return self.store(kvstore) if named.spans_processes(kvstore) else named.exchange(kvstore)
@@ -76,8 +74,6 @@ class Session:
         """Tells the other processes that a step has failed here."""
         for store in self.stores:
             store.fail(reason)
-
-    # ---- layers --------------------------------------------------------------------------------------------
 
     def make_room_for_errors(self) -> None:
         """Lets MXNet's list of errors grow before it has one.
@@ -109,8 +105,6 @@ class Session:
         parameters = dict.fromkeys(one for trainer in list(self.trainers) for one in trainer._params)
         return [one for one in parameters if one._grad is not None]
 
-    # ---- scopes --------------------------------------------------------------------------------------------
-
     def depth(self) -> int:
         """Number of scopes that this thread has open."""
         return self.open.get(threading.current_thread(), 0)
@@ -118,8 +112,6 @@ class Session:
     def inside(self) -> List[threading.Thread]:
         """Returns the threads that are in a step."""
         return [thread for thread in list(self.open) if thread.is_alive()]
-
-    # ---- forks ---------------------------------------------------------------------------------------------
 
     def forked(self) -> None:
         """Resets the scopes in the child of a fork, which has one thread."""
