@@ -115,8 +115,7 @@ class _Follows(gluon.Trainer):
 
 
 def _made(cls: Any) -> Any:
-    made = _following(cls)
-    return object.__new__(made)
+    return object.__new__(_following(cls))
 
 
 @functools.lru_cache(maxsize=None)

@@ -16,8 +16,6 @@ from ..system import arguments
 from .replicas import Replicas
 from .session import session
 
-__all__ = ["gather"]
-
 
 def gather(features: Any, *, name: str = "gather", kvstore: Any = None) -> Any:
     r"""Returns the rows of all devices and processes, concatenated in the order of the ranks and of the devices.
