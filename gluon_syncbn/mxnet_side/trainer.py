@@ -7,9 +7,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import warnings
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from numbers import Real
-from typing import Any, Callable, ContextManager, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Type
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Type
 
 from mxnet import gluon
 
@@ -226,13 +226,28 @@ def update_of(trainer: gluon.Trainer) -> List[str]:
     return lines
 
 
-def _gated(trainer: gluon.Trainer) -> ContextManager[None]:
+@contextmanager
+def _gated(trainer: gluon.Trainer) -> Iterator[None]:
+    """Within the block, an update is issued. If the step fails, it changes nothing. The first reader of a weight gets
+    the error, and the next one the values, which are as they were.
+
+    In MXNet a failed operator and all operators that are skipped because of it share one exception. The first reader of
+    any of their results removes the exception. Then operators that are still queued run. An update that was issued
+    before the loss was read would then use gradients that were never computed. The gate is an exception of its own,
+    between the gradients and their users, which would also stay in the weights.
+
+    A store of processes needs it too: MXNet leaves out the sum of an array that was not computed. That array keeps the
+    exception that it shares with the loss, and weights changed where a program read the loss before the update ran.
+    """
     if not _watches(trainer):
-        return nullcontext()
-    # A store of processes too: MXNet leaves out the sum of an array that was not computed. That array keeps the
-    # exception that it shares with the loss, and weights changed where a program read the loss before the update ran.
+        yield
+        return
     trained = [p for p in trainer._params if p._grad is not None]
-    return steps.gated([g for p in trained for g in p._grad], [w for p in trained for w in p._data])
+    _native.gate([gradient for p in trained for gradient in p._grad])
+    try:
+        yield
+    finally:
+        _native.share_failure([weight for p in trained for weight in p._data])
 
 
 def _watches(trainer: gluon.Trainer) -> bool:

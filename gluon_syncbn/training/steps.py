@@ -10,7 +10,7 @@ import contextlib
 import logging
 import sys
 import threading
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence
+from typing import Any, Dict, Iterable, List, Optional
 
 import mxnet as mx
 
@@ -39,23 +39,6 @@ def drain() -> List[str]:
             errors.append(str(error))
     session.raised = raised
     return errors
-
-
-@contextlib.contextmanager
-def gated(gradients: Sequence[mx.nd.NDArray], weights: Sequence[mx.nd.NDArray]) -> Iterator[None]:
-    """Within the block, an update is issued. If the step fails, it changes nothing. The first reader of a weight gets
-    the error, and the next one the values, which are as they were.
-
-    In MXNet a failed operator and all operators that are skipped because of it share one exception. The first reader of
-    any of their results removes the exception. Then operators that are still queued run. An update that was issued
-    before the loss was read would then use gradients that were never computed. The gate is an exception of its own,
-    between the gradients and their users, which would also stay in the weights.
-    """
-    _native.gate(gradients)
-    try:
-        yield
-    finally:
-        _native.share_failure(weights)
 
 
 def settle(arrays: Iterable[mx.nd.NDArray]) -> None:
