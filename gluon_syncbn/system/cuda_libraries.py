@@ -47,8 +47,6 @@ def load() -> None:
         return
     mxnet = _mxnet_library()
     wanted = needed(mxnet) if mxnet is not None else []
-    if not any(soname in PACKAGES or soname == DRIVER for soname in wanted):
-        return
     lost = sorted({name for soname in PACKAGES if soname in wanted for name in _load(soname)})
     reasons = []
     if lost:
