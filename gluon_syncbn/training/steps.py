@@ -6,7 +6,6 @@ none: there a training forward begins a step, unless the one before has failed a
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
 import threading
@@ -151,9 +150,8 @@ def scope_left(kind: Optional[type], value: Any) -> None:
 
 def break_off(what: str) -> None:
     # The step before may be in flight, and its update would be lost. A job of processes ends, and must not wait first.
-    for array in [] if session.stores else [array for one in session.trained() for array in one._data]:
-        with contextlib.suppress(mx.MXNetError):  # of that step
-            array.wait_to_read()
+    if not session.stores:
+        errors_of(array for one in session.trained() for array in one._data)
     session.raised = f"{what}, so the replicas that had been called cannot finish it. The next step starts afresh."
     _native.fail(session.raised)
     session.tell_others(session.raised)
