@@ -146,7 +146,7 @@ void Call::end() {
     attempt([&] {
         if (in_backward()) {
             if (arrays_.adds(kDaddend))  // first, because dx may have the memory of dy
-                copy(dz_, tensor_.type, tensor_.shape.size(), arrays_[kDaddend], true);
+                add_data(dz_, arrays_[kDaddend]);
             differentiate();
         } else {
             if (frozen_) tensor_.cut(1);

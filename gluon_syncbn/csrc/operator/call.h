@@ -105,8 +105,8 @@ class Call {
     //   dx = gamma * invstd_u * dz  -  gamma * invstd_f / n_f * (S1 + (x - mean_f) * invstd_f * S2)
     // The parameters' gradients are this replica's part; the trainer adds the parts, as for any parameter.
     virtual void differentiate() = 0;
-    // Copies n values from one array into another, or adds them if `add`; writes one value into all of an array.
-    virtual void copy(Array from, Type type, int64_t n, Array to, bool add) = 0;
+    // Adds data to data; writes one value into all of an array.
+    virtual void add_data(Array from, Array to) = 0;
     virtual void fill(Array to, Type type, int64_t n, double value) = 0;
     virtual void fill_with_zeros(Array to, int64_t bytes) = 0;
     // Returns memory for the data, until the execution ends.

@@ -149,8 +149,9 @@ class DeviceCall : public Call {
 
     // ---- arrays ----------------------------------------------------------------------------------------------
 
-    void copy(Array from, Type type, int64_t n, Array to, bool add) override {
-        run_on_each(kernel_of("copy", type), n, cuda::CopyArguments{n, data(from), data(to), add, 0});
+    void add_data(Array from, Array to) override {
+        const int64_t n = tensor_.shape.size();
+        run_on_each(kernel_of("copy", tensor_.type), n, cuda::CopyArguments{n, data(from), data(to), 1, 0});
     }
     void fill(Array to, Type type, int64_t n, double value) override {
         run_on_each(kernel_of("copy", type), n, cuda::CopyArguments{n, nullptr, data(to), 0, value});

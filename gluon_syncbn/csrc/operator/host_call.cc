@@ -132,7 +132,7 @@ class HostCall : public Call {
         const int64_t n = channels();
         const auto all = frozen_ ? nullptr : total();
         if (!node_->activation.any() && data(dz_) != data(arrays_[kDy]))
-            copy(arrays_[kDy], tensor_.type, tensor_.shape.size(), dz_, false);
+            std::copy_n(data<char>(arrays_[kDy]), tensor_.shape.size() * size_of(tensor_.type), data<char>(dz_));
         SYNCBN_POINT("before_gradients");
         if (arrays_.wants(kDx)) {
             const std::vector<float> mask = frozen_ ? std::vector<float>() : this->mask();
@@ -174,17 +174,12 @@ class HostCall : public Call {
 
     // ---- arrays ----------------------------------------------------------------------------------------------
 
-    void copy(Array from, Type type, int64_t n, Array to, bool add) override {
-        if (n == 0) return;  // and does not access memory
-        if (!add) {
-            std::memcpy(data(to), data(from), static_cast<size_t>(n * size_of(type)));
-            return;
-        }
-        with_type(type, [&](auto* t) {
+    void add_data(Array from, Array to) override {
+        with_type(tensor_.type, [&](auto* t) {
             using T = std::remove_pointer_t<decltype(t)>;
             const T* const values = data<T>(from);
             T* const out = data<T>(to);
-            for (int64_t i = 0; i < n; ++i)
+            for (int64_t i = 0; i < tensor_.shape.size(); ++i)
                 Value<T>::store(out + i, Value<T>::load(out + i) + Value<T>::load(values + i));
         });
     }
