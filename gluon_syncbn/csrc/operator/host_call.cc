@@ -35,16 +35,6 @@ void expand(const void* values, const Mask& mask, float* out) {
             }
 }
 
-Vector read(Array from, Type type, int64_t n) {
-    Vector out(static_cast<size_t>(n));
-    with_type(type, [&](auto* t) {
-        using T = std::remove_pointer_t<decltype(t)>;
-        const T* const values = data<T>(from);
-        for (int64_t i = 0; i < n; ++i) out[i] = Value<T>::load(values + i);
-    });
-    return out;
-}
-
 // to[i] = value(i, to[i])
 template <typename F>
 void replace(Array to, Type type, int64_t n, const F& value) {
@@ -54,12 +44,6 @@ void replace(Array to, Type type, int64_t n, const F& value) {
         for (int64_t i = 0; i < n; ++i)
             Value<T>::store(out + i, static_cast<Compute<T>>(value(i, Value<T>::load(out + i))));
     });
-}
-
-// Writes values into an array, or adds them if `add`.
-void write(const Vector& values, Type type, Array to, bool add) {
-    replace(to, type, static_cast<int64_t>(values.size()),
-            [&](int64_t i, double old) { return values[i] + (add ? old : 0.0); });
 }
 
 class HostCall : public Call {
@@ -166,7 +150,9 @@ class HostCall : public Call {
             }
         }
         const auto write_gradient = [&](const Vector& values, Role of) {
-            if (arrays_.wants(of)) write(values, tensor_.parameter_type(), arrays_[of], arrays_.adds(of));
+            if (arrays_.wants(of))
+                replace(arrays_[of], tensor_.parameter_type(), n,
+                        [&](int64_t c, double old) { return values[c] + (arrays_.adds(of) ? old : 0.0); });
         };
         write_gradient(dgamma_, kDgamma);
         write_gradient(dbeta_, kDbeta);
@@ -205,7 +191,15 @@ class HostCall : public Call {
     void* at(void* values, const Slot& slot) const {
         return values == nullptr ? nullptr : static_cast<char*>(values) + slot.first * size_of(tensor_.type);
     }
-    Vector parameter(Array from) const { return read(from, tensor_.parameter_type(), channels()); }
+    Vector parameter(Array from) const {
+        Vector out(static_cast<size_t>(channels()));
+        with_type(tensor_.parameter_type(), [&](auto* t) {
+            using T = std::remove_pointer_t<decltype(t)>;
+            const T* const values = data<T>(from);
+            for (size_t c = 0; c < out.size(); ++c) out[c] = Value<T>::load(values + c);
+        });
+        return out;
+    }
     Vector gamma() const {
         return node_->fix_gamma ? Vector(static_cast<size_t>(channels()), 1.0) : parameter(arrays_[kGamma]);
     }
