@@ -66,7 +66,7 @@ class HostCall : public Call {
     }
 
     void normalise() override {
-        Vector batch(moments_length(channels()), 0.0);
+        Vector batch;
         if (frozen_) {
             Slot& all = tensor_.slots[0];
             if (tensor_.shape.size() > 0)
@@ -75,7 +75,7 @@ class HostCall : public Call {
             repeat();
         } else {
             batch = assign_statistics(*total());
-            if (watches() && first_not_finite(batch) >= 0) batch[0] = 0;
+            if (watches() && first_not_finite(batch) >= 0) batch.clear();
             remember(nullptr);
         }
         write_output();
@@ -230,8 +230,7 @@ class HostCall : public Call {
         return std::make_shared<Statistic>(Statistic{count, std::move(mean), std::move(variance), std::move(invstd)});
     }
 
-    // Gives the slots their statistics. Returns [1, mean[C], variance[C]] for the running ones; [0, ...] if there is
-    // none.
+    // Gives the slots their statistics. Returns [mean[C], variance[C]] for the running ones; empty if there is none.
     Vector assign_statistics(const Total& moments) {
         const int64_t length = moments_length(channels());
         assign(moments, length);
@@ -254,29 +253,29 @@ class HostCall : public Call {
             tensor_.slots[i].used = of(pools_->used[i]);
             if (!tensor_.slots[i].used) tensor_.slots[i].used = none;
         }
-        Vector batch(static_cast<size_t>(length), 0.0);
+        if (pools_->tracked.empty()) return {};
+        Vector batch(2 * channels(), 0.0);
         const double parts = static_cast<double>(pools_->tracked.size());
         for (const Range pool : pools_->tracked) {
             const auto part = of(pool);
             const double correction = node_->unbiased ? part->count / std::max(part->count - 1, 1.0) : 1;
             for (int64_t c = 0; c < channels(); ++c) {
-                batch[1 + c] += part->mean[c] / parts;
-                batch[1 + channels() + c] += part->variance[c] * correction / parts;
+                batch[c] += part->mean[c] / parts;
+                batch[channels() + c] += part->variance[c] * correction / parts;
             }
         }
-        batch[0] = parts > 0;
         return batch;
     }
 
     void update_running(const Vector& batch) {
-        if (batch[0] == 0) return;
+        if (batch.empty()) return;
         SYNCBN_POINT("before_running_statistics");
         const auto update = [&](Role running, const double* values) {
             replace(arrays_[running], tensor_.parameter_type(), channels(),
                     [&](int64_t c, double old) { return node_->momentum * old + (1 - node_->momentum) * values[c]; });
         };
-        update(kRunningMean, &batch[1]);
-        update(kRunningVar, &batch[1 + channels()]);
+        update(kRunningMean, &batch[0]);
+        update(kRunningVar, &batch[channels()]);
     }
 
     void write_output() {
