@@ -301,14 +301,6 @@ class DeviceCall : public Call {
         for (; !work_->lease.idle(); std::this_thread::sleep_for(kLongPause)) wait.look();
     }
 
-    // Returns what is on the device. The copy has no time limit, so this waits for the stream first.
-    Vector downloaded(const Memory& from) {
-        Vector values(static_cast<size_t>(from.size()));
-        wait();
-        if (!values.empty()) from.download(values.data(), work().lease);
-        return values;
-    }
-
     // ---- what is gathered ------------------------------------------------------------------------------------
 
     // Whether the vectors stay on GPUs.
@@ -333,7 +325,12 @@ class DeviceCall : public Call {
     bool contribute_gathered(bool masked = false) {
         Gathered& gathered = *work_->gathered;
         const Memory& own = gathered.own;
-        Vector values = masked || !on_devices() ? downloaded(own) : Vector();
+        Vector values;
+        if (masked || !on_devices()) {
+            wait();  // the copy has no time limit
+            values.resize(static_cast<size_t>(own.size()));
+            own.download(values.data(), work_->lease);
+        }
         std::shared_ptr<const cuda::OnDevice> part;
         if (on_devices()) {
             const Vector moments = std::exchange(values, {});
