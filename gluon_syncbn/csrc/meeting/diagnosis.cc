@@ -37,7 +37,7 @@ Totals& totals = *new Totals;  // outlives the threads that write at exit
 std::string describe(const Meeting& meeting, const Phase& phase) {
     std::vector<std::string> arrived, missing;
     for (size_t i = 0; i < meeting.replicas(); ++i)
-        (i < phase.entries.size() && phase.entries[i].arrived ? arrived : missing).push_back(meeting.replica(i));
+        (i < phase.entries.size() && phase.entries[i].arrived ? arrived : missing).push_back(meeting.contexts()[i]);
     std::ostringstream out;
     out << arrived.size() << " of " << meeting.replicas() << " replicas arrived (" << join_names(arrived)
         << "), missing " << join_names(missing);
@@ -86,7 +86,7 @@ void record_meeting(const std::string& call, const Meeting& meeting, const Phase
     std::ostringstream out;
     out << std::fixed << std::setprecision(3) << title_of(layer) << ", " << call << ": ";
     for (const auto& [at, position] : order) {
-        out << meeting.replica(position) << " came after " << 1e3 * (at - first) << " ms and waited "
+        out << meeting.contexts()[position] << " came after " << 1e3 * (at - first) << " ms and waited "
             << 1e3 * (last - at) << " ms" << (position == order.rbegin()->second ? "" : ", ");
         waited += last - at;
     }
@@ -94,7 +94,7 @@ void record_meeting(const std::string& call, const Meeting& meeting, const Phase
     std::lock_guard<std::mutex> lock(totals.mutex);
     ++totals.layers[layer].meetings;
     totals.layers[layer].waited += waited;
-    totals.last[meeting.replica(order.rbegin()->second)] += waited;
+    totals.last[meeting.contexts()[order.rbegin()->second]] += waited;
 }
 
 std::string slowest() {

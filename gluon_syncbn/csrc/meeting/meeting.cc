@@ -56,8 +56,8 @@ void check_equal(Meeting& meeting, const Phase& phase, size_t position, const Pa
         const auto& entry = phase.entries[other];
         if (!entry.arrived || (entry.channels == own.channels && entry.type == own.type)) continue;
         std::ostringstream why;
-        why << meeting.replica(position) << " came with " << own.channels << " channels of " << name_of(own.type)
-            << ", " << meeting.replica(other) << " with " << entry.channels << " channels of " << name_of(entry.type)
+        why << meeting.contexts()[position] << " came with " << own.channels << " channels of " << name_of(own.type)
+            << ", " << meeting.contexts()[other] << " with " << entry.channels << " channels of " << name_of(entry.type)
             << ". All replicas must run the same net on data of the same type.";
         fail_and_throw(meeting, {meeting.config->name, "", "", why.str()});
     }
@@ -192,7 +192,7 @@ void Rendezvous::check_step(const LayerConfig& config, const Key& key) {
                 if (meeting->scopes[i] != scope) continue;
                 // This step has called another replica where another step has called this one. Or here, another step
                 // has called a replica that this step has called later.
-                Scope* const other = own == nullptr ? before : scope_on(*own, meeting->replica(i));
+                Scope* const other = own == nullptr ? before : scope_on(*own, meeting->contexts()[i]);
                 if (other != nullptr && other != scope.get()) refuse(config, context, *scope, *other);
             }
         }

@@ -127,8 +127,6 @@ struct Meeting {
     size_t position_of(const std::string& context) const {
         return std::find(contexts().begin(), contexts().end(), context) - contexts().begin();
     }
-    // "cpu(1)"
-    const std::string& replica(size_t position) const { return contexts()[position]; }
 };
 
 // A replica's place in a meeting. Its forward and its backward meet the same partners.
