@@ -697,7 +697,7 @@ template <typename P>
 __device__ void track(const NormaliseArguments& with) {
     const Index channels = with.tiling.channels, length = Moments::length(channels);
     volatile Status* const status = with.status;
-    if (with.watch == kLeaveOutAndReport && any_thread() == 0) {
+    if (with.watch != 0 && any_thread() == 0) {
         const Index at = not_finite(with.own, 0, with.tiling.slots * length);
         if (at >= 0) {
             status->value = with.own[at];
@@ -713,7 +713,7 @@ __device__ void track(const NormaliseArguments& with) {
             mean += part.mean;
             variance += with.unbiased != 0 && part.share < 1 ? part.variance / (1 - part.share) : part.variance;
             parts += 1;
-            if (with.watch == kPropagate) continue;
+            if (with.watch == 0) continue;
             // Each thread looks by itself: it is rarely requested, and the data is in the cache.
             each_of(with.tracked, range_of(with.tracked, pool), [&](int slot) {
                 finite = finite && not_finite(with.gathered, slot * length, (slot + 1) * length) < 0;

@@ -42,9 +42,6 @@ struct Status {
     double value;  // its value
 };
 
-// The treatment of moments that are not finite.
-enum Watch { kPropagate, kLeaveOut, kLeaveOutAndReport };
-
 // to[position] is 1 where the value of a mask is not 0, else 0. Grid: a thread for each position.
 struct ExpandArguments {
     Index positions;
@@ -88,7 +85,7 @@ struct NormaliseArguments {
     const double* own;  // the packed moments of this replica's slots
     int add, frozen;
     int unbiased;  // selects the variance that updates the running one
-    int watch;     // `Watch`
+    int watch;     // leaves moments that are not finite out of the running statistics, and reports the first
     double momentum;
     void *running_mean, *running_var;  // null: no running statistics
     Status* status;

@@ -69,7 +69,6 @@ class DeviceCall : public Call {
             work().gathered = std::const_pointer_cast<Gathered>(std::static_pointer_cast<const Gathered>(repeat()));
         } else if (!frozen_) {
             assign(*total_gathered(), on_devices() ? 1 : moments_length(channels()));
-            work_->reports = watches() && on_devices();
         }
         const Plan plan = this->plan();
         kept_ = Memory();  // the memory of the last execution may serve again
@@ -94,9 +93,9 @@ class DeviceCall : public Call {
             with.own = work_->gathered->own.data();
         }
         with.unbiased = node_->unbiased;
-        with.watch = !watches() ? cuda::kPropagate : work_->reports ? cuda::kLeaveOutAndReport : cuda::kLeaveOut;
         with.momentum = node_->momentum;
         if (frozen_ || !recall_.again) {  // a repeated call has nothing new
+            with.watch = watches();
             with.running_mean = data(arrays_[kRunningMean]);
             with.running_var = data(arrays_[kRunningVar]);
         }
@@ -169,8 +168,8 @@ class DeviceCall : public Call {
         if (!work_) return;
         wait();
         const cuda::Status& status = *work_->lease.status();
-        if (work_->reports) check_finite(status.at, status.value);
         if (in_backward() && status.at >= 0) refuse_to_recover(status.at);
+        if (!in_backward()) check_finite(status.at, status.value);
         if (!in_backward() && !frozen_ && !recall_.again) remember(work_->gathered);
         work_.reset();
     }
@@ -214,7 +213,6 @@ class DeviceCall : public Call {
         std::shared_ptr<Gathered> gathered = std::make_shared<Gathered>();
         std::vector<Memory> scratch;
         bool may_be_posted = false;  // other work may have been put on the stream
-        bool reports = false;        // the forward reports whether the moments are finite
         explicit Work(cuda::Device& device) : current(std::in_place, device), lease(device) {}
     };
 
