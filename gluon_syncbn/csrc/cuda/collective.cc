@@ -51,8 +51,7 @@ void check_nccl(int status, const char* function) {
 
 Mutex mutex;  // guards the next two; every collective of a meeting is posted under it
 // The communicators of the devices of a meeting, in their order.
-using Connected = std::map<std::vector<int>, std::vector<Communicator>>;
-Connected& connected = *new Connected;
+auto& connected = *new std::map<std::vector<int>, std::vector<Communicator>>;
 std::vector<AllReduce*>& sums = *new std::vector<AllReduce*>;
 
 // NCCL blocks its caller, without a limit, while it makes communicators and prepares their first collective. So another
