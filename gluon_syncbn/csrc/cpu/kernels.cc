@@ -199,6 +199,11 @@ SYNCBN_FOR_EACH_SET(SYNCBN_MICROKERNELS)
 
 // ---- the kernels: the work of each thread ------------------------------------------------------------------------
 
+// The number of threads that have enough to do.
+int useful_threads(const Work& work) {
+    return static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(work.threads, work.shape.size() / kWorthAThread)));
+}
+
 // Memory that begins in a line of the cache.
 template <typename C>
 struct Lines {
@@ -253,7 +258,7 @@ template <typename Microkernel>
 void for_runs(const Work& work, const Microkernel& microkernel) {
     if (work.shape.size() == 0) return;
     const View view(work);
-    const int threads = work.useful_threads();
+    const int threads = useful_threads(work);
     const bool in_rows = view.layout == View::Layout::kRows;
     const int64_t unit = in_rows ? view.positions : 1;
     const int64_t units = view.images * view.groups * view.positions / unit;
@@ -278,7 +283,7 @@ void sum_up(const Work& work, const View& view, const Table<double>& means, doub
     constexpr int64_t kRowsPerPart = 64, kMaxParts = 16;            // of rows of columns
     constexpr int64_t kEnoughParts = 64, kValuesPerPart = 1 << 14;  // of blocks, over all groups
     const bool tiled = view.layout == View::Layout::kColumns;
-    const int threads = work.useful_threads();
+    const int threads = useful_threads(work);
     const int64_t columns = view.columns(), positions = view.images * view.positions;
     const int64_t step = tiled ? kTile : view.width, tiles = (columns + step - 1) / step;
     int64_t parts = 1;
@@ -317,10 +322,6 @@ void sum_up(const Work& work, const View& view, const Table<double>& means, doub
 }
 
 }  // namespace
-
-int Work::useful_threads() const {
-    return static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(threads, shape.size() / kWorthAThread)));
-}
 
 int64_t moments(const Work& work, const void* data, double* mean, double* m2) {
     const Shape& shape = work.shape;

@@ -15,9 +15,6 @@ struct Work {
     Shape shape;
     int threads;
     const float* mask = nullptr;  // [outer][inner], in every layout; null: all count
-
-    // The number of threads that have enough to do.
-    int useful_threads() const;
 };
 
 // z = (x - mean) * scale + shift, then the activation. For gradients without an activation, scale and shift may be
