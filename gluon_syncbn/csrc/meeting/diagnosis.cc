@@ -51,8 +51,7 @@ std::string likely_cause(const Meeting& meeting, const Phase& phase) {
                "perhaps because memory ran out. Then read that replica's output, which raises the error.";
     std::string cause =
         "Perhaps the loss of a replica took no part: call autograd.backward with the losses of all replicas, and read "
-        "no "
-        "gradient before that.";
+        "no gradient before that.";
     if (bundles_operators)
         cause +=
             " Or MXNet bundles an operator outside the replicas (a batch that is split while recording), or of another "
