@@ -620,7 +620,7 @@ def test_what_a_step_costs(rng, replicas, pooling, way, spatial):
         x.attach_grad()
 
     directions = counted_step(lambda: [layer(x) for x in xs], heads, 3)
-    for group in settings.get("groups", ()) if way != "static_shape" else ():
+    for group in settings.get("groups", ()):
         for rank in group:  # the numbers of replicas that are no neighbours do not travel with a launch
             directions[0][rank]["to device"] -= group != [*range(group[0], group[-1] + 1)]
     assert_costs(directions, replicas, settings, spatial)

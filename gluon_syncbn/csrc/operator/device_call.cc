@@ -194,7 +194,6 @@ class DeviceCall : public Call {
             work_->gathered->all.abandon();
             kept_.abandon();
             lists_.abandon();
-            listed_.clear();
         }
         work_.reset();
     }
@@ -364,25 +363,20 @@ class DeviceCall : public Call {
 
     // Copies the pools' lists to the device, if they do not travel with a launch.
     void put_lists() {
-        std::vector<int> all;
-        if (!pools_->members.empty() || pools_->used.size() > cuda::kFewRanges) {
-            all = pools_->members;
-            for (const auto* ranges : {&pools_->used, &pools_->fed, &pools_->users, &pools_->tracked})
-                for (const Range& range : *ranges) all.insert(all.end(), {range.begin, range.end});
-            all.resize((all.size() + 1) / 2 * 2);  // whole numbers of float64
-        }
-        if (all == listed_) return;
-        listed_.clear();
         lists_ = Memory();
+        if (pools_->members.empty() && pools_->used.size() <= cuda::kFewRanges) return;
+        std::vector<int> all = pools_->members;
+        for (const auto* ranges : {&pools_->used, &pools_->fed, &pools_->users, &pools_->tracked})
+            for (const Range& range : *ranges) all.insert(all.end(), {range.begin, range.end});
+        all.resize((all.size() + 1) / 2 * 2);  // whole numbers of float64
         lists_ = memory(static_cast<int64_t>(all.size() / 2));
         lists_.upload(all.data(), work().lease.stream());
-        listed_ = std::move(all);
     }
 
     // The ranges of each slot, which are the nth of `lists_`.
     cuda::Lists list(const std::vector<Range>& ranges, size_t nth) const {
         cuda::Lists out{};
-        if (listed_.empty()) {
+        if (lists_.data() == nullptr) {
             std::copy(ranges.begin(), ranges.end(), out.few);
             return out;
         }
@@ -395,11 +389,8 @@ class DeviceCall : public Call {
 
     std::optional<Work> work_;
     cuda::Device* device_ = nullptr;
-    Memory kept_;  // for the backward
-    // The lists' memory, [members][4 times the ranges], and its content, which rarely changes between calls. Empty if
-    // they travel with a launch.
-    Memory lists_;
-    std::vector<int> listed_;
+    Memory kept_;   // for the backward
+    Memory lists_;  // [members][4 times the ranges]; empty if they travel with a launch
 };
 
 }  // namespace
