@@ -329,6 +329,7 @@ def summands(names: Sequence[str], arrays: List[List[NDArray]], gpus: Optional[i
         sizes[i] = array.size
         lines += f"{names[i]} ({sizes[i]} values of {_FLOATS[types[i]]})\n"
     handles = c_handle_array([array for of_sum in arrays for array in of_sum])
+    # What rank 0 tells has to fit into a piece of shared memory, with the update: of many arrays, it has the first.
     return lines[: 1 << 18].encode(), count, types, sizes, contexts, handles, gpus
 
 
