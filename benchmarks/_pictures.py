@@ -291,7 +291,7 @@ def gpu(cells: Any) -> Picture:
 DRAWN = {
     **{one.__name__: one for one in (gpu, inplace, kernels, memory, models, models_processes, modes)},
     **{one.__name__: one for one in (recompute, scaling, shuffle)},
-    **dict.fromkeys(("layers", "layers_avx512"), layers),
+    **dict.fromkeys(("layers", "layers_avx2"), layers),
     **dict.fromkeys(("exchange", "exchange_horovod"), exchange),
     **dict.fromkeys(("gradients", "gradients_horovod"), gradients),
 }
