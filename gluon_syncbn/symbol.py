@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Dict, List, Optional
 
 import mxnet as mx
 from mxnet.gluon import HybridBlock
@@ -92,7 +92,6 @@ def SyncBatchNorm(
         beside["ndev"] = arguments.whole("ndev", _value(ndev), 0, arguments.MOST_DEVICES)
     if key is not None:
         beside["key"] = key if isinstance(key, str) else arguments.refuse("key", key, "a string")
-    patches.replace(_recording, HybridBlock, "_build_cache")
     of_any = {key: kwargs.pop(key) for key in list(kwargs) if key in _OF_ANY or key.startswith("__")}
     # MXNet's own operator finds a name and makes the variables. They get its attributes, and the initial values of the
     # running statistics, which a Module reads.
@@ -136,10 +135,13 @@ def _flag(name: str, argument: Any) -> bool:
     return bool(value) if type(value) is int and value in (0, 1) else arguments.flag(name, value)
 
 
-def _recording(record: Callable[..., None], block: HybridBlock, *args: Any) -> None:
+def _as_layers(block: HybridBlock) -> None:
+    """Nodes in the graphs of `SymbolBlock`s within the block become layers."""
     written = {node._replicas for node in _written}
-    for one in plain_graphs(block):
+    for one in plain_graphs(block) if _written else ():
         if any(replicas in written for replicas, _ in layers_of(json_of(one._cached_graph[1]))):
             open_graph(one)
             close_graph(one)
-    record(block, *args)
+
+
+patches.before_recording.append(_as_layers)

@@ -19,7 +19,7 @@ from mxnet.gluon.nn.basic_layers import _BatchNorm
 
 from .. import _native, layer, parallel
 from ..exchange import named
-from ..mxnet_side import blocks, compatibility, patches
+from ..mxnet_side import blocks, compatibility, patches, trainer
 from ..nets import executors
 from ..nets.convert import convert as convert_layers
 from ..nets.graphs import plain_graphs
@@ -92,10 +92,10 @@ def install(cpus: Optional[int] = None, convert: bool = False) -> str:
         return _words()
     _put([(ContribSyncBatchNorm, SyncBatchNorm), (mx.kvstore.create, _creating(mx.kvstore.create))])
     # A symbol in a `SymbolBlock` belongs to Gluon. Others are found when they are bound.
-    patches.replace(_recording, HybridBlock, "_build_cache")
+    patches.before_recording.append(_converting_nodes)
     executors.operators.add(OPERATOR)
     if convert:
-        patches.replace(_converting, gluon.Trainer, "__init__")
+        trainer.after_construction.append(_converting_net)
         executors.operators.add("BatchNorm")
     if cpus is not None:
         _put(_gpus(cpus))
@@ -130,6 +130,8 @@ def uninstall(everything: bool = False) -> None:
     if _WATCH in sys.meta_path:
         sys.meta_path.remove(_WATCH)
     executors.operators -= {OPERATOR, "BatchNorm"}
+    for hooks, own in ((patches.before_recording, _converting_nodes), (trainer.after_construction, _converting_net)):
+        hooks[:] = [one for one in hooks if one is not own]
     _swap([(new, old) for old, new in _installed])
     _installed.clear()
     _settings.clear()
@@ -148,21 +150,18 @@ def _creating(create: Callable) -> Callable:
     )
 
 
-def _recording(record: Callable[..., None], block: HybridBlock, *args: Any) -> None:
-    for one in plain_graphs(block) if _installed else ():
+def _converting_nodes(block: HybridBlock) -> None:
+    for one in plain_graphs(block):
         nodes = [node for node in blocks.recorded(one) if node.operator == OPERATOR]
         if nodes:
             names = [re.escape(name) for node in nodes for name in (node.name, node.inputs[1])]
             convert_layers(one, select=f"({'|'.join(names)})$")
-    record(block, *args)
 
 
-def _converting(construct: Callable[..., None], trainer: gluon.Trainer, *args: Any, **kwargs: Any) -> None:
-    construct(trainer, *args, **kwargs)
-    if _settings.get("convert"):
-        trainer._is_to_synchronise = True
-        for block in _with_parameters(trainer._params):
-            convert_layers(block)
+def _converting_net(made: gluon.Trainer) -> None:
+    made._is_to_synchronise = True
+    for block in _with_parameters(made._params):
+        convert_layers(block)
 
 
 def _with_parameters(parameters: Sequence[Parameter]) -> List[Block]:

@@ -20,7 +20,10 @@ from . import blocks, trainer
 from .fusion import fused
 from .nodes import Json, json_of, layers_of, number_nodes, symbol_of
 
-_originals: Dict[Tuple[Any, str, Callable], Any] = {}  # None if the owner inherits the function
+#: By the owner and the name of a function: what runs in its place, and MXNet's, or None if the owner inherits it.
+_originals: Dict[Tuple[Any, str], Tuple[Callable, Any]] = {}
+#: What symbols and `install` do to a block before MXNet records it.
+before_recording: List[Callable[[gluon.HybridBlock], None]] = []
 
 
 def install() -> None:
@@ -38,10 +41,10 @@ def replace(around: Callable, owner: Any, name: str) -> None:
 
     A call becomes ``around(original, *arguments)``. A class, which is a subclass, takes the place itself.
     """
-    if (owner, name, around) in _originals:
+    if (owner, name) in _originals:
         return
     original = getattr(owner, name)
-    _originals[owner, name, around] = vars(owner).get(name)
+    _originals[owner, name] = around, vars(owner).get(name)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return around(original, *args, **kwargs)
@@ -53,7 +56,7 @@ def remove() -> None:
     """Puts all originals back."""
     trainer.release()
     while _originals:
-        (owner, name, _), original = _originals.popitem()
+        (owner, name), (_, original) = _originals.popitem()
         if original is None:
             delattr(owner, name)
         else:
@@ -223,6 +226,8 @@ def _building(build: Callable, block: gluon.HybridBlock, *args: Any) -> None:
     In MXNet, threads that record one net at once take each other's name scopes. Or they make graphs of their own, whose
     nodes do not meet.
     """
+    for prepare in before_recording:
+        prepare(block)
     before = block._cached_op  # that of an earlier ``optimize_for``
     with session.tracing:
         if block._cached_op is not before:

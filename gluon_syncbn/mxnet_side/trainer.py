@@ -35,6 +35,10 @@ _LAUNCHERS = (
 )
 
 
+#: What `install` does to a new Trainer.
+after_construction: List[Callable[[gluon.Trainer], None]] = []
+
+
 def constructing(construct: Callable, trainer: gluon.Trainer, *args: Any, **kwargs: Any) -> None:
     """A new Trainer and the layers use the same store of processes, if one of them has one and the user has chosen
     nothing else. `only_on` finds the Trainer's gradients: those of contexts that take no part would be added again.
@@ -45,6 +49,8 @@ def constructing(construct: Callable, trainer: gluon.Trainer, *args: Any, **kwar
     trainer._has_chosen_store = "kvstore" in kwargs or len(args) > 3
     _share_store(trainer)
     session.trainers.add(trainer)
+    for change in after_construction:
+        change(trainer)
 
 
 class _Follows(gluon.Trainer):

@@ -13,26 +13,27 @@ from gluon_syncbn.training import devices
 
 
 def test_install_and_remove():
-    changed = list(patches._originals)
-    ours = [getattr(owner, name) for owner, name, _ in changed]
+    changed = {place: around for place, (around, _) in patches._originals.items()}
+    ours = [getattr(*place) for place in changed]
     patches.install()
-    assert [getattr(owner, name) for owner, name, _ in changed] == ours, "changed twice"
+    assert [getattr(*place) for place in changed] == ours, "changed twice"
     try:
         patches.remove()
-        plain = [getattr(owner, name) for owner, name, _ in changed]
+        plain = [getattr(*place) for place in changed]
         assert plain == [one.__base__ if isinstance(one, type) else inspect.unwrap(one) for one in ours]
         assert all(function.__module__.startswith(("mxnet.", "ctypes")) for function in plain)
         assert not any(hasattr(function, "__wrapped__") for function in plain)
     finally:
-        for owner, name, around in changed:
-            patches.replace(around, owner, name)
+        for place, around in changed.items():
+            patches.replace(around, *place)
 
 
 def test_arguments():
     """Each function takes what MXNet's takes, by position and, where a program calls it, by name."""
     SyncBatchNorm()  # whose first one changes more
-    of_python = [one for one in patches._originals if one[0] is not _LIB and isinstance(one[2], FunctionType)]
-    for owner, name, around in of_python:
+    for (owner, name), (around, _) in patches._originals.items():
+        if owner is _LIB or not isinstance(around, FunctionType):
+            continue
         original = inspect.unwrap(getattr(owner, name))
         fixed = [p for p in inspect.signature(original).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
         given = {one.name: None for one in fixed}
