@@ -31,11 +31,15 @@ struct __attribute__((visibility("default"))) Error : public std::runtime_error 
 
 namespace syncbn {
 
+// How the text of a failed step begins: MXNet makes an exception of the kind that is registered under the name before
+// the colon (`get_last_ffi_error` in python/mxnet/base.py).
+constexpr char kStepError[] = "gluon_syncbn.StepError: ";
+
 // An error with this text, or with another one if there is no memory for it.
-inline dmlc::Error error_with(const char* text) noexcept {
-    static const dmlc::Error no_memory("no memory is left, not even to say what has failed");
+inline dmlc::Error error_with(const char* text, const char* kind = "") noexcept {
+    static const dmlc::Error no_memory(std::string(kStepError) + "no memory is left, not even to say what has failed");
     try {
-        return dmlc::Error(text);
+        return dmlc::Error(std::string(kind) + text);
     } catch (const std::bad_alloc&) {
         return no_memory;  // copies share their text
     }

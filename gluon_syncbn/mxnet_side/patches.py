@@ -32,8 +32,8 @@ def install() -> None:
     replace(trainer.constructing, gluon.Trainer, "__init__")
     replace(_saving, gluon.Parameter, "_reduce")
     replace(_writing, mx.base._LIB, "MXNDArraySave")
-    replace(_raising, mx.base, "get_last_ffi_error")
     replace(_building, gluon.HybridBlock, "_build_cache")
+    mx.base.register_error("gluon_syncbn.StepError", _failed)  # as the core begins the text of one
 
 
 def replace(around: Callable, owner: Any, name: str) -> None:
@@ -84,10 +84,10 @@ class _Scope(autograd._RecordingStateScope):
         return bool(self._enter_is_record) or bool(self._enter_train_mode)
 
 
-def _raising(make: Callable) -> Exception:
-    error = make()
-    if steps.failure_seen(error) and type(error) is mx.MXNetError:  # a ValueError of an argument stays one
-        return _native.StepError(str(error))
+def _failed(text: str) -> Exception:
+    """A caller sees a failure once: the next step does not report it again."""
+    error = _native.StepError(text.replace("gluon_syncbn.StepError: ", "", 1))
+    steps.failure_seen(error)
     return error
 
 

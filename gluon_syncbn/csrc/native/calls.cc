@@ -266,7 +266,7 @@ void complete_with_error(const Completion& complete, const std::exception_ptr& r
     try {
         std::rethrow_exception(reason);
     } catch (const std::exception& e) {
-        const dmlc::Error error = error_with(reason_of(e));
+        const dmlc::Error error = error_with(reason_of(e), kStepError);
         complete(&error);
     }
 }

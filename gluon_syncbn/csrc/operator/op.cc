@@ -58,7 +58,7 @@ struct Failing {
             const auto failure = step().failure();
             // Hundreds of failures at once can end the process (`TurnToFail`), so none comes that nobody would see.
             if (failure == nullptr || step().exiting) return;
-            self.why = error_with(failure->what());
+            self.why = error_with(failure->what(), kStepError);
         }
         self.turn = turn_to_fail();
         if (self.turn_of_call != nullptr) throw ErrorOfCall(*self.why, std::move(self.turn_of_call));
@@ -81,7 +81,8 @@ struct Failing {
 // takes an operation of the engine, whose thread may wait for one of those.
 void fail_array(void* array, const char* what) {
     static Renewed<Turn>& calls = *new Renewed<Turn>;
-    if (Failing::push(&array, 1, error_with(what), calls->taken()) != 0) throw error_with(what);
+    const dmlc::Error error = error_with(what, kStepError);
+    if (Failing::push(&array, 1, error, calls->taken()) != 0) throw error;
 }
 
 constexpr int kPropertyCallbacks = 8;
@@ -407,7 +408,8 @@ int fail_arrays(void** arrays, int64_t count, const char* why) {
     int status = mx.MXEnginePushSyncND([](void*, void*) {}, nullptr, nullptr, &kCpu, arrays, static_cast<int>(count),
                                        nullptr, 0, &kNoSkip, 0, "gluon_syncbn");
     for (int64_t i = 0; i < count && status == 0; ++i)
-        status = Failing::push(arrays + i, 1, why == nullptr ? std::nullopt : std::optional(error_with(why)));
+        status =
+            Failing::push(arrays + i, 1, why == nullptr ? std::nullopt : std::optional(error_with(why, kStepError)));
     return status;
 }
 

@@ -4,11 +4,13 @@
 #include <semaphore.h>
 
 #include <cstdint>
+#include <cstring>
 #include <exception>
 #include <memory>
 
 #include "failure.h"
 #include "mxnet_api.h"
+#include "waiting/step.h"
 
 namespace syncbn {
 
@@ -29,7 +31,9 @@ struct Guarded<function> {
         try {
             return function(parameters...);
         } catch (const std::exception& e) {
-            throw error_with(reason_of(e));
+            const auto failure = step().failure();
+            const bool failed = failure != nullptr && std::strcmp(reason_of(e), failure->what()) == 0;
+            throw error_with(reason_of(e), failed ? kStepError : "");
         }
     }
 };
