@@ -268,9 +268,13 @@ def _tell_who_meets(parameters: Iterable[gluon.Parameter]) -> None:
         return  # the store tells what the processes have agreed on
     replicas = len(meeting[0].contexts)
     log.info("the statistics of %d layers meet within this process: %d replicas", len(meeting), replicas)
-    if left_alone() and not session.warned:
-        session.warned = True
-        log.warning(left_alone())
+    _warn(left_alone())
+
+
+@functools.lru_cache(maxsize=None)  # a process warns once
+def _warn(text: str) -> None:
+    if text:
+        log.warning(text)
 
 
 def left_alone() -> str:

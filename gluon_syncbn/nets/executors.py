@@ -221,7 +221,7 @@ class _Group(DataParallelExecutorGroup):
             with autograd.train_mode():  # whose scope is a step
                 super().forward(data_batch, is_train)
         except BaseException:
-            session.raised = _native.failure()
+            steps.told()
             raise
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
@@ -233,7 +233,7 @@ class _Group(DataParallelExecutorGroup):
         except BaseException as error:
             if not session.depth():
                 steps.break_off(f"{type(error).__name__} left the backward of a Module ({error})")
-                session.raised = _native.failure()
+                steps.told()
             raise
         _native.gate(_all_of(self.grad_arrays))
 

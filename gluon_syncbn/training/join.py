@@ -11,7 +11,8 @@ from mxnet import autograd, gluon
 from .. import _native
 from ..exchange.store import ProcessStore
 from ..system import arguments, kinds
-from .session import session
+
+_open: List[ProcessStore] = []  # of the blocks that a program is in
 
 
 @contextmanager
@@ -95,7 +96,7 @@ def join(net: gluon.Block, trainer: gluon.Trainer) -> Iterator[None]:
 
     hook = net.register_forward_pre_hook(call)
     take_step, trainer.step = trainer.step, step
-    session.joins += 1
+    _open.append(store)
     try:
         yield
         if in_step:
@@ -121,7 +122,11 @@ def join(net: gluon.Block, trainer: gluon.Trainer) -> Iterator[None]:
             del trainer.step
             if own_step is not None:
                 trainer.step = own_step
-        session.joins -= 1
+        _open.remove(store)
+
+
+def is_open() -> bool:
+    return bool(_open)
 
 
 def _repeat_without_samples(net: gluon.Block, calls: List[Tuple[Any, ...]]) -> None:

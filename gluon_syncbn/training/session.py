@@ -30,7 +30,6 @@ class Session:
         self.exchange: Optional[Exchange] = None
         self._in_core = Exchange(_native.memory_exchange(""))
         self.chosen = False  # `configure` has set it
-        self.warned = False  # of processes that do not meet
         #: All that are in use; the other processes must be told of a failure and of the end.
         self.stores: List[ProcessStore] = []
         self._issuing: DefaultDict[Tuple[int, int], threading.Lock]  # by context
@@ -46,7 +45,6 @@ class Session:
         self.trainers: weakref.WeakSet[Any] = weakref.WeakSet()  # of Gluon
         self.raised = ""  # the last failure that went through a scope as an exception
         self.ending = False  # exit handlers have begun
-        self.joins = 0  # open `join` blocks
         self._has_room = False  # for errors, in MXNet's list
 
     def exchange_of(self, kvstore: Any) -> Optional[Exchange]:

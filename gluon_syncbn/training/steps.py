@@ -74,6 +74,16 @@ def tell() -> None:
         raise _native.StepError(reason)
 
 
+def told() -> None:
+    """The program gets the failure as the exception of the caller."""
+    session.raised = _native.failure()
+
+
+def end() -> None:
+    """No step begins any more, because the exit handlers run."""
+    session.ending = True
+
+
 def reset() -> None:
     """Forgets a failed step, so that the next one starts afresh.
 
