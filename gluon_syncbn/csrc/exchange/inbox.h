@@ -17,13 +17,13 @@ namespace syncbn {
 
 // A message begins with this.
 struct Head {
-    // A vector of `length` bytes; an end without a word, of which `length` is the process; a failure, whose text of so
-    // many bytes follows; another end.
+    // A vector; the end of a `process` without a word; a failure, whose text follows; another end.
     enum Kind : int64_t { kVector, kDied, kFailed, kEnded };
     Label label;
     int64_t kind, from;
-    uint64_t length;
+    uint64_t length;                // bytes of what follows
     uint64_t count = 0, begin = 0;  // of a message in several frames: all its values, and where this frame begins
+    int64_t process = 0;
 };
 static_assert(sizeof(Head) % sizeof(double) == 0, "what follows is aligned");
 
@@ -89,7 +89,7 @@ class Inbox : public Mailbox {
         if (head.kind == Head::kVector)
             received_.push_back(message);
         else if (head.kind == Head::kDied)
-            died_[message.from()] = static_cast<int64_t>(head.length);
+            died_[message.from()] = head.process;
         else
             note(message.from(), head.kind == Head::kFailed ? State::kFailed : State::kEnded,
                  {reinterpret_cast<const char*>(message.values()), head.length});
