@@ -48,7 +48,7 @@ class Gradients : public Round, public std::enable_shared_from_this<Gradients> {
         std::lock_guard<std::mutex> lock(mutex_);
         const Item& item = items_[summand];
         if (item.state == State::kLost)
-            throw Failure("the " + name_in(list, summand, summand + 1) +
+            throw Failure(name_in(list, summand, summand + 1) +
                           " was not computed: an operator before it has failed, and reading its result says why.");
         return item.state == State::kHere ? &item.values : nullptr;
     }
