@@ -39,7 +39,7 @@ struct MomentsOf {
 
     SYNCBN_METHOD void fetch(int64_t at) const { __builtin_prefetch(x + at); }
     template <typename V, typename W, class K, typename Counts>
-    SYNCBN_METHOD void add(Sums<W>* sums, int64_t at, const W& mean, const K&, Counts counts) const {
+    SYNCBN_METHOD void add(SumPair<W>* sums, int64_t at, const W& mean, const K&, Counts counts) const {
         V value;
         W wide;
         load(x + at, &value);
@@ -52,7 +52,7 @@ struct MomentsOf {
 
 // y and dz are null unless dz is found from y.
 template <typename T>
-struct Gradients {
+struct GradSources {
     const T *dy, *x, *y;
     T* dz;
 };
@@ -62,7 +62,7 @@ template <class A, bool ByOutput, typename T>
 struct GradSumsOf {
     using Data = T;
     static constexpr bool kMasked = false, kNeedsZ = A::kChanges && !ByOutput;
-    const Gradients<T> from;
+    const GradSources<T> from;
     const Activation activation;
 
     SYNCBN_METHOD void fetch(int64_t at) const {
@@ -71,7 +71,7 @@ struct GradSumsOf {
         if (ByOutput) __builtin_prefetch(from.y + at);
     }
     template <typename V, typename W, class K>
-    SYNCBN_METHOD void add(Sums<W>* sums, int64_t at, const W& mean, const K& k, bool) const {
+    SYNCBN_METHOD void add(SumPair<W>* sums, int64_t at, const W& mean, const K& k, bool) const {
         const Behind<A, V> behind(activation);
         V value, grad, z;
         load(from.x + at, &value);
@@ -167,7 +167,7 @@ struct RecoverOf {
         const Column<Compute<T>> none = {};                                                                          \
         SYNCBN_IF(tile.mask != nullptr, kMasked, add_up<WIDTH>(MomentsOf<kMasked, T>{x}, tile, none, sum, square);)  \
     }                                                                                                                \
-    SET void micro_grad_sums(const Tile& tile, const Gradients<T>& from, const Column<Compute<T>>& z,                \
+    SET void micro_grad_sums(const Tile& tile, const GradSources<T>& from, const Column<Compute<T>>& z,              \
                              const Activation& with, double* sum_dz, double* sum_dz_xc) {                            \
         SYNCBN_ACTIVATION(                                                                                           \
             with, A,                                                                                                 \
@@ -380,8 +380,8 @@ void grad_sums(const Work& work, const void* dy, const void* x, const GradSums& 
     means.put(0, with.with.mean);
     with_type(work.type, [&](auto* t) {
         using T = std::remove_pointer_t<decltype(t)>;
-        const Gradients<T> from{static_cast<const T*>(dy), static_cast<const T*>(x), static_cast<const T*>(with.y),
-                                static_cast<T*>(with.dz)};
+        const GradSources<T> from{static_cast<const T*>(dy), static_cast<const T*>(x), static_cast<const T*>(with.y),
+                                  static_cast<T*>(with.dz)};
         const bool needs_z = activation.any() && with.with.scale != nullptr;
         Table<Compute<T>> z(view, work.shape.channels, needs_z ? 4 : 0);
         if (needs_z) z.put_z(with.with);

@@ -169,7 +169,7 @@ SYNCBN_INLINE void for_each_value(const Formula formula, const Run run, const Co
 
 // A sum of values and one of products.
 template <typename W>
-struct Sums {
+struct SumPair {
     W first, second;
     SYNCBN_METHOD void add(const W& value, const W& other) {
         first = first + value;
@@ -197,8 +197,8 @@ SYNCBN_INLINE void add_along(const Formula& formula, const Tile& tile, const Col
     constexpr int64_t kWidth = kRow ? 1 : Vectors * kLanes, kStep = kSets * kLanes;
     W mean[kVectors];
     Constants<V, 4> z[kVectors];
-    Sums<W> sums[kSets] = {};
-    Sums<double> rest = {};
+    SumPair<W> sums[kSets] = {};
+    SumPair<double> rest = {};
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) {
         if (kRow)
@@ -273,7 +273,7 @@ SYNCBN_INLINE void add_up(const Formula formula, const Tile tile, const Column<C
             if (Formula::kMasked && tile.mask[row] == 0) continue;
 #pragma GCC ivdep
             for (int64_t c = 0; c < tile.columns; ++c) {
-                Sums<double> sums = {first[c], second[c]};
+                SumPair<double> sums = {first[c], second[c]};
                 const Column<C> column = Formula::kNeedsZ ? table.from(c) : table;  // which may be null
                 formula.template add<C>(&sums, row * width + tile.column + c, tile.mean[c], column, true);
                 first[c] = sums.first;

@@ -313,16 +313,16 @@ struct MomentsOf {
     }
 };
 
-struct Sums {
+struct GradSums {
     double dy, dy_xhat;
 
     __device__ static Index length(Index channels) { return 2 * channels; }
 
-    __device__ void merge(const Sums& other) {
+    __device__ void merge(const GradSums& other) {
         dy += other.dy;
         dy_xhat += other.dy_xhat;
     }
-    __device__ static Sums at(const double* packed, Index channel, Index channels) {
+    __device__ static GradSums at(const double* packed, Index channel, Index channels) {
         return {packed[channel], packed[channels + channel]};
     }
     __device__ void write(double* out, Index channel, Index channels) const {
@@ -383,7 +383,7 @@ struct SumsOf {
             if (A::kChanges && with.dz != nullptr && j < n) store(with.dz, places[j], out);
         }
     }
-    __device__ Sums result() const { return {sum_dy, sum_dy_centred * invstd}; }
+    __device__ GradSums result() const { return {sum_dy, sum_dy_centred * invstd}; }
 };
 
 // Combines the results of `chunks` chunks, [chunks][slots][length]: a warp's worth of threads for each slot and channel.
@@ -626,9 +626,9 @@ struct GradInput {
             normal = Normal<Wide<T>>(kept.used_mean, weight * kept.used_invstd, beta<P>(with.affine, channel));
         shift = slope = 0;
         if (kept.share == 0) return;  // running statistics get no gradient
-        Sums sums = {};
+        GradSums sums = {};
         each_of(with.users, range_of(with.users, slot), [&](int user) {
-            sums.merge(Sums::at(with.gathered + user * Sums::length(channels), channel, channels));
+            sums.merge(GradSums::at(with.gathered + user * GradSums::length(channels), channel, channels));
         });
         const double share = weight * kept.invstd * kept.share;
         shift = static_cast<Wide<T>>(share * sums.dy);
@@ -776,9 +776,9 @@ __device__ void parameter_gradients(const GradInputArguments& with) {
         out = static_cast<P>((add ? static_cast<double>(out) : 0.0) + value);
     };
     for (Index channel = any_thread(); channel < channels; channel += all_threads()) {
-        Sums sums = {};
+        GradSums sums = {};
         for (Index slot = 0; slot < with.tiling.slots; ++slot)
-            sums.merge(Sums::at(with.own + slot * Sums::length(channels), channel, channels));
+            sums.merge(GradSums::at(with.own + slot * GradSums::length(channels), channel, channels));
         put(with.dgamma, channel, with.add_dgamma, with.affine.fix_gamma ? 0.0 : sums.dy_xhat);
         put(with.dbeta, channel, with.add_dbeta, sums.dy);
     }
@@ -899,7 +899,7 @@ SYNCBN_ACTIVATIONS(SYNCBN_ACTIVATION)
     SYNCBN_ACTIVATED_KERNELS(identity, TYPE)                                         \
     SYNCBN_KERNEL(moments_##TYPE, MomentsArguments, moments<Data_##TYPE>)            \
     SYNCBN_KERNEL(merge_moments_##TYPE, MergeArguments, merge<Moments>)              \
-    SYNCBN_KERNEL(merge_sums_##TYPE, MergeArguments, merge<Sums>)                    \
+    SYNCBN_KERNEL(merge_sums_##TYPE, MergeArguments, merge<GradSums>)                \
     SYNCBN_KERNEL(expand_mask_##TYPE, ExpandArguments, expand)                       \
     SYNCBN_KERNEL(copy_##TYPE, CopyArguments, copy<Data_##TYPE, Data_##TYPE>)        \
     SYNCBN_KERNEL(widen_##TYPE, CopyArguments, copy<Data_##TYPE, Wide<Data_##TYPE>>) \

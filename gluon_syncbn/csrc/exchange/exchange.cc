@@ -9,7 +9,7 @@
 namespace syncbn {
 namespace {
 
-class Memory : public Exchange {
+class InMemory : public Exchange {
   public:
     Underway begin(Combine combine, const CallId& id, const Contribution& own) override {
         return [total = Total{combined(combine, own), 0, id.layer}](double) mutable { return std::move(total); };
@@ -17,12 +17,12 @@ class Memory : public Exchange {
 };
 
 // Between GPUs of one process, one for each replica: each contribution goes to all of them, without the host.
-class OverNccl : public Memory {
+class OverNccl : public InMemory {
   public:
     bool on_devices() const override { return true; }
     Underway begin(Combine combine, const CallId& id, const Contribution& own) override {
         if (own.devices.size() > 1) cuda::post_allgather(own.devices, id.name, id.timeout);
-        return Memory::begin(combine, id, own);
+        return InMemory::begin(combine, id, own);
     }
 };
 
@@ -34,7 +34,7 @@ Vector combined(Combine combine, const Contribution& own) {
     return total;
 }
 
-std::shared_ptr<Exchange> memory_exchange() { return std::make_shared<Memory>(); }
+std::shared_ptr<Exchange> memory_exchange() { return std::make_shared<InMemory>(); }
 
 std::shared_ptr<Exchange> chosen(const Asked& asked, const std::vector<std::string>& contexts) {
     const bool on_gpus = std::all_of(contexts.begin(), contexts.end(),

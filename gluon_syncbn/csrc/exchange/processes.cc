@@ -177,24 +177,23 @@ class Processes::WaitForVectors final : public WaitForOthers {
     int in_vain_ = 0;
 };
 
-// An exchange in steps. Each combines what comes in the order of the ranks, so that all have the same bits.
-class Processes::Steps {
+// An exchange in hops. Each combines what comes in the order of the ranks, so that all have the same bits.
+class Processes::Hops {
   public:
-    Steps(Processes& processes, const std::vector<Step>& steps, Combine combine, const CallId& id,
-          const Contribution& own)
-        : processes_(processes), combine_(combine), id_(id), length_(own.length), values_(own.rows[0]), steps_(steps) {
+    Hops(Processes& processes, const std::vector<Hop>& hops, Combine combine, const CallId& id, const Contribution& own)
+        : processes_(processes), combine_(combine), id_(id), length_(own.length), values_(own.rows[0]), hops_(hops) {
         if (own.rows.size() > 1) reduce(combine, own);
         std::lock_guard<std::mutex> lock(processes_.mutex_);
         processes_.here_.push_back(label());
     }
-    ~Steps() {
+    ~Hops() {
         std::lock_guard<std::mutex> lock(processes_.mutex_);
         processes_.here_.erase(std::find(processes_.here_.begin(), processes_.here_.end(), label()));
     }
 
     std::optional<Total> within(double seconds) {
         try {
-            for (; at_ < steps_.size(); ++at_, wait_.reset()) {
+            for (; at_ < hops_.size(); ++at_, wait_.reset()) {
                 if (!wait_) begin();
                 if (!wait_->comes_within(seconds)) return std::nullopt;
                 SYNCBN_POINT("after_collect");
@@ -217,24 +216,24 @@ class Processes::Steps {
         values_ = total_.values.data();
     }
     void begin() {
-        const Step& step = steps_[at_];
-        const Label own = label(step.channel, step.piece);
-        Mailbox& mail = *step.mail;
+        const Hop& hop = hops_[at_];
+        const Label own = label(hop.channel, hop.piece);
+        Mailbox& mail = *hop.mail;
         mail.check_open();
         SYNCBN_POINT("before_post");
-        wait_.emplace(processes_, mail, id_.name, own, step.from, id_.timeout + step.longer);
-        mail.post(own, values_, length_ * sizeof(double), step.readers);
+        wait_.emplace(processes_, mail, id_.name, own, hop.from, id_.timeout + hop.longer);
+        mail.post(own, values_, length_ * sizeof(double), hop.readers);
         // If all read from all, the last to come wakes the others.
-        if (step.readers != step.from) mail.wake(mail.event_of(own));
+        if (hop.readers != hop.from) mail.wake(mail.event_of(own));
         SYNCBN_POINT("after_post");
     }
     void end() {
-        const Step& step = steps_[at_];
+        const Hop& hop = hops_[at_];
         std::vector<Mailbox::Found> parts = wait_->found();
-        const auto place = std::lower_bound(step.from.begin(), step.from.end(), step.mail->rank()) - step.from.begin();
-        if (step.contributes) parts.insert(parts.begin() + place, Mailbox::Found{values_, length_ * sizeof(double)});
+        const auto place = std::lower_bound(hop.from.begin(), hop.from.end(), hop.mail->rank()) - hop.from.begin();
+        if (hop.contributes) parts.insert(parts.begin() + place, Mailbox::Found{values_, length_ * sizeof(double)});
         const auto is_long = [](const Mailbox::Found& part) { return part.length() > Segment::kMostValues; };
-        const bool fits = step.mail == processes_.job_.get() || std::none_of(parts.begin(), parts.end(), is_long);
+        const bool fits = hop.mail == processes_.job_.get() || std::none_of(parts.begin(), parts.end(), is_long);
         if (combine_ != Combine::kSideBySide) {
             wait_->check_lengths(length_);
             Contribution rows{{}, length_};
@@ -245,7 +244,7 @@ class Processes::Steps {
             total_ = side_by_side(parts, static_cast<size_t>(place), *id_.agreed);
         }
         wait_->done();
-        if (!fits) steps_.push_back({processes_.job_.get(), 0, step.readers, step.from});
+        if (!fits) hops_.push_back({processes_.job_.get(), 0, hop.readers, hop.from});
     }
 
     Processes& processes_;
@@ -254,7 +253,7 @@ class Processes::Steps {
     const size_t length_;
     const double* values_;  // what this rank has: its row, or a total
     Total total_;
-    std::vector<Step> steps_;
+    std::vector<Hop> hops_;
     size_t at_ = 0;
     std::optional<WaitForVectors> wait_;
 };
@@ -273,25 +272,25 @@ void Processes::meet(std::shared_ptr<Segment> memory, Ranks ranks, Ranks leaders
     sums_ = std::make_unique<Sums>(*memory_of_sums_, std::move(machines), fail);
 }
 
-// The steps of a reduction: in the machine, between the leaders, and back.
-std::vector<Processes::Step> Processes::levels(const Ranks& leaders) const {
+// The hops of a reduction: in the machine, between the leaders, and back.
+std::vector<Processes::Hop> Processes::levels(const Ranks& leaders) const {
     const Ranks others = without(machine_->everybody, machine_->rank());
     if (leaders.size() == 1) return {{machine_.get(), 0, others, others}};
     if (machine_->rank() != 0)
         return {{machine_.get(), 0, {0}, {}}, {machine_.get(), 0, {}, {0}, kMemberLonger, false, Label::kOfLeader}};
-    std::vector<Step> steps = {{machine_.get(), 0, {}, others}};
-    for (Step& step : between(leaders)) {
-        step.longer = kLeaderLonger;
-        steps.push_back(std::move(step));
+    std::vector<Hop> hops = {{machine_.get(), 0, {}, others}};
+    for (Hop& hop : between(leaders)) {
+        hop.longer = kLeaderLonger;
+        hops.push_back(std::move(hop));
     }
-    steps.push_back({machine_.get(), 0, others, {}, 0, true, Label::kOfLeader});
-    return steps;
+    hops.push_back({machine_.get(), 0, others, {}, 0, true, Label::kOfLeader});
+    return hops;
 }
 
-// The steps between ranks of the job. Many need as many messages as the logarithm of their number: neighbours combine
+// The hops between ranks of the job. Many need as many messages as the logarithm of their number: neighbours combine
 // until their number is a power of two. Then each holds the total of 1, 2, 4 ... of them, and swaps it with a rank that
 // holds a total of as many.
-std::vector<Processes::Step> Processes::between(const Ranks& ranks) const {
+std::vector<Processes::Hop> Processes::between(const Ranks& ranks) const {
     Mailbox* const all = job_.get();
     const Ranks others = without(ranks, all->rank());
     if (ranks.size() <= kFew) return {{all, 0, others, others}};
@@ -301,16 +300,16 @@ std::vector<Processes::Step> Processes::between(const Ranks& ranks) const {
     const size_t pairs = ranks.size() - power;
     const bool paired = own < 2 * pairs;
     if (paired && own % 2 == 0) return {{all, 0, {ranks[own + 1]}, {}}, {all, 1, {}, {ranks[own + 1]}, 0, false}};
-    std::vector<Step> steps;
-    if (paired) steps.push_back({all, 0, {}, {ranks[own - 1]}});
+    std::vector<Hop> hops;
+    if (paired) hops.push_back({all, 0, {}, {ranks[own - 1]}});
     const size_t place = paired ? own / 2 : own - pairs;
     for (size_t distance = 1; distance < power; distance *= 2) {
         const size_t other = place ^ distance;
         const Ranks partner{ranks[other < pairs ? 2 * other + 1 : other + pairs]};
-        steps.push_back({all, static_cast<int64_t>(1 + distance), partner, partner});
+        hops.push_back({all, static_cast<int64_t>(1 + distance), partner, partner});
     }
-    if (paired) steps.push_back({all, 1, {ranks[own - 1]}, {}});
-    return steps;
+    if (paired) hops.push_back({all, 1, {ranks[own - 1]}, {}});
+    return hops;
 }
 
 std::shared_ptr<const Agreed> Processes::agree(int64_t key, const std::string& name, const Pooling& pooling,
@@ -330,9 +329,9 @@ Underway Processes::begin(Combine combine, const CallId& id, const Contribution&
         throw Failure(
             "the processes have not agreed on this layer, because nothing has announced this call to them: call "
             "the layer itself, or a Gluon block that contains it.");
-    const auto begun = [&](const std::vector<Step>& way) -> Underway {
-        const auto steps = std::make_shared<Steps>(*this, way, combine, id, own);
-        return [steps](double seconds) { return steps->within(seconds); };
+    const auto begun = [&](const std::vector<Hop>& way) -> Underway {
+        const auto hops = std::make_shared<Hops>(*this, way, combine, id, own);
+        return [hops](double seconds) { return hops->within(seconds); };
     };
     if (combine != Combine::kSideBySide)
         return begun(machine_ != nullptr && own.length <= Segment::kMostValues ? in_levels_ : in_job_);

@@ -48,8 +48,8 @@ class Processes : public Exchange {
     void report(Mailbox::State state, const std::string& reason);
 
   private:
-    // In a step of an exchange, this rank posts what it has for some others, and waits for the vectors of some.
-    struct Step {
+    // In a hop of an exchange, this rank posts what it has for some others, and waits for the vectors of some.
+    struct Hop {
         Mailbox* mail;
         int64_t piece;  // of the label
         Ranks readers, from;
@@ -58,14 +58,14 @@ class Processes : public Exchange {
         Label::Channel channel = Label::kVectors;
     };
     class WaitForVectors;
-    class Steps;
-    std::vector<Step> levels(const Ranks& leaders) const;
-    std::vector<Step> between(const Ranks& ranks) const;
+    class Hops;
+    std::vector<Hop> levels(const Ranks& leaders) const;
+    std::vector<Hop> between(const Ranks& ranks) const;
 
     const std::unique_ptr<Mailbox> job_;
     std::shared_ptr<Segment> machine_, memory_of_sums_;  // null if memory is not shared; before `meet`
-    const std::vector<Step> in_job_;
-    std::vector<Step> in_levels_;  // of reductions
+    const std::vector<Hop> in_job_;
+    std::vector<Hop> in_levels_;  // of reductions
     std::unique_ptr<Sums> sums_;
     mutable Mutex mutex_;                                    // guards the next two
     std::map<int64_t, std::weak_ptr<const Agreed>> agreed_;  // by key, of layers that are left

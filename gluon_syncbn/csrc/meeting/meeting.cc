@@ -216,7 +216,7 @@ Place Rendezvous::join_locked(const LayerConfigPtr& config, const Key& key) {  /
     auto found = std::find_if(open_.begin(), open_.end(), has_room);
     if (found == open_.end()) {
         auto exchange = chosen(config->exchange, config->taking_part);
-        Calls& calls = calls_[key.first];
+        Count& calls = calls_[key.first];
         const Draw draw{config->seed, config->layer, key.first, calls.since_seed++};
         found = open_.insert(found, std::make_shared<Meeting>(config, draw, calls.ever++, std::move(exchange)));
     }

@@ -176,10 +176,10 @@ class Rendezvous {
     std::deque<std::shared_ptr<Meeting>> open_;  // until they are settled, too
     std::map<Key, std::deque<Place>> announced_;
     std::map<Key, std::shared_ptr<Scope>> last_;  // the scope of the last call
-    struct Calls {
+    struct Count {
         int64_t since_seed = 0, ever = 0;
     };
-    std::map<int64_t, Calls> calls_;  // of each node
+    std::map<int64_t, Count> calls_;  // of each node
 };
 
 }  // namespace syncbn

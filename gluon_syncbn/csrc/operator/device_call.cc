@@ -206,20 +206,20 @@ class DeviceCall : public Call {
         const double* values() const { return all.data() != nullptr ? all.data() : own.data(); }
     };
     // The objects of an execution, for one thread after the other.
-    struct Work {
+    struct Running {
         std::optional<cuda::Current> current;
         cuda::Lease lease;
         std::shared_ptr<Gathered> gathered = std::make_shared<Gathered>();
         std::vector<Memory> scratch;
         bool may_be_posted = false;  // other work may have been put on the stream
-        explicit Work(cuda::Device& device) : current(std::in_place, device), lease(device) {}
+        explicit Running(cuda::Device& device) : current(std::in_place, device), lease(device) {}
     };
 
     cuda::Device& device() {
         if (device_ == nullptr) device_ = &cuda::Device::get(std::stoi(context_.substr(4)));
         return *device_;
     }
-    Work& work() {
+    Running& work() {
         if (!work_) work_.emplace(device());
         if (!work_->current) work_->current.emplace(device());
         return *work_;
@@ -387,7 +387,7 @@ class DeviceCall : public Call {
         return out;
     }
 
-    std::optional<Work> work_;
+    std::optional<Running> work_;
     cuda::Device* device_ = nullptr;
     Memory kept_;   // for the backward
     Memory lists_;  // [members][4 times the ranges]; empty if they travel with a launch
