@@ -52,6 +52,7 @@ from gluon_syncbn.system import kinds
 if not GPUS:
     pytest.skip("MXNet finds no GPU; `make test-gpu-emulated` needs none", allow_module_level=True)
 pytestmark = pytest.mark.on_gpus
+on_the_emulator = pytest.mark.skipif(not EMULATED, reason="counts, lost GPUs and errors that end are the emulator's")
 
 
 #: Of programs in a process of their own.
@@ -288,10 +289,9 @@ def test_some_of_the_gpus(rng, kvstore):
     assert_same(got._replace(running_mean=[], running_var=[], dgamma=want.dgamma, dbeta=want.dbeta), want, 1e-10)
 
 
+@on_the_emulator
 def test_a_build_without_nccl(tmp_path):
     """The default goes over the host and says so once; whoever asks for NCCL gets an error."""
-    if not EMULATED:
-        pytest.skip("the emulator's libraries are linked to a stand-in for such a build")
     library = tmp_path / "libmxnet.so"
     folder = os.path.join(os.environ["CUDA_EMULATOR"], "lib")
     link = ["g++", "-shared", "-Wl,--no-as-needed", "-o", str(library), f"-L{folder}"]
@@ -336,10 +336,9 @@ def test_nccl_is_for_gpus(rng):
 # ---- failures ----------------------------------------------------------------------------------------------
 
 
+@on_the_emulator
 def test_a_gpu_that_fails(rng):
     """Nothing runs on it any more, not even this layer: its own error is at its output, and the others do not hang."""
-    if not EMULATED:
-        pytest.skip("only the emulator forgets an error of a GPU")
     contexts, batch = gpus(2), make_batch(rng, 2)
     layer = prepare(SyncBatchNorm(in_channels=5, timeout=20), batch, contexts, "float64")
     xs = on_devices(batch.shards, contexts, "float64")
@@ -385,39 +384,37 @@ def test_kernels_that_are_not_there():
 
 
 @pytest.fixture
-def lost_gpu():
-    """Does not come to collectives."""
-    if not EMULATED:
-        pytest.skip("no GPU can be kept from coming to a collective")
+def lose():
+    """Keeps this GPU from coming to collectives; -1: none."""
     nccl = ctypes.CDLL("libnccl.so.2")
-    nccl.cuda_emulator_lose(1)
-    yield lambda: nccl.cuda_emulator_lose(-1)
+    yield nccl.cuda_emulator_lose
     nccl.cuda_emulator_lose(-1)
 
 
+@on_the_emulator
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("count", [2, 4])
-def test_a_collective_that_hangs(rng, lost_gpu, count, phase):
+def test_a_collective_that_hangs(rng, lose, count, phase):
     """It ends in an error on every GPU and changes no running statistics; the next step makes new communicators."""
     batch, contexts = make_batch(rng, count), gpus(count)
     layer = prepare(SyncBatchNorm(in_channels=5, timeout=3), batch, contexts, "float64")
     xs, heads = (on_devices(arrays, contexts, "float64") for arrays in (batch.shards, batch.heads))
     for x in xs:
         x.attach_grad()
-    if phase == "backward":
-        lost_gpu()
+    if phase == "forward":
+        lose(1)
     with autograd.record():
         ys = [layer(x) for x in xs]
     if phase == "backward":
         mx.nd.waitall()
-        ctypes.CDLL("libnccl.so.2").cuda_emulator_lose(1)
+        lose(1)
         autograd.backward(ys, heads)
         ys = [x.grad for x in xs]
     text = r"SyncBatchNorm 'batchnorm\d+' on gpu\(\d\): the GPU has not finished after 3 s. .*kvstore='host'"
     for y in ys:
         with pytest.raises(mx.MXNetError, match=text):
             y.asnumpy()
-    lost_gpu()
+    lose(-1)
     gluon_syncbn.reset()
     if phase == "forward":
         for context in contexts:
@@ -433,15 +430,13 @@ def run_with_points(program, folder):
     return ended(command, points.package(), SUPPORT, cwd=folder, timeout=100)
 
 
+@on_the_emulator
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_memory_is_freed_while_a_collective_hangs(phase, tmp_path):
     """MXNet then waits for the GPU, and holds a lock that its allocations need: the layer needs no more of them.
 
     In the core of tests/support/points.py, both replicas wait until the memory is being freed.
     """
-    gpus(2)
-    if not EMULATED:
-        pytest.skip("no GPU can be kept from coming to a collective")
     program = f"""
         core, nccl = _native._core, ctypes.CDLL("libnccl.so.2")
         core.syncbn_points_arm.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_double]
@@ -478,10 +473,8 @@ def test_memory_is_freed_while_a_collective_hangs(phase, tmp_path):
     assert all("the GPU has not finished after 1 s" in error for error in errors), errors
 
 
+@on_the_emulator
 def test_ctrl_c_while_nccl_connects():
-    gpus(2)
-    if not EMULATED:
-        pytest.skip("nothing keeps NCCL from connecting")
     program = """
         from replicas import interrupt_handler
         nccl = ctypes.CDLL("libnccl.so.2")
@@ -572,19 +565,16 @@ def test_a_replica_that_is_hit(tmp_path):
         assert sum(f"a fault {point}" in error for error in found) == 2 - right, done.stdout
 
 
+@on_the_emulator
 def test_nothing_is_posted_where_replicas_differ(rng):
     """They meet after their moments: no collective is made from half of them."""
-    if not EMULATED:
-        pytest.skip("counts are the emulator's")
     contexts, batch = gpus(2), make_batch(rng, 2)
     layer = prepare(SyncBatchNorm(in_channels=5, timeout=5), batch, contexts, "float64")
     step(layer, batch, contexts, "float64")
     before = [layer.running_mean.data(context).asnumpy() for context in contexts]
-    xs = on_devices([batch.shards[0], batch.shards[1].reshape(-1, 5, 24)], contexts, "float64")
+    xs = on_devices(batch.shards, contexts, "float64")
     xs[1] = nd.array(batch.shards[1], ctx=contexts[1], dtype="float32")
-    layer.gamma.data(contexts[1])
-    cuda = ctypes.CDLL("libcuda.so.1")
-    cuda.cuda_emulator_reset_counts()
+    ctypes.CDLL("libcuda.so.1").cuda_emulator_reset_counts()
     with autograd.record():
         y = layer(xs[0])
         with pytest.raises(mx.MXNetError):
@@ -608,10 +598,9 @@ COSTS += [(replicas, "sync", "eager", (180, 190)) for replicas in (1, 2, 4)]
 COSTS = [case for case in COSTS if fits(POOLINGS.get(case[1], {}), case[0])]
 
 
+@on_the_emulator
 @pytest.mark.parametrize("replicas, pooling, way, spatial", COSTS)
 def test_what_a_step_costs(rng, replicas, pooling, way, spatial):
-    if not EMULATED:
-        pytest.skip("counts are the emulator's")
     settings = POOLINGS.get(pooling, {})
     contexts, batch = gpus(replicas), make_batch(rng, replicas, spatial=spatial, dtype="float32")
     layer = prepare(SyncBatchNorm(in_channels=5, **settings), batch, contexts, "float32", WAYS[way])
@@ -638,12 +627,11 @@ def assert_costs(directions, replicas, settings, spatial, recovers=False):
         assert not any(any(numbers.values()) for numbers in each[replicas:])
 
 
+@on_the_emulator
 @pytest.mark.parametrize("spatial", [(4, 6), (180, 190)], ids=["whole", "in chunks"])
 @pytest.mark.parametrize("behind", EPILOGUE)
 def test_what_an_activation_costs(rng, behind, spatial):
     """Nothing: no launch, copy or wait is added, but one that finds x again."""
-    if not EMULATED:
-        pytest.skip("counts are the emulator's")
     contexts, batch = gpus(2), make_batch(rng, 2, spatial=spatial, dtype="float32")
     kind, arguments = EPILOGUE[behind]
     layer = prepare(kind(in_channels=5, **arguments), batch, contexts, "float32")
@@ -658,14 +646,12 @@ def test_what_an_activation_costs(rng, behind, spatial):
     assert_costs(directions, 2, {}, spatial, recovers="in place" in behind)
 
 
+@on_the_emulator
 def test_memory_is_used_again():
     """From the second step on nothing is allocated; where MXNet lets go of a step's calls some time later, what that
     takes at most. Batches of many shapes share what is there for each power of two."""
-    gpus(2)
-    if not EMULATED:
-        pytest.skip("counts are the emulator's")
     program = """
-        cuda = ctypes.CDLL("libcuda.so.1")
+        from gpus import counts
         gluon_syncbn.configure(kvstore=sys.argv[2] or None)
         layers = [SyncBatchNorm(in_channels=4, mode=mode) for mode in ("sync", "local", "shuffle")]
         for layer in layers:
@@ -680,7 +666,7 @@ def test_memory_is_used_again():
             layers[-1].initialize(ctx=contexts)
         for step in range(32 if shapes else 12):
             if step == 1:
-                cuda.cuda_emulator_reset_counts()
+                ctypes.CDLL("libcuda.so.1").cuda_emulator_reset_counts()
             if shapes:
                 values = np.random.RandomState(step).randn(2, 4, 4, 9 + step)
                 xs = [mx.nd.array(values, ctx=context) for context in contexts]
@@ -693,9 +679,7 @@ def test_memory_is_used_again():
                 autograd.backward(ys, xs)
                 mx.nd.waitall()
         for device in range(2):
-            numbers = (ctypes.c_longlong * 7)()
-            cuda.cuda_emulator_counts(device, numbers)
-            print(numbers[6])
+            print(counts(device)["allocations"])
         """
     limits = {("eager", ""): 6, ("static", "device"): 0, ("shapes", ""): 18}
     runs = side_by_side([["-c", text_of(program), *way] for way in limits])
@@ -752,11 +736,9 @@ def test_the_process_ends():
         assert ("KeyError: 'mine'" in done.stderr) == (done.returncode == 1)
 
 
+@on_the_emulator
 def test_the_process_ends_where_a_gpu_has_failed():
     """Its error comes at every call of CUDA. A step, `reset`, a fork and the exit each come to their end."""
-    gpus(2)
-    if not EMULATED:
-        pytest.skip("a process of its own would have to fail the GPU of others")
     program = """
         victim = mx.nd.array(np.zeros(4), dtype="float64", ctx=contexts[1])
         module = mx.rtc.CudaModule('extern "C" __global__ void beyond(double* x) { x[-1] = 0; }')
@@ -827,9 +809,8 @@ def test_self_check():
     assert "gpu(1): " in done.stdout and re.search(r"replicas on gpu, .* with NCCL, .* with host memory", done.stdout)
 
 
+@on_the_emulator
 def test_a_gpu_that_mxnet_has_no_code_for():
-    if not EMULATED:
-        pytest.skip("needs a GPU that MXNet does not know: the emulator is one")
     program = """
         import light, gluon_syncbn, mxnet as mx
         layer = gluon_syncbn.SyncBatchNorm(in_channels=4)
