@@ -133,21 +133,6 @@ def gpu(request, device):
     return device
 
 
-class Plan(NamedTuple):
-    """The grids that the layer launches in; see csrc/cuda/plan.h."""
-
-    tiles: int
-    slots: int
-    chunks: int
-    blocks: int
-    width: int
-    segment: int
-
-    @classmethod
-    def of(cls, shape, slots):
-        return cls(*plan(shape, slots))
-
-
 def address(gpu, array):
     return 0 if array is None else gpu.address(array)
 
@@ -404,10 +389,10 @@ def test_against_numpy(gpu, shape, dtype, slots, chunks, width, shift):
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("shape", [*SHAPES, (2, 1, 1, 400000), (3000, 1, 40, 1)], ids=str)
 def test_in_the_grids_of_the_layer(gpu, shape, slots):
-    plan = Plan.of(shape, slots)
-    tiles = shape[2] if shape[3] > 1 else -(-shape[2] // plan.width)
-    assert plan[:2] == (tiles, slots) and 1 <= plan.chunks <= 65535 and plan.segment % 8 == 0
-    check(gpu, shape, "float32", slots, plan.chunks, plan.width, (0, 0, 0), plan.segment, plan.blocks)
+    tiles, of_slots, chunks, blocks, width, segment = plan(shape, slots)
+    assert tiles == (shape[2] if shape[3] > 1 else -(-shape[2] // width)) and of_slots == slots
+    assert 1 <= chunks <= 65535 and segment % 8 == 0
+    check(gpu, shape, "float32", slots, chunks, width, (0, 0, 0), segment, blocks)
 
 
 def ones(first, count):
