@@ -2,14 +2,11 @@
 
 import ctypes
 import os
-import shutil
-import subprocess
 import sys
 from typing import NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 import pytest
-from environments import shell
 from places import BENCHMARKS
 
 sys.path.insert(0, str(BENCHMARKS))
@@ -740,34 +737,3 @@ def test_large_tensors(gpu, shape, dtype):
     if "CUDA_EMULATOR" in os.environ:
         pytest.skip("hundreds of megabytes are for a GPU")
     check(gpu, shape, dtype, 2, 8, 32, (0, 0, 0))
-
-
-# ---- the compiler ------------------------------------------------------------------------------------------
-
-
-def architectures():
-    if shutil.which("nvcc") is None:
-        return []
-    listed = subprocess.run(
-        ["nvcc", "--list-gpu-arch"], stdout=subprocess.PIPE, text=True, timeout=60, check=True, env=shell()
-    )
-    offered = sorted(int(line.split("_")[1]) for line in listed.stdout.split() if line.startswith("compute_"))
-    return sorted({offered[0], 80, 90} & set(offered))
-
-
-# The newest says what all say, and each takes ten seconds.
-ARCHITECTURES = architectures() or [None]
-MARKED = [pytest.param(one, marks=[] if one == ARCHITECTURES[-1] else pytest.mark.slow) for one in ARCHITECTURES]
-
-
-@pytest.mark.parametrize("architecture", MARKED)
-def test_nvcc_has_no_complaint(architecture, tmp_path):
-    if architecture is None:
-        pytest.skip("no nvcc on the PATH")
-    command = ["nvcc", "--std=c++14", f"-arch=compute_{architecture}", "-ptx", "-Werror", "all-warnings"]
-    (tmp_path / "kernels.cu").write_text(source())
-    command += [str(tmp_path / "kernels.cu"), "-o", str(tmp_path / "kernels.ptx")]
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200, env=shell()
-    )
-    assert done.returncode == 0 and done.stdout == "", done.stdout
