@@ -172,8 +172,7 @@ def build_libraries(out, names):
     shutil.rmtree(out / "cache", ignore_errors=True)  # what programs have kept of the old compiler's results
     for folder in ("lib", "include", "stubs"):
         (out / folder).mkdir(parents=True, exist_ok=True)
-    for header in ("shim.h", "float16.h"):
-        shutil.copy(HERE / header, out / "include" / header)
+    shutil.copy(HERE / "shim.h", out / "include")
 
     with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(lambda stem: compile_source(out, stem), CORE))

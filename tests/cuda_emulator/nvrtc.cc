@@ -11,6 +11,7 @@
 #include <cstring>
 #include <fstream>
 #include <regex>
+#include <set>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -126,59 +127,19 @@ bool translate(const std::vector<std::string>& options, std::string* flags, std:
     return true;
 }
 
-// The names of all `extern "C" __global__` functions of a preprocessed text, in blocks of extern "C" too.
-std::vector<std::string> exported_kernels(const std::string& text) {
-    std::vector<std::string> names;
-    std::vector<bool> c_linkage{false};  // for each open brace
-    size_t declaration = 0;              // where the present one began
-    const size_t marker = std::strlen(kGlobal);
-    for (size_t i = 0; i < text.size(); ++i) {
-        const char c = text[i];
-        if (c == '#' && (i == 0 || text[i - 1] == '\n')) {  // a line number
-            while (i < text.size() && text[i] != '\n') ++i;
-            if (text.find_first_not_of(" \n", declaration) >= i) declaration = i;
-        } else if (c == '"' || c == '\'') {
-            for (++i; i < text.size() && text[i] != c; ++i)
-                if (text[i] == '\\') ++i;
-        } else if (c == '{') {
-            const std::string before = text.substr(declaration, i - declaration);
-            static const std::regex linkage(R"(\s*extern\s*"C"\s*)");
-            c_linkage.push_back(c_linkage.back() || std::regex_match(before, linkage));
-            declaration = i + 1;
-        } else if (c == '}') {
-            if (c_linkage.size() > 1) c_linkage.pop_back();
-            declaration = i + 1;
-        } else if (c == ';') {
-            declaration = i + 1;
-        } else if (text.compare(i, marker, kGlobal) == 0) {
-            const std::string before = text.substr(declaration, i - declaration);
-            const bool exported = c_linkage.back() || before.find("\"C\"") != std::string::npos;
-            i += marker;
-            const size_t bracket = text.find('(', i);
-            if (exported && bracket != std::string::npos) {
-                size_t end = bracket;
-                while (end > i && std::isspace(static_cast<unsigned char>(text[end - 1]))) --end;
-                size_t begin = end;
-                while (begin > i &&
-                       (std::isalnum(static_cast<unsigned char>(text[begin - 1])) || text[begin - 1] == '_'))
-                    --begin;
-                const std::string name = text.substr(begin, end - begin);
-                bool known = false;
-                for (const std::string& other : names) known |= other == name;
-                if (!known) names.push_back(name);
-            }
-            --i;
-        }
-    }
-    return names;
+// The names of all `extern "C" __global__ void` functions of a preprocessed text.
+std::set<std::string> exported_kernels(const std::string& text) {
+    static const std::regex kernel(
+        R"(extern\s+"C"\s+__attribute__\(\(used, noinline, noclone\)\)\s+void\s+(\w+)\s*\()");
+    using Names = std::sregex_token_iterator;
+    return {Names(text.begin(), text.end(), kernel, 1), Names()};
 }
 
 Result compile(Program* program, const std::vector<std::string>& options) {
     std::string flags, architecture;
     if (!translate(options, &flags, &architecture, &program->log)) return kInvalidOption;
     const std::string shim = folder() + "/include/shim.h";
-    std::string key = program->source + '\0' + program->name + '\0' + flags + kFlags + compiler_version() + read(shim) +
-                      read(folder() + "/include/float16.h");
+    std::string key = program->source + '\0' + program->name + '\0' + flags + kFlags + compiler_version() + read(shim);
     const std::string library = folder() + "/kernels/" + hash(key) + ".so";
 
     struct stat status;
