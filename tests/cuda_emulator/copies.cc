@@ -42,9 +42,9 @@ Status copy(const Copy& what, const StreamPointer& stream) {
         enqueue(stream, [staged, rest, device] { move(rest, device); });
         return kSuccess;
     }
-    const CompletionPointer done = enqueue(stream, [what, device] { move(what, device); });
+    const Completion done = enqueue(stream, [what, device] { move(what, device); });
     if (device_of(what.to) != kPageableHost) return kSuccess;
-    done->wait();
+    done.wait();
     return sticky(device);
 }
 

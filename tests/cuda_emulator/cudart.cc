@@ -65,10 +65,7 @@ struct Kernels {
     std::mutex mutex;
     std::map<const void*, std::string> names;
 };
-Kernels& kernels() {
-    static Kernels& instance = *new Kernels;
-    return instance;
-}
+Kernels& kernels = *new Kernels;
 
 // Two of them are emulated. The first, (int n, T* out): nd.zeros and zeros_like, without which Gluon makes no gradient.
 // The bytes of T, or 0.
@@ -277,8 +274,8 @@ void __cudaUnregisterFatBinary(void**) {}
 void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
 char __cudaInitModule(void**) { return 1; }
 void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, void*, void*, void*, void*, int*) {
-    std::lock_guard<std::mutex> lock(kernels().mutex);
-    kernels().names[host] = name;
+    std::lock_guard<std::mutex> lock(kernels.mutex);
+    kernels.names[host] = name;
 }
 unsigned __cudaPushCallConfiguration(Dimensions3 grid, Dimensions3 block, size_t shared, void* stream) {
     configuration = {grid, block, shared, stream};
@@ -292,8 +289,8 @@ Status __cudaPopCallConfiguration(Dimensions3* grid, Dimensions3* block, size_t*
     return kSuccess;
 }
 Status cudaLaunchKernel(const void* host, Dimensions3, Dimensions3, void** arguments, size_t, void* stream) {
-    std::unique_lock<std::mutex> lock(kernels().mutex);
-    const std::string name = kernels().names[host];
+    std::unique_lock<std::mutex> lock(kernels.mutex);
+    const std::string name = kernels.names[host];
     lock.unlock();
     if (const size_t size = zeroed(name))
         return answer(

@@ -44,13 +44,7 @@ struct Arguments {
     std::vector<void*> pointers;
 };
 
-struct Modules {
-    std::mutex mutex;
-};
-Modules& modules() {
-    static Modules& instance = *new Modules;
-    return instance;
-}
+std::mutex& modules = *new std::mutex;
 
 // The value behind "// key " in what nvrtc.cc calls PTX.
 std::string field(const std::string& text, const std::string& key) {
@@ -138,7 +132,7 @@ Status cuGetErrorString(Status status, const char** text) {
 }
 Status cuGetErrorName(Status status, const char** text) {
     static std::map<int, std::string>& names = *new std::map<int, std::string>;
-    std::lock_guard<std::mutex> lock(modules().mutex);
+    std::lock_guard<std::mutex> lock(modules);
     const auto found = names.emplace(status, std::string("CUDA_") + (status ? "ERROR_" : "") + status_name(status));
     *text = found.first->second.c_str();
     return kSuccess;
@@ -218,7 +212,7 @@ Status cuModuleUnload(Module*) { return kSuccess; }
 
 Status cuModuleGetFunction(Function** out, Module* module, const char* name) {
     if (!bound) return kInvalidContext;
-    std::lock_guard<std::mutex> lock(modules().mutex);
+    std::lock_guard<std::mutex> lock(modules);
     std::unique_ptr<Function>& function = module->functions[name];
     if (!function) {
         const EmulatedKernel* kernel = static_cast<const EmulatedKernel*>(dlsym(module->handle, "emulated_kernels"));

@@ -50,22 +50,18 @@ struct Errors {
     int resets = 0;
     std::map<int, Status> sticky;
 };
-Errors& errors() {
-    static Errors& instance = *new Errors;
-    return instance;
-}
+Errors& errors = *new Errors;
 
 // A process that nobody told of its errors does not end as if all were well.
 struct AtExit {
     AtExit() {
-        errors();
         std::atexit([] {
-            Errors& all = errors();
-            std::unique_lock<std::mutex> lock(all.mutex);
-            if (all.read >= all.texts.size()) return;
+            std::unique_lock<std::mutex> lock(errors.mutex);
+            if (errors.read >= errors.texts.size()) return;
             std::fprintf(stderr, "cuda emulator: the process ends with %zu errors that nobody read:\n",
-                         all.texts.size() - all.read);
-            for (size_t i = all.read; i < all.texts.size(); ++i) std::fprintf(stderr, "  %s\n", all.texts[i].c_str());
+                         errors.texts.size() - errors.read);
+            for (size_t i = errors.read; i < errors.texts.size(); ++i)
+                std::fprintf(stderr, "  %s\n", errors.texts[i].c_str());
             std::fflush(nullptr);
             _exit(86);
         });
@@ -78,25 +74,22 @@ const char* status_name(Status status) { return entry(status).name; }
 const char* status_text(Status status) { return entry(status).text; }
 
 Status report(int device, Status status, const std::string& text) {
-    Errors& all = errors();
-    std::lock_guard<std::mutex> lock(all.mutex);
+    std::lock_guard<std::mutex> lock(errors.mutex);
     std::fprintf(stderr, "cuda emulator: %s\n", text.c_str());
-    all.texts.push_back(text);
-    if (device >= 0) all.sticky.emplace(device, status);
+    errors.texts.push_back(text);
+    if (device >= 0) errors.sticky.emplace(device, status);
     return status;
 }
 
 Status sticky(int device) {
-    Errors& all = errors();
-    std::lock_guard<std::mutex> lock(all.mutex);
-    const auto found = all.sticky.find(device);
-    return found == all.sticky.end() ? kSuccess : found->second;
+    std::lock_guard<std::mutex> lock(errors.mutex);
+    const auto found = errors.sticky.find(device);
+    return found == errors.sticky.end() ? kSuccess : found->second;
 }
 
 int resets() {
-    Errors& all = errors();
-    std::lock_guard<std::mutex> lock(all.mutex);
-    return all.resets;
+    std::lock_guard<std::mutex> lock(errors.mutex);
+    return errors.resets;
 }
 
 std::string format(const char* pattern, ...) {
@@ -116,24 +109,24 @@ long setting(const char* name, long otherwise) {
 }  // namespace emulator
 
 extern "C" int cuda_emulator_errors(char* text, size_t size) {
-    emulator::Errors& all = emulator::errors();
-    std::lock_guard<std::mutex> lock(all.mutex);
+    using emulator::errors;
+    std::lock_guard<std::mutex> lock(errors.mutex);
     std::string joined;
-    for (const std::string& one : all.texts) joined += one + "\n";
+    for (const std::string& one : errors.texts) joined += one + "\n";
     if (size) {
         const size_t length = joined.size() < size ? joined.size() : size - 1;
         std::memcpy(text, joined.data(), length);
         text[length] = 0;
     }
-    all.read = all.texts.size();
-    return static_cast<int>(all.texts.size());
+    errors.read = errors.texts.size();
+    return static_cast<int>(errors.texts.size());
 }
 
 extern "C" void cuda_emulator_reset() {
-    emulator::Errors& all = emulator::errors();
-    std::lock_guard<std::mutex> lock(all.mutex);
-    all.texts.clear();
-    all.sticky.clear();
-    all.read = 0;
-    ++all.resets;
+    using emulator::errors;
+    std::lock_guard<std::mutex> lock(errors.mutex);
+    errors.texts.clear();
+    errors.sticky.clear();
+    errors.read = 0;
+    ++errors.resets;
 }

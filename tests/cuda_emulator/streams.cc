@@ -13,41 +13,12 @@
 
 namespace emulator {
 
-// ---- completions -------------------------------------------------------------------------------------------
-
-struct Completion::State {
-    std::mutex mutex;
-    std::condition_variable changed;
-    bool finished = false;
-    double seconds = 0;
-};
-Completion::Completion() : state_(new State) {}
-Completion::~Completion() = default;
-void Completion::finish() {
-    std::lock_guard<std::mutex> lock(state_->mutex);
-    state_->finished = true;
-    state_->seconds = std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-    state_->changed.notify_all();
-}
-void Completion::wait() const {
-    std::unique_lock<std::mutex> lock(state_->mutex);
-    state_->changed.wait(lock, [this] { return state_->finished; });
-}
-bool Completion::finished() const {
-    std::lock_guard<std::mutex> lock(state_->mutex);
-    return state_->finished;
-}
-double Completion::seconds() const {
-    std::lock_guard<std::mutex> lock(state_->mutex);
-    return state_->seconds;
-}
-
 // ---- streams -----------------------------------------------------------------------------------------------
 
 struct Task {
     std::function<void()> work;
-    std::vector<CompletionPointer> after;  // on other streams
-    CompletionPointer done;
+    std::vector<Completion> after;  // on other streams
+    std::promise<double> done;
     bool always;
 };
 
@@ -60,12 +31,22 @@ class Stream {
     std::mutex mutex;
     std::condition_variable changed;
     std::deque<Task> tasks;
-    CompletionPointer last;  // of the newest task
+    Completion last;  // of the newest task
     bool started = false;
     bool destroyed = false;
 };
 
 namespace {
+
+// Is something under way, and not yet over?
+bool pending(const Completion& it) {
+    return it.valid() && it.wait_for(std::chrono::seconds(0)) != std::future_status::ready;
+}
+
+Completion last(const StreamPointer& stream) {
+    std::lock_guard<std::mutex> lock(stream->mutex);
+    return stream->last;
+}
 
 // Never destroyed: the threads of streams outlive main().
 struct Streams {
@@ -73,10 +54,7 @@ struct Streams {
     std::map<void*, StreamPointer> all;
     StreamPointer legacy[kMaxDevices];
 };
-Streams& streams() {
-    static Streams& instance = *new Streams;
-    return instance;
-}
+Streams& streams = *new Streams;
 
 void serve(StreamPointer stream) {
     current_device = stream->device;
@@ -89,27 +67,28 @@ void serve(StreamPointer stream) {
             task = std::move(stream->tasks.front());
             stream->tasks.pop_front();
         }
-        for (const CompletionPointer& other : task.after) other->wait();
+        for (const Completion& other : task.after)
+            if (other.valid()) other.wait();
         task.after.clear();
         if (task.always || sticky(stream->device) == kSuccess) task.work();
         task.work = nullptr;  // what it holds goes before anybody learns that it is over
-        task.done->finish();
+        task.done.set_value(std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count());
     }
 }
 
 StreamPointer legacy_stream(int device) {
-    std::lock_guard<std::mutex> lock(streams().mutex);
-    StreamPointer& stream = streams().legacy[device];
+    std::lock_guard<std::mutex> lock(streams.mutex);
+    StreamPointer& stream = streams.legacy[device];
     if (!stream) stream = std::make_shared<Stream>(device, kLegacy);
     return stream;
 }
 
 std::vector<StreamPointer> streams_of(int device) {
-    std::lock_guard<std::mutex> lock(streams().mutex);
+    std::lock_guard<std::mutex> lock(streams.mutex);
     std::vector<StreamPointer> found;
-    for (const auto& one : streams().all)
+    for (const auto& one : streams.all)
         if (one.second->device == device) found.push_back(one.second);
-    if (streams().legacy[device]) found.push_back(streams().legacy[device]);
+    if (streams.legacy[device]) found.push_back(streams.legacy[device]);
     return found;
 }
 
@@ -117,22 +96,22 @@ std::vector<StreamPointer> streams_of(int device) {
 
 void* create_stream(int device, StreamKind kind) {
     const StreamPointer stream = std::make_shared<Stream>(device, kind);
-    std::lock_guard<std::mutex> lock(streams().mutex);
+    std::lock_guard<std::mutex> lock(streams.mutex);
     // The object's address may be one that a destroyed stream had; a counter is never the same.
     static uintptr_t next = 0x51000000;
     void* const handle = reinterpret_cast<void*>(next += 16);
-    streams().all[handle] = stream;
+    streams.all[handle] = stream;
     return handle;
 }
 
 Status destroy_stream(void* handle) {
     StreamPointer stream;
     {
-        std::lock_guard<std::mutex> lock(streams().mutex);
-        const auto found = streams().all.find(handle);
-        if (found == streams().all.end()) return kInvalidHandle;
+        std::lock_guard<std::mutex> lock(streams.mutex);
+        const auto found = streams.all.find(handle);
+        if (found == streams.all.end()) return kInvalidHandle;
         stream = found->second;
-        streams().all.erase(found);
+        streams.all.erase(found);
     }
     std::lock_guard<std::mutex> lock(stream->mutex);
     stream->destroyed = true;
@@ -142,29 +121,23 @@ Status destroy_stream(void* handle) {
 
 StreamPointer find_stream(void* handle) {
     if (reinterpret_cast<uintptr_t>(handle) <= 2) return legacy_stream(current_device);
-    std::lock_guard<std::mutex> lock(streams().mutex);
-    const auto found = streams().all.find(handle);
-    return found == streams().all.end() ? nullptr : found->second;
+    std::lock_guard<std::mutex> lock(streams.mutex);
+    const auto found = streams.all.find(handle);
+    return found == streams.all.end() ? nullptr : found->second;
 }
 
 int device_of(const Stream& stream) { return stream.device; }
 
-CompletionPointer last(const StreamPointer& stream) {
-    std::lock_guard<std::mutex> lock(stream->mutex);
-    return stream->last && !stream->last->finished() ? stream->last : nullptr;
-}
-
-CompletionPointer enqueue(const StreamPointer& stream, std::function<void()> work, bool always) {
-    Task task{std::move(work), {}, std::make_shared<Completion>(), always};
+Completion enqueue(const StreamPointer& stream, std::function<void()> work, bool always) {
+    Task task{std::move(work), {}, {}, always};
     // The legacy stream comes after everything on the device's blocking streams, and they come after it.
     if (stream->kind == kLegacy) {
         for (const StreamPointer& other : streams_of(stream->device))
-            if (other->kind == kBlocking)
-                if (const CompletionPointer pending = last(other)) task.after.push_back(pending);
+            if (other->kind == kBlocking) task.after.push_back(last(other));
     } else if (stream->kind == kBlocking) {
-        if (const CompletionPointer pending = last(legacy_stream(stream->device))) task.after.push_back(pending);
+        task.after.push_back(last(legacy_stream(stream->device)));
     }
-    const CompletionPointer done = task.done;
+    const Completion done = task.done.get_future().share();
     std::lock_guard<std::mutex> lock(stream->mutex);
     stream->tasks.push_back(std::move(task));
     stream->last = done;
@@ -178,24 +151,22 @@ CompletionPointer enqueue(const StreamPointer& stream, std::function<void()> wor
 
 Status synchronize(const StreamPointer& stream) {
     count(stream->device, kWaits);
-    std::vector<CompletionPointer> pending{last(stream)};
-    if (stream->kind == kLegacy)  // an empty task behind all others
-        pending.push_back(enqueue(stream, [] {}, true));
-    for (const CompletionPointer& one : pending)
-        if (one) one->wait();
+    // An empty task of the legacy stream is behind all others.
+    const Completion end = stream->kind == kLegacy ? enqueue(stream, [] {}, true) : last(stream);
+    if (end.valid()) end.wait();
     return sticky(stream->device);
 }
 
 Status query(const StreamPointer& stream) {
     const Status status = sticky(stream->device);
-    if (status == kSuccess && last(stream)) return kNotReady;
+    if (status == kSuccess && pending(last(stream))) return kNotReady;
     count(stream->device, kWaits);  // the one that sees the end
     return status;
 }
 
 Status synchronize_device(int device) {
     for (const StreamPointer& stream : streams_of(device))
-        if (const CompletionPointer pending = last(stream)) pending->wait();
+        if (const Completion end = last(stream); end.valid()) end.wait();
     return sticky(device);
 }
 
@@ -204,21 +175,18 @@ Status synchronize_device(int device) {
 namespace {
 
 struct Event {
-    CompletionPointer recorded;
+    Completion recorded;
     int device = 0;
 };
 struct Events {
     std::mutex mutex;
     std::map<void*, Event> all;
 };
-Events& events() {
-    static Events& instance = *new Events;
-    return instance;
-}
+Events& events = *new Events;
 bool find_event(void* handle, Event* out) {
-    std::lock_guard<std::mutex> lock(events().mutex);
-    const auto found = events().all.find(handle);
-    if (found == events().all.end()) return false;
+    std::lock_guard<std::mutex> lock(events.mutex);
+    const auto found = events.all.find(handle);
+    if (found == events.all.end()) return false;
     *out = found->second;
     return true;
 }
@@ -226,16 +194,16 @@ bool find_event(void* handle, Event* out) {
 }  // namespace
 
 void* create_event() {
-    std::lock_guard<std::mutex> lock(events().mutex);
+    std::lock_guard<std::mutex> lock(events.mutex);
     static uintptr_t next = 0xe0000000;
     void* const handle = reinterpret_cast<void*>(next += 16);
-    events().all[handle].device = current_device;
+    events.all[handle].device = current_device;
     return handle;
 }
 
 Status destroy_event(void* event) {
-    std::lock_guard<std::mutex> lock(events().mutex);
-    return events().all.erase(event) ? kSuccess : kInvalidHandle;
+    std::lock_guard<std::mutex> lock(events.mutex);
+    return events.all.erase(event) ? kSuccess : kInvalidHandle;
 }
 
 Status record_event(void* event, const StreamPointer& stream) {
@@ -244,39 +212,40 @@ Status record_event(void* event, const StreamPointer& stream) {
     if (it.device != device_of(*stream))
         return report(device_of(*stream), kInvalidHandle,
                       format("an event of device %d recorded in a stream of device %d", it.device, device_of(*stream)));
-    const CompletionPointer done = enqueue(stream, [] {}, true);
-    std::lock_guard<std::mutex> lock(events().mutex);
-    events().all[event].recorded = done;
+    const Completion done = enqueue(stream, [] {}, true);
+    std::lock_guard<std::mutex> lock(events.mutex);
+    events.all[event].recorded = done;
     return kSuccess;
 }
 
 Status wait_for_event(const StreamPointer& stream, void* event) {
     Event it;
     if (!find_event(event, &it)) return kInvalidHandle;
-    const CompletionPointer recorded = it.recorded;  // as it is now: a later record does not count
-    if (recorded) enqueue(stream, [recorded] { recorded->wait(); }, true);
+    const Completion recorded = it.recorded;  // as it is now: a later record does not count
+    if (recorded.valid()) enqueue(stream, [recorded] { recorded.wait(); }, true);
     return kSuccess;
 }
 
 Status query_event(void* event) {
     Event it;
     if (!find_event(event, &it)) return kInvalidHandle;
-    if (it.recorded && !it.recorded->finished()) return kNotReady;
+    if (pending(it.recorded)) return kNotReady;
     return sticky(it.device);
 }
 
 Status synchronize_event(void* event) {
     Event it;
     if (!find_event(event, &it)) return kInvalidHandle;
-    if (it.recorded) it.recorded->wait();
+    if (it.recorded.valid()) it.recorded.wait();
     return sticky(it.device);
 }
 
 Status elapsed(float* milliseconds, void* start, void* end) {
     Event from, to;
-    if (!find_event(start, &from) || !find_event(end, &to) || !from.recorded || !to.recorded) return kInvalidHandle;
-    if (!from.recorded->finished() || !to.recorded->finished()) return kNotReady;
-    *milliseconds = static_cast<float>((to.recorded->seconds() - from.recorded->seconds()) * 1e3);
+    if (!find_event(start, &from) || !find_event(end, &to) || !from.recorded.valid() || !to.recorded.valid())
+        return kInvalidHandle;
+    if (pending(from.recorded) || pending(to.recorded)) return kNotReady;
+    *milliseconds = static_cast<float>((to.recorded.get() - from.recorded.get()) * 1e3);
     return kSuccess;
 }
 

@@ -2,27 +2,15 @@
 #pragma once
 
 #include <functional>
+#include <future>
 #include <memory>
 
 #include "errors.h"
 
 namespace emulator {
 
-// Something on a stream, and whether it is over.
-class Completion {
-  public:
-    Completion();
-    ~Completion();
-    void finish();
-    void wait() const;
-    bool finished() const;
-    double seconds() const;  // when it finished
-
-  private:
-    struct State;
-    const std::unique_ptr<State> state_;
-};
-using CompletionPointer = std::shared_ptr<Completion>;
+// The end of something on a stream: the time of it, in seconds. Not valid where there was nothing.
+using Completion = std::shared_future<double>;
 
 class Stream;
 using StreamPointer = std::shared_ptr<Stream>;
@@ -39,12 +27,11 @@ int device_of(const Stream& stream);
 
 // Puts `work` behind all that the stream holds. It is left out when the device has had an error, unless
 // `always`: what other devices wait for must go on.
-CompletionPointer enqueue(const StreamPointer& stream, std::function<void()> work, bool always = false);
+Completion enqueue(const StreamPointer& stream, std::function<void()> work, bool always = false);
 
 Status synchronize(const StreamPointer& stream);
 Status query(const StreamPointer& stream);
 Status synchronize_device(int device);
-CompletionPointer last(const StreamPointer& stream);
 
 // Events
 void* create_event();
