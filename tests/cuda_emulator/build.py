@@ -39,7 +39,7 @@ LIBRARIES = {
     "libcusparse.so.11": ([], "cusparse"),
     "libcurand.so.10": ([], "curand"),
     "libcufft.so.10": ([], "cufft"),
-    "libnvToolsExt.so.1": (["handles"], "nvtx"),
+    "libnvToolsExt.so.1": ([], "nvtx"),
 }
 # libcuda and libnccl are the two whose names carry no version.
 UNVERSIONED = {CORE_LIBRARY, "libnccl.so.2"}

@@ -33,22 +33,13 @@ Status last_error_now() {
 }
 Status good_device(int device) { return device >= 0 && device < device_count() ? kSuccess : kInvalidDevice; }
 
-// The beginning of CUDA 11's cudaDeviceProp, as far as anything is written there.
+// The beginning of CUDA 11's cudaDeviceProp; what has no name of its own is 0.
 struct Properties {
-    char name[256];
-    char uuid[16];
-    char luid[8];
-    unsigned luid_mask;
-    size_t total_memory, shared_per_block;
-    int registers_per_block, warp_size;
-    size_t pitch;
-    int max_threads_per_block, max_threads[3], max_grid[3], clock_rate;
-    size_t constant_memory;
+    char name[256], others[104];
     int major, minor;
-    size_t texture_alignment, texture_pitch_alignment;
-    int overlap, multiprocessors;
+    char more[20];
+    int multiprocessors;
 };
-static_assert(offsetof(Properties, major) == 360 && offsetof(Properties, multiprocessors) == 388, "CUDA's layout");
 
 struct Dimensions3 {
     unsigned x, y, z;
@@ -126,17 +117,9 @@ Status cudaGetDeviceProperties(Properties* out, int device) {
     if (const Status status = good_device(device)) return answer(status);
     std::memset(out, 0, sizeof *out);
     std::snprintf(out->name, sizeof out->name, "%s", name(device).c_str());
-    out->total_memory = memory_per_device();
-    out->shared_per_block = kSharedPerBlock;
-    out->registers_per_block = 65536;
-    out->warp_size = kWarpSize;
-    out->max_threads_per_block = kMaxThreadsPerBlock;
-    out->max_threads[0] = out->max_threads[1] = 1024, out->max_threads[2] = 64;
-    out->max_grid[0] = 0x7fffffff, out->max_grid[1] = out->max_grid[2] = 65535;
-    out->constant_memory = 65536;
     out->major = capability_major();
     out->minor = capability_minor();
-    out->multiprocessors = kMultiprocessors;
+    out->multiprocessors = 4;
     return kSuccess;
 }
 Status cudaDeviceGetAttribute(int* value, int which, int device) {
@@ -149,21 +132,12 @@ Status cudaDeviceCanAccessPeer(int* can, int, int) {
     *can = 0;
     return kSuccess;
 }
-Status cudaDeviceEnablePeerAccess(int, unsigned) { return answer(kPeerAccessNotEnabled); }
-Status cudaDeviceGetP2PAttribute(int* value, int, int, int) {
-    *value = 0;
-    return kSuccess;
-}
 
 // ---- memory --------------------------------------------------------------------------------------------------
 
 Status cudaMalloc(void** out, size_t size) {
     if (const Status status = sticky(current_device)) return answer(status);
     return answer(allocate(current_device, size, out));
-}
-Status cudaMallocPitch(void** out, size_t* pitch, size_t width, size_t rows) {
-    *pitch = (width + 511) / 512 * 512;
-    return cudaMalloc(out, *pitch * rows);
 }
 // Freeing succeeds after an error too: MXNet frees in destructors, where an exception ends the process.
 Status cudaFree(void* pointer) {
@@ -199,14 +173,8 @@ Status cudaMemcpyAsync(void* to, const void* from, size_t size, int kind, void* 
 }
 Status cudaMemcpy(void* to, const void* from, size_t size, int) { return answer(copy_and_wait(to, from, size)); }
 Status cudaMemcpyPeerAsync(void* to, int to_device, const void* from, int from_device, size_t size, void* handle) {
-    const StreamPointer stream = find_stream(handle);
-    if (!stream) return answer(kInvalidHandle);
-    if (good_device(to_device) || good_device(from_device)) return answer(kInvalidDevice);
-    return answer(copy({to, size, from, size, size, 1, to_device, from_device}, stream));
-}
-Status cudaMemsetAsync(void* to, int value, size_t size, void* handle) {
-    const StreamPointer stream = find_stream(handle);
-    return answer(stream ? fill(to, value, size, stream) : kInvalidHandle);
+    const Copy what = {to, size, from, size, size, 1, to_device, from_device};
+    return answer(on_stream(handle, [&](const auto& stream) { return copy(what, stream); }));
 }
 
 // ---- streams and events --------------------------------------------------------------------------------------
@@ -220,21 +188,14 @@ Status cudaStreamCreateWithFlags(void** out, unsigned flags) {
     return answer(kSuccess);
 }
 Status cudaStreamDestroy(void* handle) { return answer(destroy_stream(handle)); }
-Status cudaStreamSynchronize(void* handle) {
-    const StreamPointer stream = find_stream(handle);
-    return answer(stream ? synchronize(stream) : kInvalidHandle);
-}
-Status cudaStreamQuery(void* handle) {
-    const StreamPointer stream = find_stream(handle);
-    return answer(stream ? query(stream) : kInvalidHandle);
-}
+Status cudaStreamSynchronize(void* handle) { return answer(on_stream(handle, synchronize)); }
+Status cudaStreamQuery(void* handle) { return answer(on_stream(handle, query)); }
 Status cudaStreamIsCapturing(void* handle, int* capturing) {
     *capturing = 0;  // there are no graphs
     return answer(find_stream(handle) ? kSuccess : kInvalidHandle);
 }
 Status cudaStreamWaitEvent(void* handle, void* event, unsigned) {
-    const StreamPointer stream = find_stream(handle);
-    return answer(stream ? wait_for_event(stream, event) : kInvalidHandle);
+    return answer(on_stream(handle, [&](const auto& stream) { return wait_for_event(stream, event); }));
 }
 Status cudaEventCreate(void** out) {
     *out = create_event();
@@ -243,8 +204,7 @@ Status cudaEventCreate(void** out) {
 Status cudaEventCreateWithFlags(void** out, unsigned) { return cudaEventCreate(out); }
 Status cudaEventDestroy(void* event) { return answer(destroy_event(event)); }
 Status cudaEventRecord(void* event, void* handle) {
-    const StreamPointer stream = find_stream(handle);
-    return answer(stream ? record_event(event, stream) : kInvalidHandle);
+    return answer(on_stream(handle, [&](const auto& stream) { return record_event(event, stream); }));
 }
 Status cudaEventQuery(void* event) { return answer(query_event(event)); }
 Status cudaEventSynchronize(void* event) { return answer(synchronize_event(event)); }
@@ -272,7 +232,6 @@ void** __cudaRegisterFatBinary(void*) {
 void __cudaRegisterFatBinaryEnd(void**) {}
 void __cudaUnregisterFatBinary(void**) {}
 void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
-char __cudaInitModule(void**) { return 1; }
 void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, void*, void*, void*, void*, int*) {
     std::lock_guard<std::mutex> lock(kernels.mutex);
     kernels.names[host] = name;

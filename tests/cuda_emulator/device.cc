@@ -32,28 +32,10 @@ int attribute(int which) {
         case 2:
         case 3:
             return 1024;  // of a block, in x and y
-        case 4:
-            return 64;
-        case 5:
-            return 0x7fffffff;  // blocks of a grid, in x
-        case 6:
-        case 7:
-            return 65535;
-        case 8:
-        case 97:
-            return static_cast<int>(kSharedPerBlock);
-        case 10:
-            return kWarpSize;
-        case 16:
-            return kMultiprocessors;
-        case 39:
-            return 2048;  // threads of a multiprocessor
         case 75:
             return capability_major();
         case 76:
             return capability_minor();
-        case 81:
-            return 2 * static_cast<int>(kSharedPerBlock);  // shared memory of a multiprocessor
         default:
             return 0;
     }

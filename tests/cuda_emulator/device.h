@@ -7,12 +7,9 @@
 namespace emulator {
 
 constexpr int kMaxDevices = 16;
-constexpr int kWarpSize = 32;
 constexpr int kMaxThreadsPerBlock = 1024;
-constexpr size_t kSharedPerBlock = 48 << 10;
 
 constexpr int device_count() { return 4; }
-constexpr int kMultiprocessors = 4;  // launches that fill the device stay small
 constexpr size_t memory_per_device() { return size_t(4) << 30; }
 
 int capability_major();  // CUDA_EMULATOR_CAPABILITY, 8.0

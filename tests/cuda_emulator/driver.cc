@@ -100,16 +100,11 @@ Status cuDevicePrimaryCtxRetain(void** context, int device) {
     *context = &contexts[device];
     return kSuccess;
 }
-Status cuDevicePrimaryCtxRelease_v2(int device) { return good_device(device); }
 Status cuCtxSetCurrent(void* context) {
     const ptrdiff_t device = static_cast<char*>(context) - contexts;
     if (device < 0 || device >= device_count()) return kInvalidContext;
     current_device = static_cast<int>(device);
     bound = true;
-    return kSuccess;
-}
-Status cuCtxGetCurrent(void** context) {
-    *context = bound ? &contexts[current_device] : nullptr;
     return kSuccess;
 }
 Status cuCtxPushCurrent_v2(void* context) {
@@ -156,9 +151,9 @@ Status cuMemHostAlloc(void** out, size_t size, unsigned flags) {
     return allocate(kPinnedHost, size, out);
 }
 Status cuMemcpyHtoDAsync_v2(void* to, const void* from, size_t size, void* handle) {
-    const StreamPointer stream = find_stream(handle);
-    if (!stream) return kInvalidHandle;
-    return copy({to, size, from, size, size, 1, device_of(*stream), device_of(*stream)}, stream);
+    return on_stream(handle, [&](const auto& stream) {
+        return copy({to, size, from, size, size, 1, device_of(*stream), device_of(*stream)}, stream);
+    });
 }
 Status cuMemcpyDtoHAsync_v2(void* to, const void* from, size_t size, void* stream) {
     return cuMemcpyHtoDAsync_v2(to, from, size, stream);
@@ -166,21 +161,14 @@ Status cuMemcpyDtoHAsync_v2(void* to, const void* from, size_t size, void* strea
 Status cuMemcpyHtoD_v2(void* to, const void* from, size_t size) { return copy_and_wait(to, from, size); }
 Status cuMemcpyDtoH_v2(void* to, const void* from, size_t size) { return copy_and_wait(to, from, size); }
 Status cuMemsetD8Async(void* to, unsigned char value, size_t size, void* handle) {
-    const StreamPointer stream = find_stream(handle);
-    return stream ? fill(to, value, size, stream) : kInvalidHandle;
+    return on_stream(handle, [&](const auto& stream) { return fill(to, value, size, stream); });
 }
 Status cuStreamCreate(void** out, unsigned flags) {
     *out = create_stream(current_device, flags & 1 ? kNonBlocking : kBlocking);
     return kSuccess;
 }
-Status cuStreamQuery(void* handle) {
-    const StreamPointer stream = find_stream(handle);
-    return stream ? query(stream) : kInvalidHandle;
-}
-Status cuStreamSynchronize(void* handle) {
-    const StreamPointer stream = find_stream(handle);
-    return stream ? synchronize(stream) : kInvalidHandle;
-}
+Status cuStreamQuery(void* handle) { return on_stream(handle, query); }
+Status cuStreamSynchronize(void* handle) { return on_stream(handle, synchronize); }
 
 // ---- modules -------------------------------------------------------------------------------------------------
 

@@ -30,10 +30,8 @@ constexpr Entry kEntries[] = {
     {kNotFound, "NOT_FOUND", "named symbol not found"},
     {kNotReady, "NOT_READY", "device not ready"},
     {kIllegalAddress, "ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
-    {kPeerAccessNotEnabled, "PEER_ACCESS_NOT_ENABLED", "peer access has not been enabled"},
     {kMisalignedAddress, "MISALIGNED_ADDRESS", "misaligned address"},
     {kLaunchFailure, "LAUNCH_FAILED", "unspecified launch failure"},
-    {kNotSupported, "NOT_SUPPORTED", "operation not supported"},
 };
 const Entry& entry(Status status) {
     for (const Entry& known : kEntries)

@@ -20,10 +20,8 @@ enum Status : int {
     kNotFound = 500,
     kNotReady = 600,
     kIllegalAddress = 700,
-    kPeerAccessNotEnabled = 705,
     kMisalignedAddress = 716,
     kLaunchFailure = 719,
-    kNotSupported = 801,
 };
 
 const char* status_name(Status status);

@@ -23,6 +23,12 @@ Status destroy_stream(void* handle);
 // The stream of a handle; 0, 1 (legacy) and 2 (per thread) are the legacy default stream of the current device.
 // Empty where there is no such stream (any more).
 StreamPointer find_stream(void* handle);
+// What `use` does with that stream.
+template <typename Use>
+Status on_stream(void* handle, Use use) {
+    const StreamPointer stream = find_stream(handle);
+    return stream ? use(stream) : kInvalidHandle;
+}
 int device_of(const Stream& stream);
 
 // Puts `work` behind all that the stream holds. It is left out when the device has had an error, unless
