@@ -59,39 +59,38 @@ Status copy_and_wait(void* to, const void* from, size_t size) {
     return status ? status : synchronize(stream);
 }
 
-Status fill(void* to, int value, size_t size, const StreamPointer& stream) {
+Status compute(const StreamPointer& stream, const std::string& name, const std::vector<Bytes>& reads, Bytes written,
+               std::function<void()> work) {
     const int device = device_of(*stream);
     if (const Status status = sticky(device)) return status;
     enqueue(stream, [=] {
-        const std::string wrong = problem(to, size, device, kWrite);
-        if (!wrong.empty())
-            report(device, kIllegalAddress, "memset: " + wrong);
+        std::string wrong;
+        for (const Bytes& read : reads)
+            if (wrong.empty()) wrong = problem(read.begin, read.size, device, kRead);
+        if (wrong.empty()) wrong = problem(written.begin, written.size, device, kWrite);
+        if (wrong.empty())
+            work();
         else
-            std::memset(to, value, size);
+            report(device, kIllegalAddress, name + ": " + wrong);
     });
     return kSuccess;
 }
 
+Status fill(void* to, int value, size_t size, const StreamPointer& stream) {
+    return compute(stream, "memset", {}, {to, size}, [=] { std::memset(to, value, size); });
+}
+
 Status add(double* to, const std::vector<const double*>& from, size_t size, const StreamPointer& stream) {
-    const int device = device_of(*stream);
-    if (const Status status = sticky(device)) return status;
-    count(device, kLaunches);
-    enqueue(stream, [=] {
-        std::string wrong;
-        for (const double* one : from)
-            if (wrong.empty()) wrong = problem(one, size * sizeof(double), device, kRead);
-        if (wrong.empty()) wrong = problem(to, size * sizeof(double), device, kWrite);
-        if (!wrong.empty()) {
-            report(device, kIllegalAddress, "sum: " + wrong);
-            return;
-        }
+    count(device_of(*stream), kLaunches);
+    std::vector<Bytes> reads;
+    for (const double* one : from) reads.push_back({one, size * sizeof(double)});
+    return compute(stream, "sum", reads, {to, size * sizeof(double)}, [=] {
         for (size_t i = 0; i < size; ++i) {
             double sum = from[0][i];
             for (size_t j = 1; j < from.size(); ++j) sum += from[j][i];
             to[i] = sum;
         }
     });
-    return kSuccess;
 }
 
 }  // namespace emulator

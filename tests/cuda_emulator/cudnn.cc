@@ -7,9 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "copies.h"
 #include "counts.h"
-#include "memory.h"
-#include "streams.h"
 
 using namespace emulator;
 
@@ -49,44 +48,27 @@ struct Input {
     const Shape& shape;
 };
 
-// Runs `work` in the stream, where all these are float32 in this device's memory.
-int launch(void* handle, const std::string& name, const std::vector<Input>& inputs, void* out, const Shape& shape,
-           std::function<void()> work) {
-    const StreamPointer stream = find_stream(static_cast<Handle*>(handle)->stream);
+// In the stream, where all these are float32 in this device's memory:
+// out = alpha * (what `work` adds to zeros) + beta * out
+int launch(const Handle* handle, const std::string& name, const std::vector<Input>& inputs, const void* alpha,
+           const void* beta, void* out, const Shape& shape, std::function<void(float*)> work) {
+    const StreamPointer stream = find_stream(handle->stream);
     if (!stream) return kBadParameter;
-    const int device = device_of(*stream);
-    if (sticky(device)) return kFailed;
-    std::vector<std::pair<const void*, size_t>> reads;
+    std::vector<Bytes> reads;
     for (const Input& input : inputs) {
         if (input.shape.type != kFloat) return kUnsupported;
-        reads.emplace_back(input.data, input.shape.size() * sizeof(float));
+        reads.push_back({input.data, input.shape.size() * sizeof(float)});
     }
-    count(device, kLaunches);
-    const size_t bytes = shape.size() * sizeof(float);
-    enqueue(stream, [=] {
-        std::string wrong;
-        for (const auto& read : reads)
-            if (wrong.empty()) wrong = problem(read.first, read.second, device, kRead);
-        if (wrong.empty()) wrong = problem(out, bytes, device, kWrite);
-        if (wrong.empty())
-            work();
-        else
-            report(device, kIllegalAddress, name + ": " + wrong);
-    });
-    return kGood;
-}
-
-// out = alpha * (what `work` adds to zeros) + beta * out
-std::function<void()> scaled(const void* alpha, const void* beta, void* out, const Shape& shape,
-                             std::function<void(float*)> work) {
     const float a = *static_cast<const float*>(alpha), b = *static_cast<const float*>(beta);
     const size_t size = shape.size();
-    return [=] {
+    count(device_of(*stream), kLaunches);
+    const Status status = compute(stream, name, reads, {out, size * sizeof(float)}, [=] {
         std::vector<float> sums(size, 0.0f);
         work(sums.data());
         float* const to = static_cast<float*>(out);
         for (size_t i = 0; i < size; ++i) to[i] = a * sums[i] + (b == 0 ? 0 : b * to[i]);
-    };
+    });
+    return status ? kFailed : kGood;
 }
 
 // Calls `visit(place in x, place in w, place in y)` for each product of a convolution.
@@ -234,73 +216,73 @@ int cudnnConvolutionForward(Handle* handle, const void* alpha, const Shape* x, c
                             const void* w_data, const Window* window, int, void*, size_t, const void* beta,
                             const Shape* y, void* y_data) {
     const float *from = static_cast<const float*>(x_data), *by = static_cast<const float*>(w_data);
-    return launch(handle, "cudnnConvolutionForward", {{x_data, *x}, {w_data, *w}}, y_data, *y,
-                  scaled(alpha, beta, y_data, *y, [=, x = *x, w = *w, y = *y, window = *window](float* sums) {
+    return launch(handle, "cudnnConvolutionForward", {{x_data, *x}, {w_data, *w}}, alpha, beta, y_data, *y,
+                  [=, x = *x, w = *w, y = *y, window = *window](float* sums) {
                       products(x, w, y, window, [&](int64_t i, int64_t k, int64_t j) { sums[j] += from[i] * by[k]; });
-                  }));
+                  });
 }
 int cudnnConvolutionBackwardData(Handle* handle, const void* alpha, const Shape* w, const void* w_data, const Shape* dy,
                                  const void* dy_data, const Window* window, int, void*, size_t, const void* beta,
                                  const Shape* dx, void* dx_data) {
     const float *by = static_cast<const float*>(w_data), *from = static_cast<const float*>(dy_data);
-    return launch(handle, "cudnnConvolutionBackwardData", {{w_data, *w}, {dy_data, *dy}}, dx_data, *dx,
-                  scaled(alpha, beta, dx_data, *dx, [=, x = *dx, w = *w, y = *dy, window = *window](float* sums) {
+    return launch(handle, "cudnnConvolutionBackwardData", {{w_data, *w}, {dy_data, *dy}}, alpha, beta, dx_data, *dx,
+                  [=, x = *dx, w = *w, y = *dy, window = *window](float* sums) {
                       products(x, w, y, window, [&](int64_t i, int64_t k, int64_t j) { sums[i] += from[j] * by[k]; });
-                  }));
+                  });
 }
 int cudnnConvolutionBackwardFilter(Handle* handle, const void* alpha, const Shape* x, const void* x_data,
                                    const Shape* dy, const void* dy_data, const Window* window, int, void*, size_t,
                                    const void* beta, const Shape* dw, void* dw_data) {
     const float *from = static_cast<const float*>(x_data), *by = static_cast<const float*>(dy_data);
-    return launch(handle, "cudnnConvolutionBackwardFilter", {{x_data, *x}, {dy_data, *dy}}, dw_data, *dw,
-                  scaled(alpha, beta, dw_data, *dw, [=, x = *x, w = *dw, y = *dy, window = *window](float* sums) {
+    return launch(handle, "cudnnConvolutionBackwardFilter", {{x_data, *x}, {dy_data, *dy}}, alpha, beta, dw_data, *dw,
+                  [=, x = *x, w = *dw, y = *dy, window = *window](float* sums) {
                       products(x, w, y, window, [&](int64_t i, int64_t k, int64_t j) { sums[k] += from[i] * by[j]; });
-                  }));
+                  });
 }
 int cudnnConvolutionBackwardBias(Handle* handle, const void* alpha, const Shape* dy, const void* dy_data,
                                  const void* beta, const Shape* db, void* db_data) {
     const float* from = static_cast<const float*>(dy_data);
-    return launch(handle, "cudnnConvolutionBackwardBias", {{dy_data, *dy}}, db_data, *db,
-                  scaled(alpha, beta, db_data, *db, [=, y = *dy](float* sums) {
+    return launch(handle, "cudnnConvolutionBackwardBias", {{dy_data, *dy}}, alpha, beta, db_data, *db,
+                  [=, y = *dy](float* sums) {
                       for (size_t j = 0; j < y.size(); ++j)
                           sums[j / static_cast<size_t>(y.h * y.w) % static_cast<size_t>(y.c)] += from[j];
-                  }));
+                  });
 }
 int cudnnAddTensor(Handle* handle, const void* alpha, const Shape* bias, const void* bias_data, const void* beta,
                    const Shape* y, void* y_data) {
     const float* from = static_cast<const float*>(bias_data);
     if (bias->size() != static_cast<size_t>(y->c)) return kUnsupported;
-    return launch(handle, "cudnnAddTensor", {{bias_data, *bias}, {y_data, *y}}, y_data, *y,
-                  scaled(alpha, beta, y_data, *y, [=, y = *y](float* sums) {
+    return launch(handle, "cudnnAddTensor", {{bias_data, *bias}, {y_data, *y}}, alpha, beta, y_data, *y,
+                  [=, y = *y](float* sums) {
                       for (size_t j = 0; j < y.size(); ++j)
                           sums[j] = from[j / static_cast<size_t>(y.h * y.w) % static_cast<size_t>(y.c)];
-                  }));
+                  });
 }
 int cudnnPoolingForward(Handle* handle, const Window* window, const void* alpha, const Shape* x, const void* x_data,
                         const void* beta, const Shape* y, void* y_data) {
     const float* from = static_cast<const float*>(x_data);
-    return launch(handle, "cudnnPoolingForward", {{x_data, *x}}, y_data, *y,
-                  scaled(alpha, beta, y_data, *y, [=, x = *x, y = *y, window = *window](float* sums) {
+    return launch(handle, "cudnnPoolingForward", {{x_data, *x}}, alpha, beta, y_data, *y,
+                  [=, x = *x, y = *y, window = *window](float* sums) {
                       windows(x, y, window, [&](int64_t j, const std::vector<int64_t>& places, float divisor) {
                           if (is_max(window))
                               sums[j] = from[highest(places, from)];
                           else
                               for (const int64_t place : places) sums[j] += from[place] / divisor;
                       });
-                  }));
+                  });
 }
 int cudnnPoolingBackward(Handle* handle, const Window* window, const void* alpha, const Shape* y, const void* y_data,
                          const Shape* dy, const void* dy_data, const Shape* x, const void* x_data, const void* beta,
                          const Shape* dx, void* dx_data) {
     const float *heads = static_cast<const float*>(dy_data), *from = static_cast<const float*>(x_data);
-    return launch(handle, "cudnnPoolingBackward", {{y_data, *y}, {dy_data, *dy}, {x_data, *x}}, dx_data, *dx,
-                  scaled(alpha, beta, dx_data, *dx, [=, x = *x, y = *y, window = *window](float* sums) {
+    return launch(handle, "cudnnPoolingBackward", {{y_data, *y}, {dy_data, *dy}, {x_data, *x}}, alpha, beta, dx_data,
+                  *dx, [=, x = *x, y = *y, window = *window](float* sums) {
                       windows(x, y, window, [&](int64_t j, const std::vector<int64_t>& places, float divisor) {
                           if (is_max(window))
                               sums[highest(places, from)] += heads[j];
                           else
                               for (const int64_t place : places) sums[place] += heads[j] / divisor;
                       });
-                  }));
+                  });
 }
 }
