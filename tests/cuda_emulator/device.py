@@ -98,7 +98,7 @@ class Device:
 
     def launch(self, name, grid, block, *arguments):
         """Runs the kernel and waits for it. ``grid``, ``block``: a number or up to three; ``arguments``: arrays of
-        this module, NumPy scalars, ctypes values and structures, or bytes."""
+        this module, NumPy scalars, values of ctypes, or bytes."""
         function = ctypes.c_void_p()
         self.call("cuModuleGetFunction", ctypes.byref(function), self.module, name.encode())
         values = [_value(argument) for argument in arguments]
@@ -115,14 +115,12 @@ def _three(size):
 def _value(argument):
     """The argument as bytes that can be pointed to."""
     if isinstance(argument, Array):
-        return ctypes.c_void_p(argument.pointer.value if argument.pointer else None)
+        return argument.pointer
     if isinstance(argument, np.generic):
         argument = argument.tobytes()
     if isinstance(argument, bytes):
         return ctypes.create_string_buffer(argument, len(argument))
-    if isinstance(argument, (ctypes._SimpleCData, ctypes.Structure, ctypes.Array)):
-        return argument
-    raise TypeError(f"{argument!r}: a kernel's argument has a type of C: use numpy.float32(...) or the like")
+    return argument
 
 
 def errors(cuda):
