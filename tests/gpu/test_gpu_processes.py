@@ -18,27 +18,19 @@ if "CUDA_EMULATOR" not in os.environ or not mx.context.num_gpus():
 ON_GPUS = {"GLUON_SYNCBN_TEST_DEVICE": "gpu"}
 
 
-def job(processes, *arguments, worker=SUPPORT / "gpu_worker.py", **settings):
-    return Job(processes, *arguments, worker=worker, **settings)
+def job(*arguments, worker=SUPPORT / "gpu_worker.py", **settings):
+    return Job(2, *arguments, worker=worker, **settings)
 
 
-def assert_succeeded(done, processes):
-    assert done.succeeded(processes), done.output
+def assert_succeeded(done):
+    assert done.succeeded(2), done.output
 
 
-@pytest.mark.slow
-def test_every_mode_of_four_processes():
-    """Two find what they find; `make test-gpu-emulated ARGS="-m slow"`."""
-    assert_succeeded(job(4, "every_mode", limit=200), 4)
-
-
-@pytest.mark.parametrize(("processes", "contexts"), [pytest.param(4, 1, marks=pytest.mark.slow), (2, 2)])
-def test_named_groups(processes, contexts):
+def test_named_groups():
     """Some stay within a process, and ask nobody. Sums of gradients over NCCL come in another order in each process."""
-    environment = {**ON_GPUS, "GROUPS_WORKER_CONTEXTS": str(contexts)}
+    environment = {**ON_GPUS, "GROUPS_WORKER_CONTEXTS": "2"}
     scenarios = "equals_the_specification+layers_in_any_order"
-    done = job(processes, scenarios, worker=SUPPORT / "groups_worker.py", environment=environment, limit=200)
-    assert_succeeded(done, processes)
+    assert_succeeded(job(scenarios, worker=SUPPORT / "groups_worker.py", environment=environment, limit=200))
 
 
 TOGETHER = ["every_mode", "gradients", "rows_and_gradients", "short_batches", "recomputed", "beside_a_cpu"]
@@ -47,7 +39,7 @@ TOGETHER = ["every_mode", "gradients", "rows_and_gradients", "short_batches", "r
 @pytest.fixture(scope="module")
 def together():
     """One job of two processes that does all of this."""
-    return job(2, "+".join(TOGETHER), limit=200)
+    return job("+".join(TOGETHER), limit=200)
 
 
 @pytest.mark.parametrize("scenario", TOGETHER)
@@ -56,7 +48,7 @@ def test_two_processes(scenario, together):
 
 
 def test_two_processes_end_well(together):
-    assert_succeeded(together, 2)
+    assert_succeeded(together)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +77,7 @@ def test_a_process_that_does_not_come(failed):
 
 
 def test_gradients_between_machines():
-    assert_succeeded(job(2, "gradients", environment={"MPI_WORKER_MACHINES": "0,1"}), 2)
+    assert_succeeded(job("gradients", environment={"MPI_WORKER_MACHINES": "0,1"}))
 
 
 @pytest.mark.parametrize(
@@ -94,13 +86,13 @@ def test_gradients_between_machines():
 )
 def test_gradients_over_the_host(more, machine, reason):
     environment = {"CUDA_EMULATOR_MACHINE": machine} if machine else {}
-    done = job(2, "gradients_over_the_host", *more, environment=environment)
-    assert_succeeded(done, 2)
+    done = job("gradients_over_the_host", *more, environment=environment)
+    assert_succeeded(done)
     assert f"the gradients of GPUs go through host memory: {reason}" in done.output
 
 
 def test_a_gpu_that_does_not_come_to_a_sum():
-    done = job(2, "gradients_fail")
+    done = job("gradients_fail")
     for rank in range(2):
         seconds, text = done.failure_of(rank)
         assert re.search(
