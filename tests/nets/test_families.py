@@ -1,4 +1,4 @@
-"""Quick members of families whose models pass `norm_layer=` on in part only, or are 3-D; `make gluoncv` has all.
+"""Families whose models pass `norm_layer=` on in part only, are 3-D, or segment pictures; `make gluoncv` has all.
 
 In float64, where rounding switches no ReLU, so that statistics of one context alone would be far off.
 """
@@ -9,10 +9,19 @@ pytest.importorskip("gluoncv", reason="GluonCV is not installed")
 
 from families import checks
 from families.models import BY_NAME
+from replicas import release
 
-QUICK = [BY_NAME["mobilenetv3_small"], BY_NAME["mobile_pose_resnet18_v1b"]]
-LARGE = [BY_NAME["hrnet_w18_small_v1_c"], BY_NAME["r2plus1d_resnet18_kinetics400"]._replace(inputs=((3, 4, 16, 16),))]
+QUICK = [BY_NAME[name] for name in ("mobilenetv3_small", "mobile_pose_resnet18_v1b", "fastscnn")]
+LARGE = [BY_NAME[name] for name in ("hrnet_w18_small_v1_c", "fcn", "psp", "deeplab")]
+LARGE += [BY_NAME["r2plus1d_resnet18_kinetics400"]._replace(inputs=((3, 4, 16, 16),))]
 MODELS = [*QUICK, *(pytest.param(model, marks=pytest.mark.slow) for model in LARGE)]
+
+
+@pytest.fixture(autouse=True)
+def released_each():
+    """As in conftest.py, but after each test: three such nets one after the other came to 5 GB."""
+    yield
+    release()
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
