@@ -335,39 +335,6 @@ def test_subclasses_that_compute_the_same_are_converted(make):
         np.testing.assert_allclose(net(x).asnumpy(), plain(x).asnumpy(), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("flags", [None, {}, {"static_alloc": True}])
-def test_batch_norm_with_relu(flags):
-    def fused(**kwargs):
-        net = nn.HybridSequential(**kwargs)
-        with net.name_scope():
-            net.add(nn.BatchNormReLU(in_channels=3, epsilon=1e-3))
-        return net
-
-    def apart(**kwargs):
-        net = nn.HybridSequential(**kwargs)
-        with net.name_scope():
-            net.add(nn.BatchNorm(in_channels=3, epsilon=1e-3), nn.Activation("relu"))
-        return net
-
-    nets = []
-    for make, contexts in ((fused, CONTEXTS), (apart, CONTEXTS[:1])):
-        net = make(prefix="net_")
-        net.initialize(ctx=contexts)
-        net.cast("float64")
-        nets.append(randomise(net))
-    net, plain = nets
-    convert(net)
-    if flags is not None:
-        net.hybridize(**flags)
-    assert_one_device_equals(net, plain, shards())
-    x = mx.nd.array(shards()[0], dtype="float64")
-    for name in ("running_mean", "running_var"):
-        getattr(plain[0], name).set_data(getattr(net[0], name).data(CONTEXTS[0]))
-    np.testing.assert_allclose(net(x).asnumpy(), plain(x).asnumpy(), rtol=1e-12, atol=1e-12)
-    assert net(x).asnumpy().min() == 0
-    assert type(revert(net)[0]) is nn.BatchNormReLU
-
-
 def test_contribs_layer_is_converted():
     def make(**kwargs):
         return ContribSyncBatchNorm(in_channels=3, num_devices=2, epsilon=1e-3, momentum=0.75, **kwargs)
@@ -691,26 +658,6 @@ def test_no_name_is_used_up():
     convert(net)
     revert(net)
     assert number(nn.BatchNorm()) == first + 3
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ((None,), "net: None was given, expected a gluon.Block"),
-        (([],), r"net: \[\] was given, expected"),
-        ((Residual, nn.BatchNorm), "norm_layer: .*BatchNorm.* was given, expected SyncBatchNorm or a"),
-        ((Residual, "sync"), "norm_layer: 'sync' was given"),
-    ],
-)
-def test_a_wrong_net_or_layer_is_named(arguments, message):
-    made = [Residual() if a is Residual else a for a in arguments]
-    with pytest.raises(ValueError, match=message):
-        convert(*made)
-    if len(made) == 1:
-        with pytest.raises(ValueError, match=message):
-            revert(*made)
-    else:
-        assert len(layers(made[0], nn.BatchNorm)) == 4
 
 
 @pytest.mark.parametrize(
