@@ -67,15 +67,6 @@ def test_bfloat16_is_rounded_once(contexts, rng, spatial, axis, way):
     assert_same(got._replace(**nothing), want._replace(**nothing), TOLERANCE["float32"])
 
 
-@pytest.mark.parametrize("momentum", [0, 1])
-def test_a_momentum_without_a_point(contexts, rng, momentum):
-    batch = make_batch(rng, 2)
-    layer = prepare(SyncBatchNorm(in_channels=5, momentum=momentum), batch, contexts[:2], "float64")
-    step(layer, batch, contexts, "float64")
-    result = step(layer, batch, contexts, "float64")
-    assert_same(result, truth(batch, steps=2, momentum=momentum), 1e-11)
-
-
 def test_use_global_stats_set_later(contexts, rng):
     """GluonCV's freeze_bn sets the entry of a finished layer."""
     batch = make_batch(rng, 2)
@@ -158,12 +149,6 @@ def test_settings_are_read_and_shown():
     for norm, name in ((ShuffleBatchNorm, "mode"), (SyncBatchNormAdd, "activation")):  # as `help` shows it
         assert inspect.signature(norm).parameters[name].default == getattr(norm(virtual_devices=2), name)
     assert layer.slope == 0.2 and SyncBatchNorm(activation="relu", slope=0.2).slope is None
-
-
-def test_the_callers_norm_kwargs_stay_as_they_are():
-    kwargs = {"momentum": 0.5, "num_devices": 2}
-    SyncBatchNorm(in_channels=3, **kwargs)
-    assert kwargs == {"momentum": 0.5, "num_devices": 2}
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
