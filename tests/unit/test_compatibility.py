@@ -189,21 +189,6 @@ except ImportError as error:
 
 
 @young
-def test_a_numpy_that_lacks_more_is_one_line():
-    done = child("""
-del numpy.vander
-try:
-    import gluon_syncbn
-except ImportError as error:
-    print(error)
-""")
-    assert done.returncode == 0, done.stderr
-    assert "vander" in done.stdout
-    assert f"pip install 'numpy=={compatibility.TRIED['NumPy']}.*'" in done.stdout
-    assert len(done.stdout.splitlines()) == 1
-
-
-@young
 @pytest.mark.parametrize("newer", ["Python", "NumPy"])
 def test_what_is_newer_than_what_was_tried_is_a_warning(newer):
     version = {"Python": sys.version.split()[0], "NumPy": "9.8.7"}[newer]
