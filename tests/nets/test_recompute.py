@@ -399,13 +399,6 @@ def test_a_recorded_graph_in_every_order(contexts):
         assert_close(got, found[0])
 
 
-def test_arguments_are_checked():
-    with pytest.raises(ValueError, match=re.escape("block: 3 was given, expected a gluon.Block")):
-        recompute(3)
-    with pytest.raises(ValueError, match="active: 1 was given, expected True or False"):
-        recompute(nn.Dense(1), active=1)
-
-
 def record(net, context):
     with autograd.record():
         return net(nd.ones((2, 4, 5, 3), ctx=context))
