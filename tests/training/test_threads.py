@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 import mxnet as mx
 import numpy as np
 import pytest
+from gate import Gate
 from mxnet import autograd, nd
 from replicas import TOLERANCE, WAYS, Batch, assert_same, make_batch, on_devices, prepare, step, truth
 
@@ -383,20 +384,6 @@ def test_a_shape_that_changes_on_one_device(contexts, rng):
 # ---- who could call a missing replica --------------------------------------------------------------------------
 
 
-class Held(mx.operator.CustomOp):
-    until = threading.Event()
-
-    def forward(self, is_train, req, in_data, out_data, aux):
-        self.until.wait(60)
-        self.assign(out_data[0], req[0], in_data[0])
-
-
-@mx.operator.register("held")
-class HeldProp(mx.operator.CustomOpProp):
-    def create_operator(self, ctx, shapes, dtypes):
-        return Held()
-
-
 READS = {
     "asnumpy": lambda y, path: y.asnumpy(),
     "asscalar": lambda y, path: y.sum().asscalar(),
@@ -424,12 +411,12 @@ def answer(wanted=None):
 
 
 @pytest.mark.parametrize("read", READS)
-def test_who_could_call_while_a_thread_reads(monkeypatch, tmp_path, read):
-    monkeypatch.setattr(Held, "until", threading.Event())
+def test_who_could_call_while_a_thread_reads(tmp_path, read):
+    gate = Gate()
 
     def step():
         with autograd.record():
-            READS[read](nd.Custom(nd.ones(3), op_type="held"), str(tmp_path / "array"))
+            READS[read](gate.behind(nd.ones(3)), str(tmp_path / "array"))
 
     def other(trains):
         with autograd.record() if trains else nullcontext():
@@ -456,5 +443,5 @@ def test_who_could_call_while_a_thread_reads(monkeypatch, tmp_path, read):
             pool.submit(time.sleep, 0).result()
             assert answer(text) == (said, patience)
     finally:
-        Held.until.set()
+        gate.open()
         reader.join()
