@@ -22,6 +22,7 @@ from replicas import (
     TOLERANCE,
     WAYS,
     assert_same,
+    assert_whole,
     forward_and_backward,
     in_threads,
     make_batch,
@@ -561,32 +562,21 @@ def test_200_steps_in_any_order(contexts, rng):
     """Four layers with something between them that keeps the values moderate."""
     nets = []
     for norm, places in ((SyncBatchNorm, contexts[:4]), (nn.BatchNorm, contexts[:1])):
-        net = nn.HybridSequential()
-        for _ in range(4):
-            net.add(norm(in_channels=5), nn.Activation("tanh"))
+        net = nn.HybridSequential(prefix="net_")
+        with net.name_scope():
+            for _ in range(4):
+                net.add(norm(in_channels=5), nn.Activation("tanh"))
         net.cast("float64")
         net.initialize(ctx=places)
-        nets.append((net, places))
+        nets.append(net)
     for _ in range(200):
-        batch, found = make_batch(rng, 4, spatial=(3,)), []
-        gammas = rng.rand(4, 5) + 0.5
-        whole = batch._replace(shards=[np.concatenate(batch.shards)], heads=[np.concatenate(batch.heads)])
-        for (net, places), given in zip(nets, (batch, whole)):
-            xs, heads = (on_devices(arrays, places, "float64") for arrays in (given.shards, given.heads))
-            for layer, gamma in zip(net[::2], gammas):
-                layer.gamma.set_data(nd.array(gamma))
-            for x in xs:
-                x.attach_grad()
-            ys = [None] * len(xs)
-            with autograd.record():
-                for i in rng.permutation(len(xs)):
-                    ys[i] = net(xs[i])
-            autograd.backward(ys, heads)
-            gradient = sum(array.asnumpy() for array in net[0].gamma.list_grad())
-            found.append([np.concatenate([a.asnumpy() for a in arrays]) for arrays in (ys, [x.grad for x in xs])])
-            found[-1].append(gradient)
-        for got, want in zip(*found):
-            np.testing.assert_allclose(got, want, rtol=0, atol=1e-8 * np.abs(want).max())
+        batch, order = make_batch(rng, 4, spatial=(3,)), rng.permutation(4)
+        for layers in zip(*(net[::2] for net in nets)):
+            gamma = nd.array(rng.rand(5) + 0.5)
+            for layer in layers:
+                layer.gamma.set_data(gamma)
+        shards, heads, places = ([of[i] for i in order] for of in (batch.shards, batch.heads, contexts))
+        assert_whole(*nets, shards, heads, places, 1e-8, "float64")
 
 
 def test_every_replica_has_its_error_where_its_device_is_busy(contexts, rng):

@@ -11,10 +11,9 @@ from mxnet.gluon import nn
 from poolings import specification
 from replicas import (
     WAYS,
-    Batch,
     assert_same,
     assert_same_bits,
-    forward_and_backward,
+    assert_whole,
     make_batch,
     on_devices,
     prepare,
@@ -24,34 +23,6 @@ from replicas import (
 
 from gluon_syncbn import SyncBatchNorm, configure, convert
 from gluon_syncbn.mxnet_side.nodes import json_of, number_nodes
-
-
-def train(net, shards, heads, contexts, dtype="float64"):
-    """One step; returns outputs, dx and the summed gradient of every parameter."""
-    xs, dys = on_devices(shards, contexts, dtype), on_devices(heads, contexts, dtype)
-    ys = forward_and_backward(net, xs, dys)
-    gradients = {
-        name: sum(g.asnumpy() for g in p.list_grad())
-        for name, p in net.collect_params().items()
-        if p.grad_req != "null"
-    }
-    running = {
-        name: p.data(contexts[0]).asnumpy()
-        for name, p in net.collect_params().items()
-        if name.endswith(("running_mean", "running_var"))
-    }
-    return [y.asnumpy() for y in ys], [x.grad.asnumpy() for x in xs], gradients, running
-
-
-def assert_equal_nets(net, plain, batch, contexts, dtype, tolerance):
-    """`net` on the shards against `plain` on their concatenation, on one device."""
-    ys, dxs, gradients, running = train(net, batch.shards, batch.heads, contexts, dtype)
-    whole = train(plain, [np.concatenate(batch.shards)], [np.concatenate(batch.heads)], contexts, dtype)
-    np.testing.assert_allclose(np.concatenate(ys), whole[0][0], rtol=0, atol=tolerance * np.abs(whole[0][0]).max())
-    np.testing.assert_allclose(np.concatenate(dxs), whole[1][0], rtol=0, atol=tolerance * np.abs(whole[1][0]).max())
-    for got, want in ((gradients, whole[2]), (running, whole[3])):
-        for g, w in zip(got.values(), want.values()):
-            np.testing.assert_allclose(g, w, rtol=0, atol=tolerance * np.abs(w).max())
 
 
 class Branches(nn.HybridBlock):
@@ -171,10 +142,8 @@ def test_a_convolutional_net_is_right_every_time(contexts, rng, way):
     net, plain = twins(contexts[:4], rng, "float32", way)
     for _ in range(25):
         sizes = [2, 1, 3, 2]
-        shards = [((i + 1) * rng.randn(n, 3, 16, 16) + i).astype("float32") for i, n in enumerate(sizes)]
-        heads = [rng.randn(n, 8, 8, 8).astype("float32") for n in sizes]
-        batch = Batch(shards, heads, None, None)
-        assert_equal_nets(net, plain, batch, contexts[:4], "float32", tolerance=3e-4)
+        shards = [(i + 1) * rng.randn(n, 3, 16, 16) + i for i, n in enumerate(sizes)]
+        assert_whole(net, plain, shards, [rng.randn(n, 8, 8, 8) for n in sizes], contexts, 3e-4)
 
 
 def test_parameters_are_put_where_they_are(rng, contexts):
@@ -253,10 +222,8 @@ def test_one_kvstore_for_gradients_and_statistics(contexts, rng):
         gluon.Trainer(plain.collect_params(), **settings),
     ]
     for _ in range(3):
-        shards = [rng.randn(n, 3, 8, 8).astype("float32") for n in (1, 3)]
-        heads = [rng.randn(n, 8, 4, 4).astype("float32") for n in (1, 3)]
-        train(net, shards, heads, contexts, "float32")
-        train(plain, [np.concatenate(shards)], [np.concatenate(heads)], contexts, "float32")
+        shards, heads = ([rng.randn(n, *shape) for n in (1, 3)] for shape in ((3, 8, 8), (8, 4, 4)))
+        assert_whole(net, plain, shards, heads, contexts, 1e-3)
         for trainer in trainers:
             trainer.step(4)
     for p, q in zip(net.collect_params().values(), plain.collect_params().values()):

@@ -12,6 +12,7 @@ from gluoncv.nn.block import BatchNormCudnnOff
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
+from replicas import assert_near, on_devices, step_of_net
 
 import gluon_syncbn
 from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd, convert, freeze, revert
@@ -71,49 +72,28 @@ def shards(shape=(3, 6, 6), sizes=(2, 3), dtype="float64", seed=1):
 
 
 def step(net, inputs, contexts):
-    """One training forward and backward with a random head gradient: outputs, dx, dparameters (summed)."""
-    xs = [mx.nd.array(x, ctx=ctx, dtype=x.dtype) for x, ctx in zip(inputs, contexts)]
-    for x in xs:
-        x.attach_grad()
-    with autograd.record():
-        ys = [net(x) for x in xs]
-    whole = np.random.default_rng(2).normal(0.3, 1, (sum(len(x) for x in inputs), *ys[0].shape[1:]))
-    cuts = np.cumsum([len(x) for x in inputs])[:-1]
-    heads = [mx.nd.array(h, ctx=c, dtype=h.dtype) for h, c in zip(np.split(whole, cuts), contexts)]
-    autograd.backward(ys, [h.astype(y.dtype) for h, y in zip(heads, ys)])
-    grads = {
-        name: sum(g.asnumpy() for g in parameter.list_grad())
-        for name, parameter in net._collect_params_with_prefix().items()
-        if parameter.grad_req != "null"
-    }
-    gather = [np.concatenate([a.asnumpy() for a in arrays]) for arrays in (ys, [x.grad for x in xs])]
-    return gather[0], gather[1], grads
+    """Of one with a random head gradient, all but the running statistics."""
+
+    def heads(ys):
+        whole = np.random.default_rng(2).normal(0.3, 1, (sum(map(len, inputs)), *ys[0].shape[1:]))
+        return on_devices(np.split(whole, np.cumsum([len(x) for x in inputs])[:-1]), contexts, ys[0].dtype)
+
+    found = step_of_net(net, on_devices(inputs, contexts, inputs[0].dtype), heads)
+    return {name: value for name, value in found.items() if "running" not in name}
 
 
-def assert_one_device_equals(net, plain, inputs, rtol=1e-9, contexts=CONTEXTS):
+def assert_one_device_equals(net, plain, inputs):
     """`net` on two devices against `plain`, built the same way, on one with the concatenated batch."""
-    output, dx, grads = step(net, inputs, contexts)
-    want_output, want_dx, want_grads = step(plain, [np.concatenate(inputs)], CONTEXTS[:1])
-    np.testing.assert_allclose(output, want_output, rtol=rtol, atol=rtol)
-    np.testing.assert_allclose(dx, want_dx, rtol=rtol, atol=rtol)
-    assert_same_gradients(grads, want_grads, rtol)
+    assert_near(step(net, inputs, CONTEXTS), step(plain, [np.concatenate(inputs)], CONTEXTS[:1]), 1e-9)
 
 
-def assert_same_gradients(grads, want, rtol):
-    """A bias before a normalisation has gradient zero but for rounding: the scale is that of all of them."""
-    scale = max(np.abs(grad).max() for grad in want.values())
-    assert grads.keys() == want.keys()
-    for name, grad in grads.items():
-        np.testing.assert_allclose(grad, want[name], rtol=rtol, atol=rtol * scale, err_msg=name)
-
-
-def pair(make=Residual, dtype="float64", contexts=CONTEXTS):
-    """Two networks with the same parameters: one on `contexts`, one on the first of them alone."""
+def pair(make=Residual):
+    """Two networks with the same parameters: one on both devices, one on the first of them alone."""
     nets = []
-    for ctx in (contexts, contexts[:1]):
+    for ctx in (CONTEXTS, CONTEXTS[:1]):
         net = make(prefix="net_")
         net.initialize(ctx=ctx)
-        net.cast(dtype)
+        net.cast("float64")
         nets.append(randomise(net))
     return nets
 
@@ -180,13 +160,13 @@ def test_a_part_of_a_hybridized_network_that_has_run(flags):
     net, plain = pair()
     net.hybridize(**flags)
     inputs = shards()
-    apart = step(net, inputs, CONTEXTS)[0]
+    apart = step(net, inputs, CONTEXTS)["y"]
     for part in (net.stem, net.norm, *net.branches):
         convert(part)
     assert_one_device_equals(net, plain, inputs)
     for part in (net.stem[1], net.norm, *net.branches):
         revert(part)
-    np.testing.assert_allclose(step(net, inputs, CONTEXTS)[0], apart)
+    np.testing.assert_allclose(step(net, inputs, CONTEXTS)["y"], apart)
     convert(net)
     assert_one_device_equals(net, plain, inputs)
     for one in (net, plain):
@@ -489,8 +469,7 @@ def test_frozen_layers(converted):
     after = [p.data(CONTEXTS[0]).asnumpy() for p in net.collect_params(".*(gamma|beta|running).*").values()]
     for one, other in zip(before, after):
         np.testing.assert_array_equal(one, other)
-    grads = step(net, shards(), CONTEXTS)[2]
-    assert grads and not [name for name in grads if name.endswith(("gamma", "beta"))]
+    assert not [p.name for p in net.collect_params(".*(gamma|beta)").values() if p.grad_req != "null"]
 
 
 def test_a_frozen_layer_needs_no_other_replica():
@@ -639,13 +618,13 @@ def test_initialisation_that_is_still_pending():
     convert(net)
     assert state(net) == before
     inputs = shards(dtype="float32")
-    output, _, _ = step(net, inputs, CONTEXTS)
+    output = step(net, inputs, CONTEXTS)["y"]
     assert net[0].gamma.list_ctx() == CONTEXTS
     assert net[0].gamma.data(CONTEXTS[1]).asnumpy().max() == 1.5
 
     plain = make(prefix="net_")
     plain.initialize(init=mx.init.Constant(0.25))
-    np.testing.assert_allclose(output, step(plain, [np.concatenate(inputs)], [mx.cpu()])[0], atol=1e-5)
+    np.testing.assert_allclose(output, step(plain, [np.concatenate(inputs)], [mx.cpu()])["y"], atol=1e-5)
 
 
 def test_no_name_is_used_up():

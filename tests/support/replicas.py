@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from itertools import chain
-from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -132,13 +132,32 @@ def is_in_blocks(array) -> bool:
 
 
 def forward_and_backward(net, xs, heads, *others):
-    """Of all replicas in one record scope: the outputs. `xs` then have gradients; `others` are further inputs."""
+    """Of all replicas in one record scope: the outputs, of which `heads` may be a function. `xs` then have gradients;
+    `others` are further inputs."""
     for x in xs:
         x.attach_grad()
     with autograd.record():
         ys = [net(*given) for given in zip(xs, *others)]
-    autograd.backward(ys, heads)
+    autograd.backward(ys, heads(ys) if callable(heads) else heads)
     return ys
+
+
+def step_of_net(net, xs, heads) -> Dict[str, np.ndarray]:
+    """Outputs and gradients of the data, of all replicas together; by name, gradients and running statistics."""
+    ys = forward_and_backward(net, xs, heads)
+    found = {"y": np.concatenate([y.asnumpy() for y in ys]), "dx": np.concatenate([x.grad.asnumpy() for x in xs])}
+    for name, parameter in net.collect_params().items():
+        arrays = [parameter.data(xs[0].ctx)] if parameter.grad_req == "null" else parameter.list_grad()
+        found[name] = sum(array.asnumpy() for array in arrays)
+    return found
+
+
+def assert_near(got: Dict[str, np.ndarray], want: Dict[str, np.ndarray], tolerance: float) -> None:
+    """Relative to the largest value of each array, of which a bias before a normalisation has none but for rounding."""
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        atol = tolerance * (np.abs(value).max() + 1e-3)
+        np.testing.assert_allclose(got[name], value, rtol=0, atol=atol, err_msg=name)
 
 
 def step(layer, batch: Batch, contexts: Sequence[mx.Context], dtype: str) -> Result:
@@ -170,6 +189,14 @@ def step_in_any_order(rng, layers, xs, heads, pause=0.0):
     order = rng.permutation(len(layers))
     autograd.backward([y for i in order for y in ys[i]], [head for i in order for head in heads[i]])
     return ys
+
+
+def assert_whole(net, plain, shards, heads, contexts, tolerance, dtype="float32") -> None:
+    """A step of a net on these contexts is that of the plain one on its own context, with the whole batch."""
+    got = step_of_net(net, *(on_devices(arrays, contexts, dtype) for arrays in (shards, heads)))
+    own = next(iter(plain.collect_params().values())).list_ctx()
+    whole = (on_devices([np.concatenate(arrays)], own, dtype) for arrays in (shards, heads))
+    assert_near(got, step_of_net(plain, *whole), tolerance)
 
 
 def collect(layer, ys, dxs, contexts) -> Result:
