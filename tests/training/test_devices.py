@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from replicas import WAYS
+from replicas import WAYS, forward_and_backward
 from thread_transport import ThreadTransport
 
 import gluon_syncbn
@@ -46,12 +46,6 @@ def values_of(net, context):
 def assert_values(values, wanted, where=""):
     for name, value in values.items():
         np.testing.assert_allclose(value, wanted[name], rtol=1e-9, atol=1e-10, err_msg=f"{name} {where}")
-
-
-def backward(net, xs, heads):
-    with autograd.record():
-        ys = [net(x) for x in xs]
-    autograd.backward(ys, heads)
 
 
 def batches_of(rng, sizes):
@@ -101,10 +95,10 @@ def test_an_epoch_of_uneven_batches(contexts, rng, tmp_path, store, updates, req
         with contextlib.ExitStack() as block:
             if len(used) < len(places):
                 block.enter_context(gluon_syncbn.only_on(used))
-            backward(net, *on_devices)
+            forward_and_backward(net, *on_devices)
             if number % 2 and updates_now:
                 update(sum(sizes))
-        backward(plain, *whole)  # which is a step on all contexts, too
+        forward_and_backward(plain, *whole)  # which is a step on all contexts, too
         if not updates_now:
             continue
         if number % 2 == 0:
@@ -131,7 +125,7 @@ def test_a_first_batch_and_one_without_a_store(contexts, rng, settings):
         before = values_of(net, places[0])
         xs = [nd.array(rng.randn(2, 2, 6, 5), ctx=place, dtype="float64") for place in used]
         with gluon_syncbn.only_on(used):
-            backward(net, xs, [nd.array(rng.randn(2, 4), ctx=place, dtype="float64") for place in used])
+            forward_and_backward(net, xs, [nd.array(rng.randn(2, 4), ctx=place, dtype="float64") for place in used])
         trainer.step(1, ignore_stale_grad=used == places[1:])
     if settings["kvstore"] is None:
         decayed = {name: value if "running" in name else value * (1 - 0.5 * 0.25) for name, value in before.items()}
@@ -158,12 +152,12 @@ def test_a_gradient_from_before_the_block(contexts, rng, updates):
             xs = [nd.array(rng.randn(2, 2, 6, 5), ctx=place, dtype="float64") for place in used]
             heads = [nd.array(rng.randn(2, 4), ctx=place, dtype="float64") for place in used]
             if net is nets[0]:
-                backward(net, xs, heads)
+                forward_and_backward(net, xs, heads)
                 before = net[1].gamma.data(places[0]).asnumpy()
                 gradients = [g.asnumpy() for g in net[1].gamma.list_grad()]
                 continue
             with gluon_syncbn.only_on(used):
-                backward(net, xs, heads)
+                forward_and_backward(net, xs, heads)
                 if inside:
                     trainers[0].step(1)
         if not inside:

@@ -11,7 +11,7 @@ import pytest
 from core_counts import core_count
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from replicas import WAYS
+from replicas import WAYS, assert_whole, forward_and_backward
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
@@ -26,9 +26,11 @@ def soon():
 
 
 def a_net(contexts, norm=SyncBatchNorm, rate=0.0, way=None):
-    net = nn.HybridSequential()
-    for _ in range(LAYERS):
-        net.add(nn.Conv2D(4, 3, padding=1, in_channels=4), norm(in_channels=4), nn.Activation("tanh"), nn.Dropout(rate))
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        for _ in range(LAYERS):
+            net.add(nn.Conv2D(4, 3, padding=1, in_channels=4, use_bias=False), norm(in_channels=4))
+            net.add(nn.Activation("tanh"), nn.Dropout(rate))
     net.initialize(mx.init.Xavier(), ctx=contexts)
     if way is not None:
         net.hybridize(**way)
@@ -52,19 +54,7 @@ def test_many_convolutions(contexts, rng, way, count):
         q.set_data(p.data())
     for _ in range(3):
         shards = shards_of(rng, places)
-        heads = [rng.randn(*shard.shape) for shard in shards]
-        found = []
-        for one, where, xs, hs in (
-            (net, places, shards, heads),
-            (plain, places[:1], [np.concatenate(shards)], [np.concatenate(heads)]),
-        ):
-            with autograd.record():
-                ys = [one(nd.array(x, ctx=c)) for x, c in zip(xs, where)]
-            autograd.backward(ys, [nd.array(h, ctx=c) for h, c in zip(hs, where)])
-            gradient = sum(g.asnumpy() for g in one[0].weight.list_grad())  # it went through all layers
-            found.append((np.concatenate([y.asnumpy() for y in ys]), gradient))
-        for got, want in zip(*found):
-            np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3 * np.abs(want).max())
+        assert_whole(net, plain, shards, [rng.randn(*shard.shape) for shard in shards], places, 1e-3)
 
 
 def changed(x):
@@ -201,13 +191,6 @@ def test_a_loss_reads_its_labels(contexts, rng, kind):
     assert all(np.isfinite(y.asscalar()) for y in losses)
 
 
-def a_step(net, xs):
-    with autograd.record():
-        ys = [net(x) for x in xs]
-    autograd.backward(ys)
-    return [y.asnumpy() for y in ys]
-
-
 def test_resources_do_not_grow(contexts, rng):
     """Neither with the steps, nor with the threads that a program starts for each."""
     places = contexts[:2]
@@ -229,7 +212,7 @@ def test_resources_do_not_grow(contexts, rng):
             while os.path.exists(f"/proc/self/task/{thread.native_id}"):  # Python's part ends first
                 time.sleep(0.001)
 
-    for one_step in (lambda: a_step(net, xs), in_threads):
+    for one_step in (lambda: (forward_and_backward(net, xs, None), nd.waitall()), in_threads):
         for _ in range(2):
             one_step()
         before = core_count("resources")
