@@ -13,6 +13,7 @@ from pathlib import Path
 import mxnet as mx
 import numpy as np
 import pytest
+import replicas
 from environments import ended
 from gate import Gate
 from mxnet import autograd, gluon, nd
@@ -53,19 +54,7 @@ def a_layer(contexts, way="eager", **kwargs):
 
 
 def assert_next_step_is_right(layer, contexts, rng):
-    """One more step equals one device with plain BatchNorm that starts from the running statistics of now."""
-    batch = make_batch(rng, len(contexts), dtype="float32")
-    with autograd.record():
-        pass  # starts afresh; until then, reading what the failed step may have written raises its error
-    old = [p.data(contexts[0]).asnumpy().astype("float64") for p in (layer.running_mean, layer.running_var)]
-    assert all(np.isfinite(value).all() for value in old)
-    layer.gamma.set_data(nd.array(batch.gamma))
-    layer.beta.set_data(nd.array(batch.beta))
-    got, want = step(layer, batch, contexts, "float32"), truth(batch)
-    # truth starts from mean 0 and variance 1
-    means = [m + 0.9 * old[0] for m in want.running_mean]
-    variances = [v + 0.9 * (old[1] - 1) for v in want.running_var]
-    assert_same(got, want._replace(running_mean=means, running_var=variances), TOLERANCE["float32"])
+    replicas.assert_next_step_is_right(layer, make_batch(rng, len(contexts), dtype="float32"), contexts)
 
 
 def assert_explains(error, layer, *parts):

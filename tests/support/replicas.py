@@ -245,6 +245,21 @@ def assert_same(got: Result, want: Result, tolerance: float) -> None:
             assert error <= tolerance, f"{name} of replica {i}: relative error {error:.2e}, allowed {tolerance:.0e}"
 
 
+def assert_next_step_is_right(layer, batch: Batch, contexts: Sequence[mx.Context], dtype: str = "float32") -> None:
+    """It equals one device with plain BatchNorm that starts from the running statistics of now."""
+    with autograd.record():
+        pass  # starts afresh; until then, reading what a failed step may have written raises its error
+    old = [[p.data(c).asnumpy().astype("float64") for c in contexts] for p in (layer.running_mean, layer.running_var)]
+    assert np.isfinite(old).all()
+    layer.gamma.set_data(nd.array(batch.gamma))
+    layer.beta.set_data(nd.array(batch.beta))
+    got, want, keep = step(layer, batch, contexts, dtype), truth(batch), float(np.float32(0.9))
+    # truth starts from mean 0 and variance 1
+    means = [value + keep * mean for value, mean in zip(want.running_mean, old[0])]
+    variances = [value + keep * (variance - 1) for value, variance in zip(want.running_var, old[1])]
+    assert_same(got, want._replace(running_mean=means, running_var=variances), TOLERANCE[dtype])
+
+
 def assert_same_bits(got: Result, want: Result) -> None:
     for name in Result._fields:
         for g, w in zip(getattr(got, name), getattr(want, name)):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gate import Gate
 from mxnet import autograd, nd
-from replicas import TOLERANCE, WAYS, Batch, assert_same, make_batch, on_devices, prepare, step, truth
+from replicas import TOLERANCE, WAYS, Batch, assert_next_step_is_right, make_batch, on_devices, prepare, truth
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
@@ -80,21 +80,6 @@ def a_layer(contexts, rng, way=None):
     return layer, batch, shards
 
 
-def assert_next_step_is_right(layer, batch, contexts):
-    with autograd.record():
-        pass  # begins anew, so that the running statistics can be read
-    keep = float(np.float32(0.9))
-    before = [layer.running_mean.data(c).copy() for c in contexts], [layer.running_var.data(c).copy() for c in contexts]
-    got, want = step(layer, batch, contexts, "float64"), truth(batch)
-    means, variances = ([old.asnumpy() for old in olds] for olds in before)
-    x = np.concatenate(batch.shards)
-    want = want._replace(
-        running_mean=[keep * old + (1 - keep) * x.mean((0, 2, 3)) for old in means],
-        running_var=[keep * old + (1 - keep) * x.var((0, 2, 3)) for old in variances],
-    )
-    assert_same(got, want, TOLERANCE["float64"])
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("before", "refused"),
@@ -128,7 +113,7 @@ def test_a_call_in_the_middle_of_a_step_of_another_thread(contexts, rng, way, be
         caller.leave(raised.value)
         with pytest.raises(gluon_syncbn.StepError, match=named):
             other.leave()
-    assert_next_step_is_right(layer, batch, places)
+    assert_next_step_is_right(layer, batch, places, "float64")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -164,7 +149,7 @@ def test_two_threads_at_once(contexts, rng, way):
     assert not wrong
     assert all("in a step of thread" in error for error in errors), set(errors)
     gluon_syncbn.reset()
-    assert_next_step_is_right(layer, batch, places)
+    assert_next_step_is_right(layer, batch, places, "float64")
 
 
 # ---- what is right -------------------------------------------------------------------------------------------
@@ -175,7 +160,7 @@ def test_each_step_in_another_thread(contexts, rng, way):
     layer, batch, _ = a_layer(contexts[:2], rng, WAYS[way])
     for i in range(4):
         with actors(f"step {i}") as (actor,):
-            actor.do(lambda: assert_next_step_is_right(layer, batch, contexts[:2]))
+            actor.do(lambda: assert_next_step_is_right(layer, batch, contexts[:2], "float64"))
 
 
 @pytest.mark.parametrize("way", ["eager", "hybrid", "static_alloc"])
