@@ -319,10 +319,7 @@ def test_contribs_layer_is_converted():
     def make(**kwargs):
         return ContribSyncBatchNorm(in_channels=3, num_devices=2, epsilon=1e-3, momentum=0.75, **kwargs)
 
-    layer = make(prefix="net_")
-    layer.initialize(ctx=CONTEXTS)
-    layer.cast("float64")
-    randomise(layer)
+    layer, _ = pair(make)
     before = state(layer)
     convert(layer)
     assert type(layer) is SyncBatchNorm
