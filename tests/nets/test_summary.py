@@ -201,17 +201,6 @@ def small(prefix="net_"):
     return net
 
 
-def test_what_a_hybrid_forward_calls_is_warned_about(contexts, recwarn):
-    net = Calling(prefix="net_")
-    net.initialize(ctx=contexts[:2])
-    net.hybridize()
-    train(net, contexts[:2])
-    (warning,) = recwarn.list
-    assert str(warning.message).startswith(
-        "1 of 2 layers of batch normalisation are synchronised, and these are not: net"
-    )
-
-
 @pytest.mark.parametrize("hybridized", ["not", "in part", "whole"])
 def test_fusing_without_a_graph_is_warned_about(contexts, hybridized, recwarn):
     net = nn.HybridSequential()
