@@ -56,6 +56,13 @@ def sound(request):
         gpus.assert_sound()
 
 
+@pytest.fixture
+def installed():
+    gluon_syncbn.install()
+    yield
+    gluon_syncbn.uninstall()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def released():
     yield
