@@ -46,14 +46,16 @@ class Unit(nn.HybridBlock):
         return self.body(x) + x
 
 
-def make_net(contexts, units=2, make=Unit, **settings):
+def make_net(contexts, units=2, recomputed=False, **settings):
     net = nn.Sequential()
-    net.add(*[make(**settings) for _ in range(units)])
+    net.add(*[Unit(**settings) for _ in range(units)])
     net.initialize(ctx=contexts)
     rng = np.random.RandomState(1)
     for parameter in net.collect_params().values():
         if not parameter.name.endswith(("mean", "var")):
             parameter.set_data(nd.array(rng.randn(*parameter.shape) * 0.4 + 0.5))
+    for unit in net if recomputed else ():
+        assert recompute(unit) is unit
     return net
 
 
@@ -95,11 +97,9 @@ def assert_close(got, want):
 def test_equals_the_net_without_it(contexts, replicas, way):
     contexts = contexts[:replicas]
     want = train(make_net(contexts), contexts)
-    net = make_net(contexts)
-    for unit in net:
-        assert recompute(unit) is unit
-        if WAYS[way] is not None:
-            unit.hybridize(**WAYS[way])
+    net = make_net(contexts, recomputed=True)
+    for unit in net if WAYS[way] is not None else ():
+        unit.hybridize(**WAYS[way])
     assert_close(train(net, contexts), want)
 
 
@@ -134,9 +134,7 @@ def test_one_thread_for_each_replica(contexts):
     """As GluonCV calls a net."""
     contexts = contexts[:2]
     want = train(make_net(contexts), contexts, steps=1)
-    net = make_net(contexts)
-    for unit in net:
-        recompute(unit)
+    net = make_net(contexts, recomputed=True)
     xs, heads = make_data(contexts)
     ys = [None] * len(xs)
 
@@ -171,19 +169,14 @@ class Counting(DeviceExchange):
 
 
 def test_statistics_are_exchanged_once(contexts):
-    counting = Counting()
-    net = make_net(contexts[:2])
-    for unit in net:
-        recompute(unit)
+    counting, net = Counting(), make_net(contexts[:2], recomputed=True)
     session.set_exchange(counting)
     train(net, contexts[:2], steps=1)
     assert sorted(counting.seen) == ["backward"] * 4 + ["forward"] * 4
 
 
 def test_a_backward_that_is_repeated(contexts):
-    net = make_net(contexts[:2])
-    for unit in net:
-        recompute(unit)
+    net = make_net(contexts[:2], recomputed=True)
     xs, heads = make_data(contexts[:2])
     for x in xs:
         x.attach_grad()
@@ -199,9 +192,7 @@ def test_a_backward_that_is_repeated(contexts):
 
 def test_the_batch_and_the_weights_may_change_before_the_backward_runs(contexts):
     """What is issued after the backward is nothing that it may see."""
-    net = make_net(contexts[:1], units=1)
-    recompute(net[0])
-    found = []
+    net, found = make_net(contexts[:1], units=1, recomputed=True), []
     for overwrite in (False, True):
         (x,), (head,) = make_data(contexts[:1])
         x.attach_grad()

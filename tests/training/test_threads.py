@@ -1,6 +1,5 @@
 """Threads that step a layer: one after the other, one for each replica, and two at once, which is an error."""
 
-import functools
 import queue
 import threading
 import time
@@ -78,6 +77,11 @@ def a_layer(contexts, rng, way=None):
     autograd.backward(ys)
     nd.waitall()
     return layer, batch, shards
+
+
+def assert_outputs(ys, batch):
+    for y, want in zip(ys, truth(batch).outputs):
+        np.testing.assert_allclose(y.asnumpy(), want, atol=1e-9)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -175,9 +179,8 @@ def test_a_thread_for_each_replica(contexts, rng, way):
                 actor.enter()
                 ys[i] = actor.do(lambda i=i: [layer(shards[i]) for _ in range(2)])
                 actor.leave()
-            for i, want in enumerate(truth(batch).outputs):
-                for y in ys[i]:
-                    np.testing.assert_allclose(y.asnumpy(), want, atol=1e-9)
+            for outputs in zip(*(ys[i] for i in range(3))):
+                assert_outputs(outputs, batch)
 
 
 def test_two_threads_on_one_context(contexts, rng):
@@ -191,6 +194,20 @@ def test_two_threads_on_one_context(contexts, rng):
             actor.leave()
         for y in ys:
             np.testing.assert_allclose(y.asnumpy(), truth(batch).outputs[0], atol=1e-9)
+
+
+def at_once(layer, xs, trains=True):
+    """The outputs of calls by as many threads."""
+
+    def call(thread, x):
+        def scoped():
+            with autograd.record() if trains else nullcontext():
+                return layer(x)
+
+        return thread.do(scoped)
+
+    with actors(*map(str, range(len(xs)))) as threads, ThreadPoolExecutor(len(xs)) as pool:
+        return list(pool.map(call, threads, xs))
 
 
 class Issues:
@@ -234,10 +251,8 @@ def test_threads_that_share_a_context_issue_one_after_the_other(contexts, rng, m
     with autograd.predict_mode():
         layer(xs[0]).wait_to_read()
     issues = Issues(monkeypatch, *issuing_function(way), lambda: time.sleep(0.02))
-    with actors("one", "two", "three", "four") as threads, autograd.record() if trains else nullcontext():
-        calls = [functools.partial(scoped, trains, layer, x) for x in xs]
-        with ThreadPoolExecutor(4) as pool:
-            ys = list(pool.map(lambda thread, call: thread.do(call), threads, calls))
+    with autograd.record() if trains else nullcontext():
+        ys = at_once(layer, xs, trains)
     outputs = [y.asnumpy() for y in ys]
     assert issues.most == 1
     for got, shard, head in zip(outputs, batch.shards, batch.heads) if trains else ():
@@ -245,19 +260,13 @@ def test_threads_that_share_a_context_issue_one_after_the_other(contexts, rng, m
         np.testing.assert_allclose(got, want, atol=TOLERANCE["float64"])
 
 
-def scoped(trains, layer, x):
-    with autograd.record() if trains else nullcontext():
-        return layer(x)
-
-
 @pytest.mark.parametrize("way", ["eager", "hybrid"])
 def test_threads_on_contexts_of_their_own_issue_at_once(contexts, rng, monkeypatch, way):
     layer, shards = a_layer(contexts[:2], rng, WAYS[way])[::2]
     both = threading.Barrier(2)
     Issues(monkeypatch, *issuing_function(way), lambda: both.wait(timeout=30))
-    with actors("one", "two") as threads, autograd.record(), ThreadPoolExecutor(2) as pool:
-        calls = [functools.partial(scoped, True, layer, x) for x in shards]
-        for y in list(pool.map(lambda thread, call: thread.do(call), threads, calls)):
+    with autograd.record():
+        for y in at_once(layer, shards):
             y.wait_to_read()
 
 
@@ -280,12 +289,7 @@ def test_threads_that_call_a_net_first(contexts, rng, monkeypatch, way):
 
     monkeypatch.setattr(type(layer), "_call_cached_op", beginning)
     monkeypatch.setattr(type(layer), "_get_graph", recording)
-    xs = on_devices(batch.shards, contexts[:3], "float64")
-    with actors("one", "two", "three") as threads, ThreadPoolExecutor(3) as pool:
-        calls = [functools.partial(scoped, True, layer, x) for x in xs]
-        ys = list(pool.map(lambda thread, call: thread.do(call), threads, calls))
-    for y, want in zip(ys, truth(batch).outputs):
-        np.testing.assert_allclose(y.asnumpy(), want, atol=TOLERANCE["float64"])
+    assert_outputs(at_once(layer, on_devices(batch.shards, contexts, "float64")), batch)
     assert len(recorded) == 1
 
 
@@ -296,9 +300,8 @@ def test_a_layer_used_twice_and_a_scope_for_each_replica(contexts, rng):
         for x in shards:
             with autograd.record():
                 ys.append([layer(x), layer(x)])
-        for both, want in zip(ys, truth(batch).outputs):
-            for y in both:
-                np.testing.assert_allclose(y.asnumpy(), want, atol=1e-9)
+        for outputs in zip(*ys):
+            assert_outputs(outputs, batch)
 
 
 def test_two_threads_with_layers_of_their_own(contexts, rng):
@@ -313,9 +316,8 @@ def test_two_threads_with_layers_of_their_own(contexts, rng):
                 ys[i].append(actor.do(lambda layer=layer, shards=shards, x=x: layer(shards[x])))
         for actor in made:
             actor.leave()
-        for i, (_, batch, _) in enumerate(layers):
-            for y, want in zip(ys[i], truth(batch).outputs):
-                np.testing.assert_allclose(y.asnumpy(), want, atol=1e-9)
+        for outputs, (_, batch, _) in zip(ys, layers):
+            assert_outputs(outputs, batch)
 
 
 # ---- what is left of a step that has failed --------------------------------------------------------------------
@@ -333,8 +335,7 @@ def test_what_is_left_of_a_failed_step_does_not_end_the_next_one(contexts, rng):
             a.do(lambda: (y.backward(), layer.gamma.grad(contexts[0]).asnumpy()))
         ys = b.do(lambda: [layer(x) for x in shards])
         b.leave()
-        for got, want in zip(ys, truth(batch).outputs):
-            np.testing.assert_allclose(got.asnumpy(), want, atol=1e-9)
+        assert_outputs(ys, batch)
 
 
 def test_a_scope_that_is_left_after_a_reset(contexts, rng):
@@ -347,8 +348,7 @@ def test_a_scope_that_is_left_after_a_reset(contexts, rng):
         a.leave(ValueError("late"))
         ys = b.do(lambda: [layer(x) for x in shards])
         b.leave()
-        for got, want in zip(ys, truth(batch).outputs):
-            np.testing.assert_allclose(got.asnumpy(), want, atol=1e-9)
+        assert_outputs(ys, batch)
 
 
 def test_a_shape_that_changes_on_one_device(contexts, rng):
