@@ -1,5 +1,6 @@
 """The ways in which nets and training loops use the layer."""
 
+import functools
 import time
 
 import mxnet as mx
@@ -18,10 +19,11 @@ from replicas import (
     on_devices,
     prepare,
     step,
+    step_of_net,
     truth,
 )
 
-from gluon_syncbn import SyncBatchNorm, configure, convert
+from gluon_syncbn import SyncBatchNorm, configure
 from gluon_syncbn.mxnet_side.nodes import json_of, number_nodes
 
 
@@ -104,7 +106,7 @@ def test_a_context_has_one_replica(contexts, rng, way, given, places, num_device
     assert_same(step(layer, batch, moved, "float64"), truth(batch), 1e-11)
 
 
-def make_convolutional(norm, dtype="float64"):
+def make_convolutional(norm):
     net = nn.HybridSequential(prefix="net_")
     with net.name_scope():
         net.add(
@@ -120,8 +122,8 @@ def make_convolutional(norm, dtype="float64"):
     return net
 
 
-def twins(contexts, rng, dtype, way):
-    net, plain = make_convolutional(SyncBatchNorm), make_convolutional(nn.BatchNorm)
+def twins(contexts, rng, dtype, way, norm=SyncBatchNorm):
+    net, plain = make_convolutional(norm), make_convolutional(nn.BatchNorm)
     plain.initialize(mx.init.Xavier(), ctx=contexts[:1])
     net.initialize(ctx=contexts)
     for p, q in zip(net.collect_params().values(), plain.collect_params().values()):
@@ -210,12 +212,8 @@ def test_kvstore_with_values_that_are_not_finite(contexts, rng, values):
 
 def test_one_kvstore_for_gradients_and_statistics(contexts, rng):
     store = mx.kv.create("device")
-    plain = make_convolutional(nn.BatchNorm)
-    plain.initialize(mx.init.Xavier(), ctx=contexts[0])
-    net = convert(make_convolutional(nn.BatchNorm), kvstore=store)
-    net.initialize(ctx=contexts[:2])
-    for p, q in zip(net.collect_params().values(), plain.collect_params().values()):
-        p.set_data(q.data())
+    norm = functools.partial(SyncBatchNorm, kvstore=store)
+    net, plain = twins(contexts[:2], rng, "float32", "eager", norm)
     settings = {"optimizer": "sgd", "optimizer_params": {"learning_rate": 0.1}}
     trainers = [
         gluon.Trainer(net.collect_params(), kvstore=store, update_on_kvstore=False, **settings),
@@ -243,31 +241,14 @@ def test_several_calls_of_a_static_graph(contexts, rng):
         parameter.set_data(own.data(places[0]))
     net.hybridize(static_alloc=True, static_shape=True)
 
-    def on(place, arrays):
-        return [nd.array(array, ctx=place) for array in arrays]
-
     for _ in range(40):
-        batches, heads = [[rng.randn(2, 64, 6) * (k + 1) + 3 * k for k in range(3)] for _ in range(2)]
-        given = [
-            (on(place, [x[k] for x in batches]), on(place, [x[k] for x in heads])) for k, place in enumerate(places)
-        ]
-        wholes = on(places[0], [x.reshape(-1, 6) for x in batches])
-        with autograd.record():
-            ys = []
-            for shards, _ in given:
-                for x in shards:
-                    x.attach_grad()
-                ys += [net(x) for x in shards]
-            for x in wholes:
-                x.attach_grad()
-            wants = [plain(x) for x in wholes]
-        autograd.backward(ys, [head for _, of_place in given for head in of_place])
-        autograd.backward(wants, on(places[0], [x.reshape(-1, 6) for x in heads]))
-        for k, (x, want) in enumerate(zip(wholes, wants)):
-            for got, expected in ((ys[k::3], want), ([shards[k].grad for shards, _ in given], x.grad)):
-                np.testing.assert_allclose(
-                    np.concatenate([one.asnumpy() for one in got]), expected.asnumpy(), rtol=0, atol=2e-3
-                )
+        given = [[rng.randn(2, 64, 6) * (k + 1) + 3 * k for k in range(3)] for _ in range(2)]  # data and heads
+        parts = ([nd.array(x[i], ctx=place) for i, place in enumerate(places) for x in calls] for calls in given)
+        wholes = ([nd.array(x.reshape(-1, 6), ctx=places[0]) for x in calls] for calls in given)
+        got, want = step_of_net(net, *parts), step_of_net(plain, *wholes)
+        for name in ("y", "dx"):
+            by_call = got[name].reshape(2, 3, 64, 6).swapaxes(0, 1).reshape(-1, 6)
+            np.testing.assert_allclose(by_call, want[name], rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize("way", ["eager", "hybrid"])  # MXNet itself refuses static_alloc
