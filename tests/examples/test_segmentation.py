@@ -274,7 +274,6 @@ def fails(main, options, capsys):
         ("--model vgg", "--model vgg: unknown; expected one of fcn, psp,"),
         ("--model psp --backbone resnet18", "--backbone resnet18: psp expects one of resnet50"),
         ("--crop-size 100", "--crop-size 100: fastscnn needs a multiple of 32"),
-        ("--model psp --crop-size 100", "--crop-size 100: psp needs a multiple of 8"),
         ("--model icnet", "--aux: icnet has no auxiliary head"),
         ("--batch-size 1 --cpus 2", "--batch-size 1: expected at least one for each of 2 devices"),
         ("--batch-size 3 --cpus 2", "--batch-size 3: expected a multiple of the 2 devices"),
