@@ -19,10 +19,8 @@ from replicas import (
     ON_CPUS,
     TOLERANCE,
     WAYS,
-    Batch,
     assert_same,
     assert_same_bits,
-    make_affine,
     make_batch,
     on_devices,
     prepare,
@@ -73,14 +71,6 @@ def test_use_global_stats_set_later(contexts, rng):
     layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:2], "float64")
     layer._kwargs["use_global_stats"] = True
     assert_same(step(layer, batch, contexts, "float64"), truth(batch, use_global_stats=True), 1e-11)
-
-
-def test_a_single_value_in_all(contexts, rng):
-    batch = Batch([rng.randn(1, 3)], [rng.randn(1, 3)], *make_affine(rng, 3))
-    layer = prepare(SyncBatchNorm(in_channels=3), batch, contexts[:1], "float64")
-    result = step(layer, batch, contexts, "float64")
-    np.testing.assert_array_equal(result.outputs[0], [batch.beta])
-    np.testing.assert_array_equal(result.dxs[0], np.zeros((1, 3)))
 
 
 def test_empty_shards_everywhere(contexts):
