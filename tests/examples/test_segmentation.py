@@ -332,20 +332,6 @@ def test_bad_data(damage, expected, data, tmp_path, capsys):
     assert not (tmp_path / "run").exists(), "nothing was begun"
 
 
-def test_a_broken_file_found_by_a_worker_ends_the_run(data, tmp_path):
-    """In a big set nobody reads every file first: the error must find its way from the worker."""
-    shutil.copytree(data, tmp_path / "data")
-    truncate(tmp_path / "data" / IMAGE)
-    program = changed_train(tmp_path / "program.py", "dataset.CHECK_CONTENTS_UP_TO = 0")
-    options = [*TINY, *TWO, "--workers", "2", "--data-root", tmp_path / "data", "--save-dir", tmp_path / "run"]
-    with Process(tmp_path, program, *options) as process:
-        assert process.wait() == 2, process.output()
-        lines = process.output().strip().splitlines()
-    assert re.search(f"error: .*{IMAGE}: not a readable image", lines[-1]), lines
-    assert len(lines) == 1
-    assert not processes_of(tmp_path / "run")
-
-
 def test_bad_checkpoint(trained, data, tmp_path, capsys):
     from train import main as train
 
