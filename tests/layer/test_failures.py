@@ -619,6 +619,17 @@ def train(net, trainer, contexts, rng):
     return [loss.asnumpy() for loss in losses]
 
 
+def failed(net, step):
+    """Every value after a step that fails, which are those before it."""
+    before = every_value(net)
+    with short_waits(), pytest.raises(StepError, match="1 of 2 replicas arrived"):
+        step()
+    steps.drain()
+    after = every_value(net)
+    assert not [key for key in before if not np.array_equal(before[key], after[key])]
+    return after
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_failed_step_leaves_every_parameter_as_it_was(contexts, rng, way):
     contexts = contexts[:2]
@@ -626,13 +637,7 @@ def test_a_failed_step_leaves_every_parameter_as_it_was(contexts, rng, way):
     trainer = a_trainer(net)
     train(net, trainer, contexts, rng)
     for turn in range(6):
-        before = every_value(net)
-        with short_waits(), pytest.raises(StepError, match="1 of 2 replicas arrived"):
-            train(net, trainer, [contexts[turn % 2]], rng)
-        steps.drain()
-        after = every_value(net)
-        changed = [key for key in before if not np.array_equal(before[key], after[key])]
-        assert not changed, f"turn {turn}: a step that failed changed {changed}"
+        after = failed(net, lambda turn=turn: train(net, trainer, [contexts[turn % 2]], rng))
         train(net, trainer, contexts, rng)
         trained = every_value(net)
         assert all(np.isfinite(value).all() for value in trained.values())
@@ -648,14 +653,9 @@ def test_a_trainer_whose_first_step_fails_leaves_every_parameter_as_it_was(conte
     train(net, a_trainer(net), contexts, rng)
     for p in net.collect_params(".*running.*").values():
         p.data(contexts[1])[:] += 1
-    before = every_value(net)
     for turn in range(6):
-        with short_waits(), pytest.raises(StepError, match="1 of 2 replicas arrived"):
-            train(net, a_trainer(net, update_on_kvstore=on_store), [contexts[turn % 2]], rng)
-        steps.drain()
-        after = every_value(net)
-        changed = [key for key in before if not np.array_equal(before[key], after[key])]
-        assert not changed, f"turn {turn}: a step that failed changed {changed}"
+        trainer = a_trainer(net, update_on_kvstore=on_store)
+        failed(net, lambda trainer=trainer, turn=turn: train(net, trainer, [contexts[turn % 2]], rng))
 
 
 # ---- bad data ----------------------------------------------------------------------------------------------
