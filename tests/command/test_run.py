@@ -1,16 +1,15 @@
 """`python -m gluon_syncbn run`: a script that knows contrib's layer, GluonCV's helpers and GPUs, as it is."""
 
+import functools
 import json
 import os
-import re
 import signal
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import environments
 import numpy as np
 import pytest
-from environments import shell
 from places import PACKAGE, SUPPORT
 
 import gluon_syncbn
@@ -54,38 +53,19 @@ print(json.dumps(result))
 '''
 
 
-class Job:
-    """A folder with a script."""
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def start(self, text, *command, launcher=()):
-        (self.folder / "scripts").mkdir(exist_ok=True)
-        (self.folder / "scripts" / "helper.py").write_text("")
-        (self.folder / "scripts" / "train.py").write_text(text)
-        return subprocess.Popen(
-            [*launcher, sys.executable, "-W", "ignore", *command],
-            cwd=str(self.folder),
-            env=shell(PACKAGE.parent, SUPPORT),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def run(self, text, *command, **settings):
-        """Exit code, output and errors."""
-        with self.start(text, *command, **settings) as process:
-            try:
-                output, errors = process.communicate(timeout=250)
-            finally:
-                process.kill()
-        return process.returncode, output, errors
+def run_in(folder, text, *command, launcher=()):
+    """Exit code, output and errors of a script in this folder."""
+    (folder / "scripts").mkdir(exist_ok=True)
+    (folder / "scripts" / "helper.py").write_text("")
+    (folder / "scripts" / "train.py").write_text(text)
+    command = [*launcher, sys.executable, "-W", "ignore", *command]
+    done = environments.ended(command, PACKAGE.parent, SUPPORT, cwd=folder, timeout=250)
+    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.fixture
 def job(tmp_path):
-    return Job(tmp_path)
+    return functools.partial(run_in, tmp_path)
 
 
 RUN = ("-m", "gluon_syncbn", "run")
@@ -96,7 +76,7 @@ ALONE += "runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
 def test_an_unedited_script_is_one_device_with_the_whole_batch(job):
-    code, output, errors = job.run(SCRIPT, *RUN, "--cpus", "2", TRAIN)
+    code, output, errors = job(SCRIPT, *RUN, "--cpus", "2", TRAIN)
     assert code == 0, errors
     line, end = errors.splitlines()
     assert end == "gluon_syncbn: 1 of 1 layers synchronised over cpu(0) to cpu(1)"
@@ -104,7 +84,7 @@ def test_an_unedited_script_is_one_device_with_the_whole_batch(job):
         assert fact in line
     assert "mx.gpu(0) to mx.gpu(1) are CPU contexts" in line
     got = json.loads(output)
-    plain_code, plain, errors = job.run(SCRIPT, "-c", ALONE, TRAIN, "--plain")
+    plain_code, plain, errors = job(SCRIPT, "-c", ALONE, TRAIN, "--plain")
     assert plain_code == 0, errors
     want = json.loads(plain)
     assert (got.pop("contexts"), want.pop("contexts")) == (2, 1)
@@ -162,11 +142,11 @@ print(json.dumps({"contexts": len(contexts), "memory": memory, "found": found}))
 
 
 def test_an_unedited_script_with_a_module(job):
-    plain_code, plain, plain_errors = job.run(MODULE, *RUN, TRAIN, "--plain")
+    plain_code, plain, plain_errors = job(MODULE, *RUN, TRAIN, "--plain")
     assert plain_code == 0 and "nothing was synchronised: try run --convert" in plain_errors, plain_errors
     want = json.loads(plain)
     for given, own in (([], []), (["--convert"], ["--batch-norm"])):
-        code, output, errors = job.run(MODULE, *RUN, "--cpus", "2", *given, TRAIN, *own)
+        code, output, errors = job(MODULE, *RUN, "--cpus", "2", *given, TRAIN, *own)
         assert code == 0 and "nothing was synchronised" not in errors, errors
         got = json.loads(output)
         assert (got["contexts"], want["contexts"]) == (2, 1)
@@ -221,7 +201,7 @@ MEET = "gluon_syncbn: 1 of 1 layers synchronised over "
     ],
 )
 def test_a_script_with_plain_batch_norm(job, given, own, printed, said):
-    code, output, errors = job.run(PLAIN, *RUN, "--cpus", "2", *given, TRAIN, *own, "device")
+    code, output, errors = job(PLAIN, *RUN, "--cpus", "2", *given, TRAIN, *own, "device")
     assert code == 0, errors
     first, *rest = errors.splitlines()
     assert output == f"{printed}\n" and ("converts the nets" in first) == bool(given)
@@ -233,7 +213,7 @@ def test_a_script_in_two_processes(job, kvstore):
     """Its own ``--kvstore mpi`` is enough; otherwise the last line says that the processes do not meet."""
     launcher = [os.path.join(os.path.dirname(sys.executable), "mpiexec"), "-n", "2"]
     own = ["--cpus", "2", "--convert", TRAIN, "1", "trains", kvstore]
-    code, output, errors = job.run(PLAIN, *RUN, *own, launcher=launcher)
+    code, output, errors = job(PLAIN, *RUN, *own, launcher=launcher)
     assert code == 0, errors
     if kvstore == "mpi":
         assert output == "SyncBatchNorm BatchNorm True\n" * 2
@@ -280,7 +260,7 @@ for net in (named, graph):
 
 
 def test_a_script_that_calls_the_operator(job):
-    code, output, errors = job.run(OPERATORS, *RUN, "--cpus", "2", "--convert", TRAIN)
+    code, output, errors = job(OPERATORS, *RUN, "--cpus", "2", "--convert", TRAIN)
     assert code == 0, errors
     said = "0 of 1 layers of batch normalisation are synchronised, and these are not:"
     assert output.splitlines() == [f"{said} named", f"{said} other_bare"]
@@ -294,7 +274,7 @@ import json, os, sys
 import helper
 print(json.dumps([sys.argv, sys.path[0], __name__, __file__, os.getcwd(), sys.modules["__main__"].__file__]))
 """
-    results = [job.run(text, *command, TRAIN, "--cpus", "3", "run", "-h") for command in (("-u",), RUN)]
+    results = [job(text, *command, TRAIN, "--cpus", "3", "run", "-h") for command in (("-u",), RUN)]
     assert results[0][:2] == results[1][:2]
     assert results[0][0] == 0, results[0][2]
 
@@ -314,8 +294,8 @@ def ended(tmp_path_factory):
     start = "import json, os, signal, sys, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
 
     def both(way):
-        job = Job(tmp_path_factory.mktemp("ended"))
-        return [job.run(start + ENDS[way][0], *command, TRAIN) for command in ((), RUN)]
+        folder = tmp_path_factory.mktemp("ended")
+        return [run_in(folder, start + ENDS[way][0], *command, TRAIN) for command in ((), RUN)]
 
     with ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
         return dict(zip(ENDS, pool.map(both, ENDS)))
@@ -329,35 +309,6 @@ def test_it_ends_as_the_script_does(ended, way):
     assert by_itself[1] == ran[1] == ""
     assert ran[2].splitlines()[0].startswith("gluon_syncbn: scripts/train.py runs with")
     assert ran[2].split("\n", 1)[1] == by_itself[2]  # the traceback has the script's frames and no others
-
-
-def test_ctrl_c_in_a_step(job):
-    """One replica waits for another that is not called."""
-    text = """
-import time
-import mxnet as mx
-from mxnet import autograd
-from replicas import interrupt_handler
-idle = interrupt_handler()
-layer = mx.gluon.contrib.nn.SyncBatchNorm(in_channels=2)
-layer.initialize(ctx=[mx.gpu(0), mx.gpu(1)])
-with autograd.record():
-    y = layer(mx.nd.ones((2, 2)))
-    while interrupt_handler() == idle:  # until it waits
-        time.sleep(0.01)
-    print("ready", flush=True)
-    y.wait_to_read()
-"""
-    start = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    with job.start(start + text, *RUN, "--cpus", "2", TRAIN) as process:
-        try:
-            assert process.stdout.readline() == "ready\n"
-            process.send_signal(signal.SIGINT)
-            errors = process.communicate(timeout=60)[1]
-        finally:
-            process.kill()
-    assert process.returncode in (1, -signal.SIGINT), errors
-    assert re.search("^KeyboardInterrupt", errors, re.M) or "asked to end (Ctrl-C" in errors
 
 
 @pytest.mark.parametrize(
