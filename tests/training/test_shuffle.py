@@ -221,27 +221,6 @@ def batch_lengths(batch):
     return [x.shape[0] for x in batch.shuffled_shards]
 
 
-# ---- what it is for ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("loaded", [True, False])
-def test_batch_norm_normalises_with_the_samples_of_the_shuffled_shard(contexts, rng, loaded):
-    data = (rng.randn(12, 5) + np.arange(12)[:, None]).astype("float32")
-    net = nn.BatchNorm(in_channels=5, epsilon=0)
-    net.initialize(ctx=contexts[:3])
-    plain = gluon.utils.split_and_load(data, contexts[:3])
-    shuffle = SampleShuffle(9)
-    batch = split_and_load(data, contexts[:3], shuffle=shuffle) if loaded else shuffle_shards(plain, shuffle=shuffle)
-    with autograd.train_mode():
-        got = np.concatenate([k.asnumpy() for k in batch.apply(net)])
-        leaking = np.concatenate([net(x).asnumpy() for x in plain])
-    want = np.empty_like(data)
-    for group in np.split(batch.order, 3):
-        want[group] = (data[group] - data[group].mean(0)) / data[group].std(0)
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
-    assert np.abs(got - leaking).max() > 0.5
-
-
 # ---- several processes ------------------------------------------------------------------------------
 
 
