@@ -10,7 +10,7 @@ import pytest
 from mxnet import autograd, nd
 from mxnet.base import _LIB
 from mxnet.gluon import SymbolBlock, model_zoo, nn
-from replicas import WAYS, forward_and_backward
+from replicas import WAYS, forward_and_backward, step_of_net
 
 from gluon_syncbn import _native, convert, revert, summary
 from gluon_syncbn.mxnet_side.fusion import fused
@@ -79,14 +79,8 @@ def train(net, contexts, seed=0, way="hybrid", size=8):
     if WAYS[way] is not None:
         net.hybridize(**WAYS[way])
     xs = [nd.array(random.randn(2 + k, 3, size, size), ctx=context) for k, context in enumerate(contexts)]
-    for x in xs:
-        x.attach_grad()
-    with autograd.record():
-        ys = [net(x) for x in xs]
-    autograd.backward(ys, [nd.array(random.randn(*y.shape), ctx=y.ctx) for y in ys])
-    gradients = [p.grad(c) for p in net.collect_params().values() if p.grad_req != "null" for c in contexts]
-    got = [array.asnumpy() for array in (*ys, *(x.grad for x in xs), *gradients)]
-    return got + [net(x).asnumpy() for x in xs]
+    found = step_of_net(net, xs, lambda ys: [nd.array(random.randn(*y.shape), ctx=y.ctx) for y in ys])
+    return [found[name] for name in found if "running" not in name] + [net(x).asnumpy() for x in xs]
 
 
 def twins(make, contexts, way="hybrid", size=8, **settings):

@@ -166,14 +166,13 @@ def test_a_symbol_block_that_calls_a_network_as_it_is_made(capsys):
     assert rows(capsys, net)[1] == "Layers of batch normalisation: 2, synchronised: 2"
 
 
-def train(net, contexts, steps=2, trainers=1):
-    parameters = net.collect_params()
-    for trainer in [gluon.Trainer(parameters, "sgd", {"learning_rate": 0.1}) for _ in range(trainers)]:
-        for _ in range(steps):
-            with autograd.record():
-                ys = [net(nd.random.normal(shape=(2, 3, 32, 32), ctx=c)) for c in contexts]
-            autograd.backward(ys)
-            trainer.step(2 * len(contexts), ignore_stale_grad=True)
+def train(net, contexts):
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+    for _ in range(2):
+        with autograd.record():
+            ys = [net(nd.random.normal(shape=(2, 3, 32, 32), ctx=c)) for c in contexts]
+        autograd.backward(ys)
+        trainer.step(2 * len(contexts), ignore_stale_grad=True)
     nd.waitall()
 
 
