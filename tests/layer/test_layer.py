@@ -65,14 +65,6 @@ def test_bfloat16_is_rounded_once(contexts, rng, spatial, axis, way):
     assert_same(got._replace(**nothing), want._replace(**nothing), TOLERANCE["float32"])
 
 
-def test_use_global_stats_set_later(contexts, rng):
-    """GluonCV's freeze_bn sets the entry of a finished layer."""
-    batch = make_batch(rng, 2)
-    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:2], "float64")
-    layer._kwargs["use_global_stats"] = True
-    assert_same(step(layer, batch, contexts, "float64"), truth(batch, use_global_stats=True), 1e-11)
-
-
 def test_empty_shards_everywhere(contexts):
     with mx.util.np_shape(True):
         layer = SyncBatchNorm(in_channels=5)
