@@ -21,6 +21,7 @@ from replicas import (
     WAYS,
     assert_same,
     assert_same_bits,
+    forward_and_backward,
     make_batch,
     on_devices,
     prepare,
@@ -221,9 +222,7 @@ def test_a_layer_that_is_gone_leaves_nothing(contexts, hybridized):
     layer = gluon_syncbn.SyncBatchNorm()
     layer.initialize(ctx=contexts[:2])
     layer.hybridize(hybridized)
-    with autograd.record():
-        ys = [layer(mx.nd.ones((2, 3), ctx=context)) for context in contexts[:2]]
-    autograd.backward(ys)
+    ys = forward_and_backward(layer, [mx.nd.ones((2, 3), ctx=context) for context in contexts[:2]])
     assert count() == tuple(number + 1 for number in before)
     del layer, ys
     assert count() == before

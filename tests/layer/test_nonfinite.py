@@ -10,7 +10,7 @@ import pytest
 from mxnet import autograd, nd
 from mxnet.gluon import nn
 from poolings import POOLINGS, specification
-from replicas import WAYS, assert_same, make_batch, on_devices, prepare, step
+from replicas import WAYS, assert_same, forward_and_backward, make_batch, on_devices, prepare, step
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
@@ -66,9 +66,7 @@ def test_one_warning(contexts, rng, caplog):
     def steps(*batches):
         before = len(caplog.records)
         for batch in batches:
-            with autograd.record():
-                ys = [net(x) for x in on_devices(batch.shards, contexts, "float32")]
-            autograd.backward(ys)
+            forward_and_backward(net, on_devices(batch.shards, contexts, "float32"))
             mx.nd.waitall()
         end = time.monotonic() + 60  # the core's records come by way of a thread
         while len(caplog.records) == before and time.monotonic() < end:
@@ -90,9 +88,7 @@ def test_one_value_for_each_channel(contexts, mode, places, samples, warns, capl
     layer = SyncBatchNorm(in_channels=5, mode=mode, prefix="front_")
     layer.initialize(ctx=contexts[:places])
     for _ in range(2):
-        with autograd.record():
-            ys = [layer(mx.nd.random.normal(shape=(samples, 5), ctx=context)) for context in contexts[:places]]
-        autograd.backward(ys)
+        forward_and_backward(layer, [nd.random.normal(shape=(samples, 5), ctx=c) for c in contexts[:places]])
         layer(mx.nd.ones((1, 5)))  # a prediction
     mx.nd.waitall()
     end = time.monotonic() + 60  # the core's records come by way of a thread

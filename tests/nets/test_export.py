@@ -8,9 +8,10 @@ import mxnet as mx
 import numpy as np
 import pytest
 from environments import ended
-from mxnet import autograd, gluon, nd
+from mxnet import gluon, nd
 from mxnet.gluon import nn
 from places import ROOT, SUPPORT
+from replicas import forward_and_backward
 
 from gluon_syncbn import SyncBatchNorm, convert, revert
 from gluon_syncbn.mxnet_side.nodes import json_of
@@ -58,9 +59,7 @@ def trained(net, contexts, places, rng):
         parameter.set_data(nd.array(rng.rand(*parameter.shape) + name.endswith("gamma")))
     net.hybridize()
     xs = [nd.array(rng.randn(n, 3, 7, 7), ctx=ctx) for n, ctx in zip((3, 2), places)]
-    with autograd.record():
-        ys = [net(x) for x in xs]
-    autograd.backward(ys)
+    forward_and_backward(net, xs)
     nd.waitall()
     return net
 

@@ -4,8 +4,9 @@ import re
 
 import numpy as np
 import pytest
-from mxnet import autograd, gluon, nd
+from mxnet import gluon, nd
 from mxnet.gluon import nn
+from replicas import forward_and_backward
 
 from gluon_syncbn import SyncBatchNorm, broadcast_parameters
 
@@ -52,9 +53,7 @@ def test_a_trainer_that_has_begun_takes_them(contexts):
     )
 
     def step():
-        with autograd.record():
-            ys = [net(nd.ones((1, 3), ctx=context)) for context in contexts[:2]]
-        autograd.backward(ys)
+        forward_and_backward(net, [nd.ones((1, 3), ctx=context) for context in contexts[:2]])
         trainer.step(2)
 
     step()

@@ -6,7 +6,7 @@ import pytest
 from moments import moments
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from replicas import WAYS, make_batch, on_devices, prepare, short_waits, step
+from replicas import WAYS, forward_and_backward, make_batch, on_devices, prepare, short_waits, step
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, average_running_stats, update_bn_stats
@@ -220,9 +220,7 @@ def test_they_are_those_of_the_population(contexts, rng, kind, devices, way):
         net.hybridize(**WAYS[way])
     batches = population(rng, devices)
     xs = on_devices(batches[0], contexts, "float64")
-    with autograd.record():  # so that there are gradients and graphs
-        ys = [net(x) for x in xs]
-    autograd.backward(ys)
+    forward_and_backward(net, xs)  # so that there are gradients and graphs
     nd.waitall()
     before = state(net)
     assert (before[3][0][1] != id(None)) == (way != "eager")
@@ -233,9 +231,7 @@ def test_they_are_those_of_the_population(contexts, rng, kind, devices, way):
     for i, layer in enumerate((net[1], net[4])):
         mean, var, _ = moments([x for inputs in seen for x in inputs[i]])
         assert_statistics(layer, contexts[:devices], (mean, var), 1e-10)
-    with autograd.record():  # and it trains on
-        ys = [net(x) for x in xs]
-    autograd.backward(ys)
+    ys = forward_and_backward(net, xs)  # and it trains on
     assert all(np.isfinite(y.asnumpy()).all() for y in ys)
 
 
@@ -334,9 +330,7 @@ def test_nothing_has_changed_after_a_failure(contexts, rng, norm, fault):
     net = convolutional(norm, contexts[:2])
     net.hybridize()
     batches = [on_devices(batch, contexts, "float64") for batch in population(rng, 2)]
-    with autograd.record():
-        ys = [net(x) for x in batches[0]]
-    autograd.backward(ys)
+    forward_and_backward(net, batches[0])
     nd.waitall()
     before, values = state(net), statistics(net)
 

@@ -6,9 +6,10 @@ import warnings
 import mxnet as mx
 import pytest
 from gluoncv.model_zoo import get_model
-from mxnet import autograd, gluon, nd
+from mxnet import gluon, nd
 from mxnet.gluon import nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
+from replicas import forward_and_backward
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, assert_synchronised, convert, freeze, summary
@@ -169,9 +170,7 @@ def test_a_symbol_block_that_calls_a_network_as_it_is_made(capsys):
 def train(net, contexts):
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
     for _ in range(2):
-        with autograd.record():
-            ys = [net(nd.random.normal(shape=(2, 3, 32, 32), ctx=c)) for c in contexts]
-        autograd.backward(ys)
+        forward_and_backward(net, [nd.random.normal(shape=(2, 3, 32, 32), ctx=c) for c in contexts])
         trainer.step(2 * len(contexts), ignore_stale_grad=True)
     nd.waitall()
 

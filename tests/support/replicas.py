@@ -131,7 +131,7 @@ def is_in_blocks(array) -> bool:
     return False
 
 
-def forward_and_backward(net, xs, heads, *others):
+def forward_and_backward(net, xs, heads=None, *others):
     """Of all replicas in one record scope: the outputs, of which `heads` may be a function. `xs` then have gradients;
     `others` are further inputs."""
     for x in xs:
