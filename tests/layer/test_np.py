@@ -318,23 +318,16 @@ class Unit(nn.Block):
         return mx.npx.relu(self.body(x) + (self.beside(x) if self.beside else x))
 
 
-def resnet(widths=(4, 6, 8, 8)):
-    net = nn.Sequential()
-    net.add(nn.Conv2D(widths[0], 3, 1, 1), nn.BatchNorm(), nn.Activation("relu"))
-    for stage, width in enumerate(widths):
-        net.add(Unit(width, stage > 0), Unit(width, False))
-    net.add(nn.GlobalAvgPool2D(), nn.Dense(10))
-    return net
-
-
 def test_the_training_of_a_book(set_np, contexts, rng):
-    """ResNet-18 on two devices, with its loader, split_and_load, a backward for each loss, and a Trainer."""
+    """Of a ResNet on two devices, with its loader, split_and_load, a backward for each loss, and a Trainer."""
     images, labels = rng.randn(22, 1, 16, 16), rng.randint(0, 10, 22).astype("int32")
     images += labels.reshape(-1, 1, 1, 1)
     values = {}
 
     def train(devices):
-        net = resnet()
+        net = nn.Sequential()
+        net.add(nn.Conv2D(4, 3, 1, 1), nn.BatchNorm(), Unit(4, False), Unit(6, True))
+        net.add(nn.GlobalAvgPool2D(), nn.Dense(10))
         net.initialize(mx.init.Normal(0.01), ctx=devices)  # which MXNet's generators of mx.np do in float32 alone
         with autograd.pause():
             net(mx.np.array(images[:2], ctx=devices[0], dtype="float32"))
