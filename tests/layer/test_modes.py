@@ -262,16 +262,6 @@ def test_named_groups_and_fewer_devices(contexts, rng):
     assert_same(step(layer, batch, contexts, "float64"), specification(layer, batch), 1e-11)
 
 
-def test_convert_changes_all_layers_or_none(contexts):
-    net = nn.HybridSequential()
-    net.add(nn.BatchNorm(), nn.BatchNorm(axis=0))
-    with pytest.raises(ValueError, match="virtual_devices: 2 was given, expected 1 with axis=0"):
-        gluon_syncbn.convert(net, mode="local", virtual_devices=2)
-    with pytest.raises(ValueError, match="virtual_devices"):
-        gluon_syncbn.convert(net, norm_layer=ShuffleBatchNorm, virtual_devicess=2)
-    assert [type(layer) for layer in net] == [nn.BatchNorm] * 2
-
-
 MEMORY = """
 import gluon_syncbn
 gluon_syncbn.cpu_devices(1)

@@ -654,19 +654,20 @@ def test_a_wrong_argument_is_named_and_nothing_changes(kwargs, message):
     assert [(type(layer), dict(vars(layer))) for layer in layers(net, nn.BatchNorm)] == before
 
 
-def test_a_layer_whose_successor_cannot_be_made_stays_whole():
+def test_a_net_of_which_one_successor_cannot_be_made_stays_whole():
     class Picky(SyncBatchNorm):
         def __init__(self, axis=1, **kwargs):
             if axis == 3:
                 raise RuntimeError("not this axis")
             super().__init__(axis=axis, **kwargs)
 
-    net = nn.BatchNorm(axis=3, in_channels=2)
-    before = dict(vars(net))
+    net = nn.HybridSequential()
+    net.add(nn.BatchNorm(), nn.BatchNorm(axis=3, in_channels=2))
+    before = [dict(vars(layer)) for layer in net]
     with pytest.raises(RuntimeError, match="not this axis"):
         convert(net, norm_layer=Picky)
-    assert type(net) is nn.BatchNorm
-    assert vars(net) == before
+    assert [type(layer) for layer in net] == [nn.BatchNorm] * 2
+    assert [vars(layer) for layer in net] == before
 
 
 def test_nothing_else_is_a_layer_to_come():
