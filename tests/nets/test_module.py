@@ -722,10 +722,6 @@ def test_a_failure_in_the_first_of_two_modules_is_one_of_both(contexts):
     assert_same(train(chain, [2], "float32"), want, 1e-6)
 
 
-class OutOfData(Exception):
-    pass
-
-
 @pytest.mark.parametrize("what", ["forward", "backward"])
 def test_an_exception_between_two_executors(what, contexts, monkeypatch):
     """The replica that was called does not wait for the other one, and the next step trains."""
@@ -734,11 +730,11 @@ def test_an_exception_between_two_executors(what, contexts, monkeypatch):
     train(module, [1])
 
     def fails(*args, **kwargs):
-        raise OutOfData("disk full")
+        raise OSError("disk full")
 
     with monkeypatch.context() as patch:
         patch.setattr(module._exec_group.execs[1], what, fails)
-        with pytest.raises(OutOfData):
+        with pytest.raises(OSError):
             module.forward_backward(batch_of(0))
     got = train(module, [2])
     if what == "backward":  # the forward before it has moved the running statistics
