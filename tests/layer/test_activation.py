@@ -262,13 +262,6 @@ def test_each_way_to_ask_for_gradients(case, contexts, activation, kind, way):
             np.testing.assert_allclose(got, sum(want), atol=1e-6, err_msg=str(reqs))
 
 
-def test_channels_from_the_first_batch(contexts):
-    layer = SyncBatchNormAdd()
-    layer.initialize(ctx=contexts[:1])
-    assert layer(nd.ones((2, 7, 3)), nd.ones((2, 7, 3))).shape == (2, 7, 3)
-    assert layer.gamma.shape == (7,)
-
-
 @pytest.mark.parametrize("shape", [(2, 5, 4, 1), (2, 5, 4), (3, 5, 4, 6)], ids=str)
 def test_an_addend_of_another_shape_is_refused(contexts, shape):
     layer = make(True)

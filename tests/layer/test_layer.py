@@ -104,19 +104,6 @@ def test_the_number_of_devices_may_change(contexts, rng):
         assert_same(step(layer, part, contexts[:replicas], "float64"), truth(part, momentum=0), 1e-11)
 
 
-def test_looks_like_batchnorm():
-    """The prefix, and so every full parameter name, is that of plain BatchNorm."""
-    net, plain = nn.HybridSequential(prefix="net_"), nn.HybridSequential(prefix="net_")
-    with net.name_scope():
-        net.add(nn.Conv2D(3, 1), SyncBatchNorm())
-    with plain.name_scope():
-        plain.add(nn.Conv2D(3, 1), nn.BatchNorm())
-    assert list(net.collect_params()) == list(plain.collect_params())
-    assert isinstance(net[1], nn.BatchNorm)
-    assert net[1]._kwargs == plain[1]._kwargs
-    assert "SyncBatchNorm(axis=1" in repr(net)
-
-
 def test_settings_are_read_and_shown():
     plain = repr(nn.BatchNorm(in_channels=3))[len("BatchNorm(") : -1]
     layer = SyncBatchNorm(in_channels=3, num_devices=2, kvstore="device")
