@@ -24,7 +24,6 @@ from replicas import (
 )
 
 from gluon_syncbn import SyncBatchNorm, configure
-from gluon_syncbn.mxnet_side.nodes import json_of, number_nodes
 
 
 class Branches(nn.HybridBlock):
@@ -51,14 +50,6 @@ def test_a_layer_in_parallel_branches(contexts, rng, way):
         with autograd.record():
             ys = [net(x) for x in on_devices(batch.shards, contexts, "float64")]
         np.testing.assert_allclose(np.concatenate([y.asnumpy() for y in ys]), want, rtol=0, atol=1e-10)
-
-
-def test_nodes_of_one_layer_meet_themselves_only():
-    """In a static graph MXNet may run two nodes of one layer in either order."""
-    layer = SyncBatchNorm(in_channels=5)
-    graph = json_of(Branches(layer)(mx.sym.var("x")))
-    assert number_nodes(graph)
-    assert [node["attrs"]["node"] for node in graph["nodes"] if node["op"] == "Custom"] == ["0", "1"]
 
 
 @pytest.mark.parametrize("reverse", [False, True])
