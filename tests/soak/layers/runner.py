@@ -35,7 +35,7 @@ class Outcome(NamedTuple):
 class Runner:
     """``hang``: seconds that a case may take."""
 
-    def __init__(self, report: Callable[[Outcome], None], hang: float) -> None:
+    def __init__(self, report: Callable[[Outcome], None], hang: int) -> None:
         self._report, self._hang = report, hang
         self._ended = threading.Event()
         self._running: List[subprocess.Popen] = []
@@ -63,20 +63,15 @@ class Runner:
                 left = [seed for seed in left if seed > outcome.seed]
                 self._report(outcome)
 
-    def _program(self) -> List[str]:
-        return ["-m", "soak.layers.child"]
-
     def _process(self, seeds: Sequence[int]) -> Iterator[Outcome]:
         """As far as a process comes with them, which is one case at least."""
-        command = [sys.executable, "-W", "ignore", *self._program(), *map(str, seeds)]
-        pipe = subprocess.PIPE
+        command = [sys.executable, "-W", "ignore", "-m", "soak.layers.child", self._hang, *seeds]
         with tempfile.TemporaryFile("w+") as errors, subprocess.Popen(
-            command, env=_environment(seeds[0]), stdout=pipe, stderr=errors, text=True
+            list(map(str, command)), env=_environment(seeds[0]), stdout=subprocess.PIPE, stderr=errors, text=True
         ) as process:
             self._running.append(process)
-            hung = threading.Event()
             began, text, ended = seeds[0], "before its first case", False
-            for line in self._lines(process, hung):
+            for line in process.stdout or ():
                 said = json.loads(line) if line.startswith("{") else {}
                 if "began" in said:
                     began, text, ended = said["seed"], said["began"], False
@@ -87,40 +82,13 @@ class Runner:
                     yield Outcome(said["seed"], kind, problem, said.get("strain", 0.0))
             code = process.wait()
             self._running.remove(process)
-            if self._ended.is_set() or (ended and code == 0 and not hung.is_set()):
+            if self._ended.is_set() or (ended and code == 0):
                 return
             errors.seek(0)
-            why = f"no answer for {self._hang:g} s" if hung.is_set() else _ending(code)
+            kind = "hung" if code == -signal.SIGALRM else "crashed"
             when = "after it" if ended else "in it"
-            kind = "hung" if hung.is_set() else "crashed"
+            why = f"exit code {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
             yield Outcome(began, kind, f"{text}\n  {when}: {why}\n{errors.read()[-6000:]}")
-
-    def _lines(self, process: subprocess.Popen, hung: threading.Event) -> Iterator[str]:
-        """Until it ends, or has said nothing for too long."""
-
-        def end() -> None:
-            hung.set()
-            process.send_signal(signal.SIGABRT)  # faulthandler writes where it is
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-        while True:
-            timer = threading.Timer(self._hang, end)
-            timer.start()
-            try:
-                line = process.stdout.readline()  # type: ignore[union-attr]
-            finally:
-                timer.cancel()
-            if not line:
-                # It may hang at its end, too.
-                timer = threading.Timer(self._hang, end)
-                timer.start()
-                process.wait()
-                timer.cancel()
-                return
-            yield line
 
 
 def _environment(seed: int) -> dict:
@@ -128,10 +96,6 @@ def _environment(seed: int) -> dict:
     settings = shell(SUPPORT, TESTS)
     settings.pop("GLUON_SYNCBN_OPERATOR", None)
     return {**settings, **({"GLUON_SYNCBN_OPERATOR": "custom"} if seed % 2 else {})}
-
-
-def _ending(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
 
 
 class Layers:
@@ -143,7 +107,7 @@ class Layers:
         self._strain = (0.0, 0)
         self._lock = threading.Lock()
         self._bar = tqdm(total=options.cases, disable=None, unit="case")
-        self._runner = Runner(self._take, options.hang)
+        self._runner = Runner(self._take, math.ceil(options.hang))
 
     def run(self) -> int:
         first = self._options.seed
