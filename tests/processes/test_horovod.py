@@ -97,7 +97,6 @@ def test_processes_equal_the_specification(processes):
 @pytest.mark.parametrize(
     ("processes", "program", "scenario"),
     [
-        (2, "mpi_worker.py", "same_bits_on_repetition"),
         (2, "gradients_worker.py", "trains_two_nets"),
         (3, "mpi_worker.py", "pushpull_and_broadcast"),
         (3, "mpi_worker.py", "gathers+gradients_in_any_order+shuffled_keys"),
@@ -108,17 +107,6 @@ def test_processes_equal_the_specification(processes):
 )
 def test_several_processes(processes, program, scenario):
     job = Job(processes, program, scenario)
-    assert job.succeeded(), job.output
-
-
-def test_layers_in_any_order():
-    job = Job(4, "mpi_worker.py", "random_order", 15)
-    assert job.succeeded(), job.output
-
-
-@pytest.mark.slow
-def test_layers_in_any_order_for_long():
-    job = Job(4, "mpi_worker.py", "random_order", 500, limit=1200)
     assert job.succeeded(), job.output
 
 
@@ -160,32 +148,6 @@ def test_horovodrun():
     assert "OK 1" in done.stdout
 
 
-def test_another_net():
-    job = Job(2, "mpi_worker.py", "another_net")
-    assert all(job.codes)
-    assert "the processes disagree about the net: layer 1 is SyncBatchNorm 'first' (5 channels" in job.output
-    assert "'first' (6 channels" in job.output
-
-
-@pytest.mark.parametrize(
-    ("fault", "text", "limit"),
-    [
-        ("frozen", "rank 0 of 2 waits for rank 1 in ", 3),
-        ("exits", "rank 1 of 2 has ended (rank 0 was in ", 60),
-        ("raises", "rank 1 of 2 has failed: OSError left the recorded step (disk full)", 60),
-    ],
-)
-def test_a_process_that_does_something_else(fault, text, limit):
-    """Rank 0 gets an error that names layer, rank and step, at once or after the time limit of 3 s, and ends with a
-    code that is not 0."""
-    job = Job(2, "mpi_worker.py", "fault", fault, limit)
-    seconds, error = job.failure_of(0)
-    assert text in error
-    assert seconds < 30
-    assert "OK 0" not in job.output
-    assert job.codes[0] not in (0, None)
-
-
 @pytest.mark.parametrize("case", ["step/twice/1/later", "join/skipped/1/later"])
 def test_a_process_that_makes_other_calls(case):
     job = Job(2, "exchanges_worker.py", "horovod", case)
@@ -197,24 +159,6 @@ def test_a_process_that_makes_other_calls(case):
 @pytest.mark.parametrize("case", cases([0, 1], "now", "later"))
 def test_a_process_that_makes_other_calls_of_any_kind(case):
     test_a_process_that_makes_other_calls(case)
-
-
-def test_a_process_that_is_killed():
-    job = Job(3, "mpi_worker.py", "fault", "killed", 60)
-    for rank in (0, 2):
-        seconds, error = job.failure_of(rank)
-        assert "rank 1 of 3 has ended without a word (process" in error
-        assert seconds < 20
-    assert job.codes[0] not in (0, None)
-    assert job.codes[2] not in (0, None)
-
-
-def test_interrupt_while_another_process_is_late():
-    job = Job(2, "mpi_worker.py", "interrupted")
-    seconds, error = job.failure_of(0)
-    assert seconds < 20  # the time limit is 60 s
-    assert "asked to end" in error or "KeyboardInterrupt" in error
-    assert job.codes[0] not in (0, None)
 
 
 def test_interrupt_in_the_main_thread():
