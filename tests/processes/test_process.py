@@ -406,9 +406,6 @@ assert_same(step(layer, batch, contexts, "float64"), truth(batch, steps=2), 1e-1
 # ---- what ends a process that does not look out --------------------------------------------------------------
 
 
-FOUR = START.replace("cpu_devices(2)", "cpu_devices(4)").replace("RandomState(0), 2)", "RandomState(0), 4)")
-
-
 def test_a_kvstore_on_changing_contexts():
     """A store keeps what it made for the contexts of a key's first sum."""
     text = """
@@ -425,7 +422,8 @@ for count in [2, 4, 1, 3, *rng.randint(1, 5, 12)]:
     assert_same(got, truth(part, momentum=0), 1e-11)
 print("right")
 """
-    runs = {kvstore: (text, {"start": FOUR, "arguments": [kvstore]}) for kvstore in ("device", "local")}
+    start = START.replace("cpu_devices(2)", "cpu_devices(4)").replace("RandomState(0), 2)", "RandomState(0), 4)")
+    runs = {kvstore: (text, {"start": start, "arguments": [kvstore]}) for kvstore in ("device", "local")}
     for kvstore, (code, output, errors) in ends(runs).items():
         assert (code, output) == (0, "right\n"), kvstore + errors[-2000:]
 
@@ -457,7 +455,8 @@ print("right")
 # ---- engines and forks ---------------------------------------------------------------------------------------
 
 
-NAIVE = """
+def test_naive_engine():
+    text = """
 ready()
 try:
     with autograd.record():
@@ -469,10 +468,7 @@ alone = make_batch(np.random.RandomState(0), 1)
 one = prepare(SyncBatchNorm(in_channels=5), alone, contexts[:1], "float64")
 assert_same(step(one, alone, contexts, "float64"), truth(alone), 1e-11)
 """
-
-
-def test_naive_engine():
-    code, output, errors = run(NAIVE, MXNET_ENGINE_TYPE="NaiveEngine")
+    code, output, errors = run(text, MXNET_ENGINE_TYPE="NaiveEngine")
     assert code == 0, errors
     assert "SyncBatchNorm 'batchnorm0'" in output and "MXNET_ENGINE_TYPE=NaiveEngine" in output
 
@@ -571,8 +567,9 @@ print("right")
         assert (code, output) == (0, "right\n"), errors[-2000:]
 
 
-# A layer that is called on the first device, and on the second after something else; in the end it is right again.
-INTERRUPTED = """
+def test_a_fork_or_a_wait_for_all_between_two_replicas():
+    """Nobody can call the other replica meanwhile: an error that says so, at once, and the next step is right."""
+    text = """
 def interrupted(way, between):
     layer = prepare(SyncBatchNorm(in_channels=5, prefix="norm_"), batch, contexts, "float64", WAYS[way])
     for turn in range(2):  # the second time, a static graph executes what it has made
@@ -589,41 +586,26 @@ def interrupted(way, between):
         for name, value in zip(("running_mean", "running_var"), (0, 1)):
             getattr(layer, name).set_data(nd.ones(5, dtype="float64") * value)
         assert_same(step(layer, batch, contexts, "float64"), truth(batch), 1e-11)
-ready()
-"""
 
-
-def test_a_fork_between_two_replicas():
-    """Nobody can call the other replica meanwhile: an error that says so, at once, and the next step is right."""
-    text = """
-for way in WAYS:
-    interrupted(way, fork)
-print("right")
-"""
-    code, output, errors = run(FORKS["os.fork"] + INTERRUPTED + text)
-    assert code == 0, errors[-2000:]
-    assert output.endswith("right\n")
-    assert output.count("the process was forked") == 2 * len(WAYS)
-    assert "SyncBatchNorm 'norm', forward of call" in output and "missing cpu(1)" in output
-
-
-def test_a_wait_for_all_between_two_replicas():
-    """The thread that waits is the only one that could call the other replica: an error that says so, at once."""
-    text = """
 def load():
     gluon.data.DataLoader(gluon.data.ArrayDataset(np.zeros(8)), batch_size=2, num_workers=2)
+
+ready()
 for way in WAYS:
+    interrupted(way, fork)
     interrupted(way, load)
 for wait in (nd.waitall, mx.npx.waitall):
     interrupted("eager", wait)
 print("right")
 """
-    code, output, errors = run(INTERRUPTED + text)
+    code, output, errors = run(FORKS["os.fork"] + text)
     assert code == 0, errors[-2000:]
     assert output.endswith("right\n")
+    assert output.count("the process was forked") == 2 * len(WAYS)
     said = "Nobody has called the layer there, and thread 'MainThread' waits in waitall (<string>, "
     assert output.count(said) == 2 * (len(WAYS) + 2)
-    assert "SyncBatchNorm 'norm', forward of call" in output and "missing cpu(1)" in output
+    assert output.count("SyncBatchNorm 'norm', forward of call") == 2 * (2 * len(WAYS) + 2)
+    assert output.count("missing cpu(1)") == 2 * (2 * len(WAYS) + 2)
 
 
 def test_a_wait_for_all_that_ends_well():
