@@ -91,7 +91,7 @@ class Soak:
                     kind()
                     self._counted["steps"] += 1
                 mx.nd.waitall()
-            self._counted.update(meetings=trial.specification.meetings, **trial.counted)
+            self._counted.update(trial.counted)
         except Exception as error:
             self._wrong("".join(traceback.format_exception(type(error), error, error.__traceback__)))
             gluon_syncbn.reset()
@@ -125,7 +125,7 @@ class Soak:
         return f"{counted}, {self._resources.now.memory:.0f} MB"
 
     def _table(self) -> str:
-        names = ("cases", "steps", "meetings", "wrong", "hung", "failed as expected", "forks", "interrupts")
+        names = ("cases", "steps", "wrong", "hung", "failed as expected", "forks", "interrupts")
         rows = [(name, f"{self._counted[name]}") for name in names] + self._resources.rows()
         return "\n".join(f"{name:20}{value:>40}" for name, value in rows)
 

@@ -27,7 +27,6 @@ class Specification:
         self.weights: Dict[str, np.ndarray] = {}
         self.running: Dict[Tuple[str, mx.Context], np.ndarray] = {}
         self.gradients: Dict[Tuple[str, mx.Context], np.ndarray] = {}  # of the backwards since it was emptied
-        self.meetings = 0
         self._calls: Counter = Counter()  # of each layer and node
         self._uses: Counter = Counter()  # of each layer in this forward
         self.read_weights()
@@ -156,14 +155,9 @@ class Specification:
     def _layer(
         self, layer: SyncBatchNorm, xs: Values, places: Sequence[mx.Context], frozen: bool, **epilogue: Any
     ) -> Tuple[Values, BackOfLayer]:
-        """``behind``: what the layer takes in of the net, in place of its own activation."""
+        """``epilogue``: what the layer takes in of the net, in place of its own activation."""
         if frozen or layer._kwargs["use_global_stats"]:
             return self._frozen(layer, xs, places, **epilogue)
-        return self._normalised(layer, xs, places, **epilogue)
-
-    def _normalised(
-        self, layer: SyncBatchNorm, xs: Values, places: Sequence[mx.Context], **epilogue: Any
-    ) -> Tuple[Values, BackOfLayer]:
         pooling = layer._replicas.pooling._asdict()
         if pooling["mode"] == "shuffle":
             pooling["permutation"] = self._permutation(layer, xs, pooling["virtual_devices"])
@@ -183,14 +177,7 @@ class Specification:
                 (layer.running_var, from_0.running_var[i], from_1.running_var[i]),
             ):
                 self.running[parameter.name, place] = zero + (one - zero) * self.running[parameter.name, place]
-        meets = len(places) > 1 and pooling["mode"] != "local"
-        self.meetings += meets
-
-        def back(dys: Values) -> reference.Gradients:
-            self.meetings += meets
-            return self._layer_back(layer, xs, dys, places, from_0)
-
-        return from_0.outputs, back
+        return from_0.outputs, lambda dys: self._layer_back(layer, xs, dys, places, from_0)
 
     def _frozen(
         self,
