@@ -28,8 +28,8 @@ def assert_succeeded(done):
 
 def test_named_groups():
     """Some stay within a process, and ask nobody. Sums of gradients over NCCL come in another order in each process."""
-    environment = {**ON_GPUS, "GROUPS_WORKER_CONTEXTS": "2"}
-    scenarios = "equals_the_specification+layers_in_any_order"
+    environment = {**ON_GPUS, "MPI_WORKER_CONTEXTS": "2"}
+    scenarios = "groups_equal_the_specification+layers_in_any_order"
     assert_succeeded(job(scenarios, worker=SUPPORT / "groups_worker.py", environment=environment, limit=200))
 
 

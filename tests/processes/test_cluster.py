@@ -113,7 +113,8 @@ def test_in_shared_memory():
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [10, 300])
 def test_layers_in_any_order(steps):
-    with Cluster(3, "mpi_worker.py", "random_order", steps, GLUON_SYNCBN_SHARED_MEMORY="off") as job:
+    settings = {"GLUON_SYNCBN_SHARED_MEMORY": "off", "MPI_WORKER_CONTEXTS": 2}
+    with Cluster(2, "groups_worker.py", "layers_in_any_order", steps, **settings) as job:
         job.check_success(60 + 2 * steps)
 
 

@@ -6,7 +6,7 @@ from places import SUPPORT
 
 WORKER = SUPPORT / "groups_worker.py"
 pytestmark = pytest.mark.timeout(600)  # one job does most of this
-NUMBERS = "equals_the_specification+empty_shards+layers_in_any_order"
+NUMBERS = "groups_equal_the_specification+empty_shards+layers_in_any_order"
 # What the other member learns: in memory, where processes without a member go on, and without it.
 FAULTS = {
     "raises": "rank 2 of 4 has failed: OSError left the recorded step (disk full)",
@@ -14,19 +14,18 @@ FAULTS = {
 }
 
 
-def run(processes, contexts, memory, transport, more=""):
-    """In memory, without it, and so on, in one job."""
-    scenarios = f"{NUMBERS}+{memory}+@off+{NUMBERS}+{memory}+{transport}{more}"
-    job = Job(processes, scenarios, worker=WORKER, environment={"GROUPS_WORKER_CONTEXTS": str(contexts)}, limit=300)
+def run(processes, *scenarios, **settings):
+    """With four replicas."""
+    environment = {"MPI_WORKER_CONTEXTS": str(4 // processes), **settings}
+    job = Job(processes, "+".join(scenarios), worker=WORKER, environment=environment, limit=300)
     assert job.succeeded(processes), job.output
     return job
 
 
 def test_named_groups():
     """Against the specification; the same bits for all members; any order of layers with other groups."""
-    failing = "+".join(f"!{fault}" for fault in FAULTS)
-    memory = f"members_do_not_wait_for_others+{failing}"
-    job = run(4, 1, memory, "messages_to_members_only", f"+@a,b,a,b+{NUMBERS}")
+    both = [NUMBERS, "messages_to_members_only", "members_do_not_wait_for_others", *(f"!{fault}" for fault in FAULTS)]
+    job = run(4, *both, "@off", *both, "@a,b,a,b", NUMBERS)
     for way in ("", " off"):
         for fault, text in FAULTS.items():
             seconds, error = job.failure_of(0, fault + way)
@@ -37,10 +36,17 @@ def test_named_groups():
 
 
 def test_named_groups_of_contexts():
-    run(2, 2, "fewer_devices", "messages_to_members_only")
+    both = [NUMBERS, "messages_to_members_only", "fewer_devices"]
+    run(2, *both, "@off", *both)
 
 
 def test_through_custom():
     """MXNet may put the copies of two layers into one operation, which would wait for both."""
-    job = Job(4, "layers_in_any_order", worker=WORKER, environment={"GLUON_SYNCBN_OPERATOR": "custom"})
+    run(4, "layers_in_any_order", GLUON_SYNCBN_OPERATOR="custom")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_layers_in_any_order_for_long():
+    job = Job(4, "layers_in_any_order", 1000, worker=WORKER, environment={"MPI_WORKER_CONTEXTS": "1"}, limit=1200)
     assert job.succeeded(4), job.output

@@ -15,7 +15,7 @@ WORKER = SUPPORT / "join_worker.py"
     "processes, scenarios",
     [
         (2, "equal_one_process+masks_equal_one_process+leave_out_an_output+!gathers+!errors_end_all"),
-        (3, "equal_one_process+groups_equal_one_process+masks_in_groups_equal_one_process"),
+        (3, "equal_one_process+masks_in_groups_equal_one_process"),
     ],
 )
 def test_uneven_numbers_of_batches_equal_one_process(processes, scenarios):

@@ -16,7 +16,7 @@ os.environ["GLUON_SYNCBN_TEST_DEVICE"] = "gpu"
 import mpi_worker
 import mxnet as mx
 from gpus import assert_sound, counted_step, counts
-from mpi_worker import CONTEXTS, devices_of, kv, main, make_layer, own, reporting, specified, summed
+from mpi_worker import CONTEXTS, DEVICES, HERE, OWN, devices_of, kv, main, make_layer, own, reporting, specified, summed
 from mxnet import autograd, gluon, nd
 from places import TESTS
 from poolings import POOLINGS, fits
@@ -25,8 +25,6 @@ from replicas import assert_same, make_batch, on_devices, step
 from gluon_syncbn.exchange import store
 
 sys.path.append(str(TESTS))
-DEVICES = sum(map(devices_of, range(kv.num_workers)))
-FIRST = sum(map(devices_of, range(kv.rank)))
 
 
 def leaving_another_gpu(method):
@@ -46,7 +44,7 @@ kv.exchange = leaving_another_gpu(kv.exchange)
 def wanted(layer, batch, *, devices=None, **settings):
     """Of this process; gradients of the parameters are those of its own replicas, which nobody adds here."""
     want = specified(layer, batch, **settings)
-    mine = slice(FIRST, FIRST + devices_of(kv.rank)) if devices is None else devices
+    mine = HERE if devices is None else devices
     return want._replace(outputs=want.outputs[mine], dxs=want.dxs[mine], running_mean=[], running_var=[])
 
 
@@ -67,12 +65,12 @@ def every_mode():
         if not fits(settings, DEVICES):
             continue
         batch = make_batch(rng, DEVICES, dtype=dtype, spatial=spatial)
-        part, contexts, _ = own(batch)
+        part = own(batch)
         layer = make_layer(part, dtype, way, **settings)
         for call in range(2):
-            got = step(layer, part, contexts, dtype)
+            got = step(layer, part, OWN, dtype)
             assert_right(got, wanted(layer, batch, call=call, node=-1 if way == "eager" else 0), tolerance)
-        cost(layer, part, contexts, dtype, 2 if spatial == (4, 6) else 3)
+        cost(layer, part, dtype, 2 if spatial == (4, 6) else 3)
     assert_sound()
 
 
@@ -96,15 +94,15 @@ def rows_and_gradients():
     assert_sound()
 
 
-def cost(layer, part, contexts, dtype, launches):
-    xs, heads = (on_devices(arrays, contexts, dtype) for arrays in (part.shards, part.heads))
+def cost(layer, part, dtype, launches):
+    xs, heads = (on_devices(arrays, OWN, dtype) for arrays in (part.shards, part.heads))
     for x in xs:
         x.attach_grad()
     shared = layer._replicas.pooling.mode != "local"
     copies = {"to device": int(shared), "to host": int(shared), "waits": 3 if shared else 1}
     want = {"launches": launches, "within": 0, "collectives": 0, **copies}
     for of_each in counted_step(lambda: [layer(x) for x in xs], heads, 1):
-        for context in contexts:
+        for context in OWN:
             found = of_each[context.device_id]
             assert {name: found[name] for name in want} == want, found
 
@@ -112,7 +110,7 @@ def cost(layer, part, contexts, dtype, launches):
 def short_batches():
     """In some steps some processes have fewer devices."""
     rng = np.random.RandomState(3)
-    layer, contexts = None, CONTEXTS[: devices_of(kv.rank)]
+    layer = None
     for few in (False, True, False, True):
         here = [1 if few else devices_of(rank) for rank in range(kv.num_workers)]
         batch = make_batch(rng, sum(here))
@@ -121,8 +119,8 @@ def short_batches():
         layer = layer or make_layer(part)
         layer.gamma.set_data(nd.array(batch.gamma, dtype="float64"))
         layer.beta.set_data(nd.array(batch.beta, dtype="float64"))
-        with gluon_syncbn.only_on(contexts[: here[kv.rank]]):
-            got = step(layer, part, contexts, "float64")
+        with gluon_syncbn.only_on(OWN[: here[kv.rank]]):
+            got = step(layer, part, OWN, "float64")
         want = wanted(layer, batch, devices=mine)
         assert_same(got._replace(dgamma=want.dgamma, dbeta=want.dbeta, running_mean=[], running_var=[]), want, 1e-10)
     assert_sound()
@@ -131,9 +129,8 @@ def short_batches():
 def beside_a_cpu():
     """Rank 0 is on CPUs."""
     batch = make_batch(np.random.RandomState(5), DEVICES)
-    part, contexts, _ = own(batch)
-    if kv.rank == 0:
-        contexts = [mx.cpu(i) for i in range(len(contexts))]
+    part = own(batch)
+    contexts = [mx.cpu(i) for i in range(len(OWN))] if kv.rank == 0 else OWN
     layer = gluon_syncbn.SyncBatchNorm(in_channels=5, kvstore=kv)
     layer.cast("float64")
     layer.initialize(ctx=contexts)
@@ -149,11 +146,11 @@ class Gradients:
     """Parameters whose gradients are random, another array on each GPU."""
 
     def __init__(self, dtype, sizes=(3, 1500, 1, 700, 5)):
-        self.dtype, self.contexts = dtype, CONTEXTS[: devices_of(kv.rank)]
+        self.dtype = dtype
         self.parameters = gluon.ParameterDict()
         for i, size in enumerate(sizes):
             self.parameters.get(f"array{i}", shape=(size,), dtype=dtype, init=mx.init.Zero())
-        self.parameters.initialize(ctx=self.contexts)
+        self.parameters.initialize(ctx=OWN)
         self.trainer = gluon.Trainer(self.parameters, "sgd", kvstore=kv)
         self.sizes, self.bytes = sizes, sum(sizes) * (8 if dtype == "float64" else 4)
 
@@ -162,8 +159,8 @@ class Gradients:
         return [rng.randn(size).astype(self.dtype) * 3 for size in self.sizes]
 
     def add(self, seed):
-        for k, context in enumerate(self.contexts):
-            for parameter, value in zip(self.parameters.values(), self.given(FIRST + k, seed)):
+        for k, context in enumerate(OWN):
+            for parameter, value in zip(self.parameters.values(), self.given(HERE.start + k, seed)):
                 nd.array(value, dtype=self.dtype).copyto(parameter.grad(context))
         mx.nd.waitall()
         ctypes.CDLL("libcuda.so.1").cuda_emulator_reset_counts()
@@ -172,7 +169,7 @@ class Gradients:
     def assert_sums(self, seed, tolerance=0.0):
         wide = "float64" if self.dtype == "float64" else "float32"
         want = [sum(one.astype(wide) for one in each) for each in zip(*(self.given(r, seed) for r in range(DEVICES)))]
-        for context in self.contexts:
+        for context in OWN:
             for parameter, sums in zip(self.parameters.values(), want):
                 got = parameter.grad(context).asnumpy()
                 np.testing.assert_allclose(got, sums.astype(self.dtype), tolerance, tolerance)
@@ -186,7 +183,7 @@ def gradients():
         for seed in range(3):
             arrays.add(seed)
             mx.nd.waitall()
-            for context in arrays.contexts if seed else []:  # the first step compares the weights
+            for context in OWN if seed else []:  # the first step compares the weights
                 found = counts(context.device_id)
                 assert found["to host"] == found["to device"] == 0, found
                 assert 1 < found["collectives"] <= arrays.bytes / store._BUCKET + 1, found

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import mpi_worker
 import numpy as np
-from mpi_worker import CONTEXTS, devices_of, kv, main
+from mpi_worker import CONTEXTS, DEVICES, HERE, OWN, devices_of, kv, main
 from replicas import on_devices, rounded
 from reports import report, wait_for
 
@@ -23,11 +23,6 @@ import mxnet as mx  # isort: skip
 from mxnet import autograd, gluon, nd  # isort: skip
 from mxnet.contrib.amp.loss_scaler import LossScaler  # isort: skip
 from mxnet.gluon import nn  # isort: skip
-
-DEVICES = [devices_of(rank) for rank in range(kv.num_workers)]
-FIRST = sum(DEVICES[: kv.rank])
-HERE = slice(FIRST, FIRST + DEVICES[kv.rank])
-OWN = CONTEXTS[: DEVICES[kv.rank]]
 
 
 class Pair:
@@ -66,7 +61,7 @@ class Pair:
         return [p for p in net.collect_params().values() if p.grad_req != "null"]
 
     def backward(self):
-        sizes = [2 + i % 3 for i in range(sum(DEVICES))]
+        sizes = [2 + i % 3 for i in range(DEVICES)]
         shards = [self.rng.randn(n, 3) * (i + 1) for i, n in enumerate(sizes)]
         heads = [self.rng.randn(n, self.width) / self.width**0.5 for n in sizes]
         with autograd.record():
@@ -196,12 +191,12 @@ def adds_in_the_order_of_the_ranks():
         wide = np.float64 if dtype in ("float64", "int32") else np.float32
         for sizes in ([1], [5, 1, 300_001, 2], [131_072, 131_073]):
             arrays = [[np.random.RandomState(99 * d + i).randn(n) * 9 for i, n in enumerate(sizes)] for d in range(8)]
-            given = [[nd.array(a, ctx=c).astype(kind) for a in arrays[FIRST + k]] for k, c in enumerate(OWN)]
-            parts = [[nd.array(a).astype(kind).astype(wide).asnumpy() for a in arrays[d]] for d in range(sum(DEVICES))]
+            given = [[nd.array(a, ctx=c).astype(kind) for a in arrays[HERE.start + k]] for k, c in enumerate(OWN)]
+            parts = [[nd.array(a).astype(kind).astype(wide).asnumpy() for a in arrays[d]] for d in range(DEVICES)]
             for i in range(len(sizes)):
                 kv.pushpull(f"sum {i}", [on_one[i] for on_one in given])
             for i in range(len(sizes)):
-                ranks = np.cumsum([0, *DEVICES])
+                ranks = np.cumsum([0, *map(devices_of, range(kv.num_workers))])
                 of_ranks = [sum(part[i] for part in parts[a:b]) for a, b in zip(ranks, ranks[1:])]
                 want = rounded(sum(of_ranks), dtype).astype(wide)  # MXNet truncates to bfloat16
                 for on_one in given:

@@ -59,7 +59,10 @@ def total(machines, step, length):
     for rank, machine in enumerate(machines):
         own = vector(rank, step, length)
         sums[machine] = sums[machine] + own if machine in sums else own
-    return sum(list(sums.values())[1:], next(iter(sums.values())))
+    first, *others = sums.values()
+    if len(others) == 4:  # neighbours combine until their number is a power of two
+        first, *others = first + others[0] + others[1], others[2] + others[3]
+    return sum(others, first)
 
 
 def main():
@@ -114,7 +117,8 @@ def work(rank, folder, machines, fault, faulty, timeout):
         store.close()
         os._exit(3)
     count = sent(store.handle) - before
-    print(json.dumps({"sent": count, "machines": store.machines}), flush=True)
+    local = store.local_rank, store.local_size
+    print(json.dumps({"sent": count, "machines": store.machines, "local": local}), flush=True)
     store.close()
 
 

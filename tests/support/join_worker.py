@@ -3,7 +3,7 @@
 import time
 
 import numpy as np
-from mpi_worker import CONTEXTS, devices_of, kv, main, reporting
+from mpi_worker import CONTEXTS, DEVICES, HERE, OWN, devices_of, kv, main, reporting
 from replicas import WAYS
 from reports import report, wait_for
 
@@ -82,33 +82,25 @@ def masks_equal_one_process():
     equal_one_process(masked=True)
 
 
-def groups_equal_one_process(masked=False):
+def masks_in_groups_equal_one_process():
     """One group of all, by name: a process without a batch is an empty member."""
-    everyone = range(sum(map(devices_of, range(kv.num_workers))))
-    named = {"groups": [everyone]}
+    named = {"groups": [range(DEVICES)]}
     equal_one_process(
         lambda **given: gluon_syncbn.SyncBatchNorm(**given, **named),
         lambda **given: gluon_syncbn.SyncBatchNormAdd(**given, **named),
-        masked,
+        masked=True,
     )
-
-
-def masks_in_groups_equal_one_process():
-    groups_equal_one_process(masked=True)
 
 
 def equal_one_process(norm=gluon_syncbn.SyncBatchNorm, residual=gluon_syncbn.SyncBatchNormAdd, masked=False):
     """With masks, which plain BatchNorm does not take, that process has the layers of this package."""
     for way in ("eager", "hybrid", "static_shape"):
-        first = sum(map(devices_of, range(kv.rank)))
-        own = slice(first, first + devices_of(kv.rank))
-        contexts = CONTEXTS[: devices_of(kv.rank)]
         gluon_syncbn.configure(kvstore=kv)
         net = build(norm, residual)
-        trainer = ready(net, contexts, way, kv, masked)
+        trainer = ready(net, OWN, way, kv, masked)
         with gluon_syncbn.join(net, trainer):
             for step in range(STEPS[kv.rank]):
-                train(net, trainer, contexts, shards(step)[own], masked)
+                train(net, trainer, OWN, shards(step)[HERE], masked)
 
         gluon_syncbn.configure(kvstore=None)
         kinds = (gluon_syncbn.SyncBatchNorm, gluon_syncbn.SyncBatchNormAdd) if masked else (nn.BatchNorm, None)
@@ -160,13 +152,11 @@ def leave_out_an_output():
 def errors_end_all():
     gluon_syncbn.configure(kvstore=kv)
     net = build(gluon_syncbn.SyncBatchNorm, gluon_syncbn.SyncBatchNormAdd)
-    contexts = CONTEXTS[: devices_of(kv.rank)]
-    first = sum(map(devices_of, range(kv.rank)))
-    trainer = ready(net, contexts, "hybrid", kv)
+    trainer = ready(net, OWN, "hybrid", kv)
     try:
         with gluon_syncbn.join(net, trainer):
             for step in range(STEPS[kv.rank]):
-                train(net, trainer, contexts, shards(step)[first : first + devices_of(kv.rank)])
+                train(net, trainer, OWN, shards(step)[HERE])
                 if kv.rank == 1 and step == 3:
                     raise OSError("disk full")
     except (OSError, mx.MXNetError) as error:

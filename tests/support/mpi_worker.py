@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import functools
 import gc
 import itertools
 import os
@@ -23,7 +22,7 @@ CONTEXTS = gluon_syncbn.cpu_devices(4)
 
 import mxnet as mx  # noqa: E402
 import reports  # noqa: E402
-from allreduce import allreduce, sent  # noqa: E402
+from allreduce import sent  # noqa: E402
 from core_counts import core_count  # noqa: E402
 from gate import Gate  # noqa: E402
 from moments import moments  # noqa: E402
@@ -32,7 +31,7 @@ from mxnet.gluon import nn  # noqa: E402
 from poolings import POOLINGS, fits, specification  # noqa: E402
 from replicas import (  # noqa: E402
     WAYS,
-    Batch,
+    assert_same,
     assert_same_bits,
     forward_and_backward,
     interrupt_when_waiting,
@@ -45,8 +44,8 @@ from replicas import (  # noqa: E402
 from reports import leave, leave_memory, path_of, report, wait_for  # noqa: E402
 
 from gluon_syncbn import _native, contrastive  # noqa: E402
-from gluon_syncbn.exchange import mpi, named, store  # noqa: E402
-from gluon_syncbn.training.replicas import EAGER, Replicas  # noqa: E402
+from gluon_syncbn.exchange import mpi, store  # noqa: E402
+from gluon_syncbn.training.replicas import Replicas  # noqa: E402
 from gluon_syncbn.training.session import session  # noqa: E402
 
 if os.environ.get("GLUON_SYNCBN_TEST_DEVICE") == "gpu":
@@ -88,21 +87,25 @@ def reporting(others=(), kind=gluon_syncbn.StepError):
 
 
 def devices_of(rank):
-    return 1 + rank % 2  # 1, 2, 1, 2 ...
+    """1, 2, 1, 2 ..., or what the test asks for."""
+    return int(os.environ.get("MPI_WORKER_CONTEXTS", 1 + rank % 2))
+
+
+DEVICES = sum(map(devices_of, range(kv.num_workers)))
+HERE = slice(*(sum(map(devices_of, range(rank))) for rank in (kv.rank, kv.rank + 1)))  # this process's, of all replicas
+OWN = CONTEXTS[: devices_of(kv.rank)]
 
 
 def own(batch):
-    """This process's part of the batch of all, and its contexts."""
-    first, count = sum(map(devices_of, range(kv.rank))), devices_of(kv.rank)
-    part = slice(first, first + count)
-    return batch._replace(shards=batch.shards[part], heads=batch.heads[part]), CONTEXTS[:count], part
+    """This process's part of the batch of all."""
+    return batch._replace(shards=batch.shards[HERE], heads=batch.heads[HERE])
 
 
 def make_layer(batch, dtype="float64", way="eager", **settings):
     for _ in range(3 * kv.rank):
         nn.BatchNorm()  # so that Gluon's counters differ among the processes
     layer = gluon_syncbn.SyncBatchNorm(in_channels=5, kvstore=kv, **settings)
-    return prepare(layer, batch, own(batch)[1], dtype, WAYS[way])
+    return prepare(layer, batch, OWN, dtype, WAYS[way])
 
 
 def specified(layer, batch, **settings):
@@ -114,6 +117,12 @@ def specified(layer, batch, **settings):
     return want
 
 
+def part_of(result):
+    """Of the replicas of all, this process's."""
+    names = "outputs", "dxs", "running_mean", "running_var"
+    return result._replace(**{name: getattr(result, name)[HERE] for name in names})
+
+
 def summed(got):
     """With the gradients of gamma and beta that all processes have."""
     totals = {name: nd.array(getattr(got, name), dtype="float64") for name in ("dgamma", "dbeta")}
@@ -122,57 +131,60 @@ def summed(got):
     return got._replace(**{name: total.asnumpy() for name, total in totals.items()})
 
 
-def equals_the_specification():
-    devices = sum(map(devices_of, range(kv.num_workers)))
+def equals_the_specification(poolings=POOLINGS, cases=4):
+    """Two calls. Replicas that share statistics have the same bits, and others do not."""
     rng = np.random.RandomState(0)
-    cases = [("float64", 1e-11, 0), ("float32", 1e-5, 0), ("float16", 2e-3, 0), ("float64", 1e-10, 1e4)]
-    for (dtype, tolerance, offset), (name, pooling) in itertools.product(cases, POOLINGS.items()):
-        if not fits(pooling, devices):
+    data = [("float64", 1e-11, 0), ("float32", 1e-5, 0), ("float16", 2e-3, 0), ("float64", 1e-10, 1e4)][:cases]
+    for (dtype, tolerance, offset), (name, pooling) in itertools.product(data, poolings.items()):
+        if not fits(pooling, DEVICES):
             continue
-        batch = make_batch(rng, devices, dtype=dtype, offset=offset)
-        part, contexts, mine = own(batch)
+        batch = make_batch(rng, DEVICES, dtype=dtype, offset=offset)
+        part = own(batch)
         for way in ["eager"] if offset else WAYS:
             layer = make_layer(part, dtype, way, **pooling)
-            for _ in range(2):
-                got = step(layer, part, contexts, dtype)
-            want = specified(layer, batch, call=1, node=-1 if way == "eager" else 0)
-            for field in ("outputs", "dxs"):
-                for g, w in zip(getattr(got, field), getattr(want, field)[mine]):
-                    error = np.abs(g.astype("float64") - w).max() / np.abs(w).max()
-                    assert error < tolerance, (name, dtype, offset, way, field, error)
-            dgamma = summed(got).dgamma
-            assert np.abs(dgamma - want.dgamma).max() / np.abs(want.dgamma).max() < tolerance
+            for call in range(2):
+                got = summed(step(layer, part, OWN, dtype))
+                want = part_of(specified(layer, batch, call=call, node=-1 if way == "eager" else 0))
+                if call == 1:  # the specification begins with the running statistics of a new layer
+                    got, want = (one._replace(running_mean=[], running_var=[]) for one in (got, want))
+                else:
+                    running = got.running_mean, got.running_var
+                assert_same(got, want, tolerance, f"{name}, {dtype}, {offset}, {way}: ")
+            for statistic in running if pooling.get("mode", "sync") == "sync" else ():
+                of_all = np.concatenate(kv.allgather("running", np.array(statistic), equal=False))
+                size = pooling.get("group_size", DEVICES)
+                for group in pooling.get("groups", np.arange(DEVICES).reshape(-1, size)):
+                    others = np.delete(of_all, group, axis=0)
+                    assert (of_all[group] == of_all[group[0]]).all(), (name, of_all)
+                    assert (others != of_all[group[0]]).any(axis=1).all(), (name, of_all)
 
 
 def under_masks():
     """Also where nothing counts in all that a process has."""
-    devices = sum(map(devices_of, range(kv.num_workers)))
     rng = np.random.RandomState(3)
     for nothing, way in itertools.product((False, True), WAYS):
-        batch = make_batch(rng, devices)
+        batch = make_batch(rng, DEVICES)
         masks = [(rng.rand(len(x), *x.shape[2:]) < 0.5) * 1.0 for x in batch.shards]
         masks[0][:1] = not nothing
         masks[0][1:] *= not nothing
-        part, contexts, mine = own(batch)
+        part = own(batch)
         layer = make_layer(part, way=way)
-        inputs = [on_devices(arrays, contexts, "float64") for arrays in (part.shards, masks[mine])]
-        got, _ = step_of(layer, inputs, on_devices(part.heads, contexts, "float64"))
-        want = specification(layer, batch, masks=masks)
-        for field in ("outputs", "dxs", "running_mean", "running_var"):
-            for g, w in zip(getattr(got, field), getattr(want, field)[mine]):
-                assert np.abs(g - w).max() <= 1e-6 * np.abs(w).max(), (nothing, way, field)
+        inputs = [on_devices(arrays, OWN, "float64") for arrays in (part.shards, masks[HERE])]
+        got, _ = step_of(layer, inputs, on_devices(part.heads, OWN, "float64"))
+        want = part_of(specification(layer, batch, masks=masks))
+        assert_same(summed(got), want, 1e-6, f"{nothing}, {way}: ")
 
 
 def same_bits_on_repetition():
-    batch = make_batch(np.random.RandomState(1), sum(map(devices_of, range(kv.num_workers))), dtype="float32")
-    (part, contexts, _), pause = own(batch), np.random.RandomState(os.getpid())
+    part = own(make_batch(np.random.RandomState(1), DEVICES, dtype="float32"))
+    pause = np.random.RandomState(os.getpid())
     for pooling in ({}, {"mode": "shuffle"}):
         layer = make_layer(part, "float32", **pooling)
         results = []
         for _ in range(5):
             gluon_syncbn.configure(seed=0)
             time.sleep(0.01 * pause.rand())  # another order of arrival
-            results.append(step(layer, part, contexts, "float32")._replace(running_mean=[], running_var=[]))
+            results.append(step(layer, part, OWN, "float32")._replace(running_mean=[], running_var=[]))
         for result in results[1:]:
             assert_same_bits(result, results[0])
 
@@ -208,79 +220,76 @@ def refuses_what_it_cannot_send():
     assert [int(array[0]) for array in kv.allgather("a test", np.array([kv.rank]))] == list(range(kv.num_workers))
 
 
+def assert_everywhere(parameter, value, tolerance):
+    """All replicas of all processes have this one, to the bit."""
+    here = [parameter.data(context).asnumpy() for context in OWN]
+    first = kv.allgather("a test", here[0])[0]
+    assert all((one == first).all() for one in here), "other bits"
+    np.testing.assert_allclose(first, value, rtol=tolerance, atol=tolerance)
+
+
 def updates_bn_stats():
     """Two layers, the second of which sees what the first normalises; 1 and 2 devices, uneven shards."""
     import pytest  # which the other scenarios do not wait for
 
-    devices = sum(map(devices_of, range(kv.num_workers)))
     gluon_syncbn.configure(kvstore=kv)
-    batches = [make_batch(np.random.RandomState(k), devices, offset=10 * k) for k in range(3)]
-    _, contexts, mine = own(batches[0])
+    batches = [make_batch(np.random.RandomState(k), DEVICES, offset=10 * k) for k in range(3)]
     net, alone = nn.HybridSequential(), nn.HybridSequential()
     net.add(gluon_syncbn.SyncBatchNorm(in_channels=5), nn.Activation("tanh"), nn.BatchNorm(in_channels=5))
     alone.add(nn.BatchNorm(in_channels=5), nn.Activation("tanh"))
-    for block, on in ((net, contexts), (alone, CONTEXTS[3:])):
+    for block, on in ((net, OWN), (alone, CONTEXTS[3:])):
         block.initialize(ctx=on)
         block.cast("float64")
         block.hybridize()
     seen = [[np.concatenate(batch.shards) for batch in batches]]
     with autograd.train_mode():
         seen.append([alone(nd.array(x, ctx=CONTEXTS[3], dtype="float64")).asnumpy() for x in seen[0]])
-    gluon_syncbn.update_bn_stats(net, [on_devices(batch.shards[mine], contexts, "float64") for batch in batches])
+    here = [on_devices(batch.shards[HERE], OWN, "float64") for batch in batches]
+    gluon_syncbn.update_bn_stats(net, here)
     before = [array.asnumpy().tolist() for array in net[2].running_mean.list_data()]
-    fewer = [on_devices(batch.shards[mine], contexts, "float64") for batch in batches[: 2 + (kv.rank > 0)]]
     with pytest.raises(
         ValueError, match=f"batches: rank 0 of {kv.num_workers} gave 2, expected as many as the other ranks"
     ):
-        gluon_syncbn.update_bn_stats(net, iter(fewer))
+        gluon_syncbn.update_bn_stats(net, iter(here[: 2 + (kv.rank > 0)]))
     assert before == [array.asnumpy().tolist() for array in net[2].running_mean.list_data()]
     for layer, inputs in zip((net[0], net[2]), seen):
         mean, var, _ = moments(inputs)
         for parameter, value in ((layer.running_mean, mean), (layer.running_var, var)):
-            here = np.concatenate([parameter.data(context).asnumpy() for context in contexts])
-            first = kv.allgather("a test", here[:5])[0]
-            assert (here.reshape(-1, 5) == first).all(), "other bits"
-            np.testing.assert_allclose(first, value, rtol=1e-10, atol=1e-10)
+            assert_everywhere(parameter, value, 1e-10)
 
 
 def averages_running_stats():
     """Weighted and not; the store as an argument, as a default, and as the layers name it."""
-    devices = sum(map(devices_of, range(kv.num_workers)))
     rng = np.random.RandomState(4)
-    for weights, way in itertools.product((None, [1 + 3 * k for k in range(devices)]), ("given", "default", "named")):
-        means, variances = 5 * rng.randn(devices, 5), rng.rand(devices, 5) + 0.5
+    for weights, way in itertools.product((None, [1 + 3 * k for k in range(DEVICES)]), ("given", "default", "named")):
+        means, variances = 5 * rng.randn(DEVICES, 5), rng.rand(DEVICES, 5) + 0.5
         mean = np.average(means, axis=0, weights=weights)
         want = mean, np.average(variances + (means - mean) ** 2, axis=0, weights=weights)
-        part, contexts, mine = own(Batch(list(means), list(variances), None, None))
         net = nn.HybridSequential()
         net.add(gluon_syncbn.SyncBatchNorm(in_channels=5, mode="local", kvstore=kv if way == "named" else None))
         net.add(nn.BatchNorm(in_channels=5))
-        net.initialize(ctx=contexts)
+        net.initialize(ctx=OWN)
         net.cast("float64")
         for layer in net:
-            for context, one, other in zip(contexts, *part[:2]):
+            for context, one, other in zip(OWN, means[HERE], variances[HERE]):
                 layer.running_mean.data(context)[:], layer.running_var.data(context)[:] = one, other
         gluon_syncbn.configure(kvstore=kv if way == "default" else None)
-        weights_here = None if weights is None else weights[mine]
+        weights_here = None if weights is None else weights[HERE]
         gluon_syncbn.average_running_stats(net, weights_here, kvstore=kv if way == "given" else None)
         for layer in net:
             for parameter, value in zip((layer.running_mean, layer.running_var), want):
-                here = np.concatenate([parameter.data(context).asnumpy() for context in contexts])
-                first = kv.allgather("a test", here[:5])[0]
-                assert (here.reshape(-1, 5) == first).all(), "other bits"
-                np.testing.assert_allclose(first, value, rtol=1e-12, atol=1e-12)
+                assert_everywhere(parameter, value, 1e-12)
 
 
 def broadcasts_parameters():
     """Of every type, those of each rank in turn, also if no layer names the store. Another net is an error."""
     for _ in range(3 * kv.rank):
         nn.BatchNorm()  # so that Gluon's counters differ among the processes
-    contexts = CONTEXTS[: devices_of(kv.rank)]
     for root, dtype in itertools.product(range(kv.num_workers), ("float16", "float32", "float64")):
         net = nn.HybridSequential()
         net.add(nn.Dense(4, in_units=3), gluon_syncbn.SyncBatchNorm(in_channels=4, kvstore=kv if root else None))
         net.cast(dtype)
-        net.initialize(ctx=contexts)
+        net.initialize(ctx=OWN)
         values = [
             [np.random.RandomState(rank).rand(*p.shape).astype(p.dtype) for p in net.collect_params().values()]
             for rank in range(kv.num_workers)
@@ -294,11 +303,11 @@ def broadcasts_parameters():
                 assert (array.asnumpy() == value).all(), (root, dtype, parameter.name)
     net = nn.Dense(4, in_units=3)
     net.cast(np.dtype([("bfloat16", np.uint16)]))
-    net.initialize(mx.init.Constant(1 + kv.rank), ctx=contexts)
+    net.initialize(mx.init.Constant(1 + kv.rank), ctx=OWN)
     gluon_syncbn.broadcast_parameters(net, kvstore=kv)
     assert all((array.astype("float32").asnumpy() == 1).all() for array in net.weight.list_data())
     net = nn.Dense(4 + kv.rank, in_units=3, prefix="net_")
-    net.initialize(ctx=contexts)
+    net.initialize(ctx=OWN)
     with reporting(range(kv.num_workers)):
         gluon_syncbn.broadcast_parameters(net, kvstore=kv)
 
@@ -376,15 +385,15 @@ def configures_after_the_trainer():
 def a_batch_that_is_not_finite():
     """Of rank 1: left out by all, then the end of all."""
     layer = gluon_syncbn.SyncBatchNorm(in_channels=2, kvstore=kv, prefix="front_")
-    layer.initialize(ctx=CONTEXTS[: devices_of(kv.rank)])
+    layer.initialize(ctx=OWN)
     gluon_syncbn.configure(nonfinite="skip", timeout=20)
 
     def forward(spoil):
-        xs = [np.random.RandomState(kv.rank).randn(3, 2) for _ in range(devices_of(kv.rank))]
+        xs = [np.random.RandomState(kv.rank).randn(3, 2) for _ in OWN]
         if spoil and kv.rank == 1:
             xs[1][2, 1] = np.nan
         with autograd.record():
-            ys = [layer(nd.array(x, ctx=c)) for x, c in zip(xs, CONTEXTS)]
+            ys = [layer(nd.array(x, ctx=c)) for x, c in zip(xs, OWN)]
         mx.nd.waitall()
         return ys
 
@@ -409,7 +418,6 @@ def a_batch_that_is_not_finite():
 
 def recomputed():
     """The statistics of all processes once, in the first forward; sums of all in the backward."""
-    contexts = CONTEXTS[: devices_of(kv.rank)]
     cases = [({}, False), ({}, True), ({"mode": "local"}, True), ({"group_size": 1}, True)]
     cases.append(({"mode": "shuffle"}, False))  # each graph draws an order of its own
     for settings, hybrid in cases:
@@ -422,11 +430,11 @@ def recomputed():
             else:
                 unit.add(*norms)
             net.add(unit)
-        net.initialize(ctx=contexts)
+        net.initialize(ctx=OWN)
         gluon_syncbn.broadcast_parameters(net, kvstore=kv)
         random = np.random.RandomState(kv.rank)
-        data = [random.randn(3 + i, 4) * (1 + kv.rank) + i for i in range(len(contexts))]
-        heads = [nd.array(random.randn(*x.shape), ctx=c) for x, c in zip(data, contexts)]
+        data = [random.randn(3 + i, 4) * (1 + kv.rank) + i for i in range(len(OWN))]
+        heads = [nd.array(random.randn(*x.shape), ctx=c) for x, c in zip(data, OWN)]
         found = []
         for active in (False, True):
             gluon_syncbn.configure(seed=0)
@@ -436,59 +444,13 @@ def recomputed():
                     unit.hybridize()
             for parameter in net.collect_params(".*running.*").values():
                 parameter.set_data(nd.ones(4))
-            xs = [nd.array(x, ctx=c) for x, c in zip(data, contexts)]
+            xs = [nd.array(x, ctx=c) for x, c in zip(data, OWN)]
             ys = forward_and_backward(net, xs, heads)
             arrays = [*ys, *[x.grad for x in xs], *norms[1].gamma.list_grad(), *norms[0].running_var.list_data()]
             found.append([array.asnumpy() for array in arrays])
         for a, b in zip(*found):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
             assert np.abs(a).max() > 0
-
-
-def ways_of_statistics():
-    """In memory of the machine, or by the transport where that is switched off."""
-    in_memory = kv.why_not_in_memory is None
-    assert in_memory or "GLUON_SYNCBN_SHARED_MEMORY=off" in kv.why_not_in_memory, kv.why_not_in_memory
-    assert (kv.local_rank, kv.local_size) == (kv.rank, kv.num_workers)
-    rng = np.random.RandomState(0)
-    for settings in ({}, {"mode": "shuffle"}, {"group_size": 2}, {"group_size": 1}):
-        batch = make_batch(rng, kv.num_workers)
-        part = batch._replace(shards=[batch.shards[kv.rank]], heads=[batch.heads[kv.rank]])
-        layer = gluon_syncbn.SyncBatchNorm(in_channels=5, kvstore=kv, **settings)
-        layer = prepare(layer, part, CONTEXTS[:1], "float64", WAYS["eager"])
-        step(layer, part, CONTEXTS[:1], "float64")  # in which all agree
-        before = sent(kv.handle)
-        step(layer, part, CONTEXTS[:1], "float64")
-        by_transport = not in_memory and settings.get("group_size") != 1
-        assert (sent(kv.handle) > before) == by_transport, settings
-
-
-def levels():
-    """The leaders of the machines exchange, and all have the same bits."""
-    names = kv.tell_all("a test", store._machine())
-    assert kv.machines == [[r for r, on in enumerate(names) if on == name] for name in dict.fromkeys(names)]
-    own = next(ranks for ranks in kv.machines if kv.rank in ranks)
-    assert (own[kv.local_rank], len(own)) == (kv.rank, kv.local_size)
-    speaks = kv.rank in [ranks[0] for ranks in kv.machines]
-    leaders = len(kv.machines)
-    for _ in range(2):
-        batch = make_batch(np.random.RandomState(5), min(kv.num_workers, 4), dtype="float32")
-        shard = kv.rank % len(batch.shards)
-        part = batch._replace(shards=[batch.shards[shard]], heads=[batch.heads[shard]])
-        layer = prepare(
-            gluon_syncbn.SyncBatchNorm(in_channels=5, kvstore=kv), part, CONTEXTS[:1], "float32", WAYS["eager"]
-        )
-        layer._replicas.runs(EAGER)  # in which all agree
-        before = sent(kv.handle)
-        step(layer, part, CONTEXTS[:1], "float32")
-        count = sent(kv.handle) - before
-        assert (count > 0) == speaks and count <= 2 * leaders, (speaks, count)
-        mine = np.concatenate([layer.running_mean.data().asnumpy(), layer.running_var.data().asnumpy()])
-        everyone = kv.allgather("a test", mine)
-        assert all((theirs == everyone[0]).all() for theirs in everyone), "other bits"
-        whole = np.concatenate([batch.shards[r % len(batch.shards)] for r in range(kv.num_workers)])
-        mean = moments([whole.astype("float64")])[0]
-        np.testing.assert_allclose(mine[:5], 0.1 * mean, rtol=1e-4, atol=1e-5)
 
 
 def calls_stay_in_the_engine():
@@ -536,20 +498,19 @@ def contrast(net, xs, labels, gather):
 def gathers():
     """Uneven parts, one of them empty: losses and float64 gradients of one process with all rows, to 1e-12. One message
     in each direction, of rows as they are and of sums in float64."""
-    devices, (_, contexts, part) = sum(map(devices_of, range(kv.num_workers))), own(Batch([], [], [], []))
     rng = np.random.RandomState(3)
     weight = rng.randn(6, 4)
     for way, dtype in itertools.product(WAYS, ("float64", "float32")):
         tolerance = 1e-12 if dtype == "float64" else 1e-5
-        sizes = [3, int(dtype == "float32"), 5, 2, 4, 1, 2][:devices]  # MXNet adds no empty arrays of float32
+        sizes = [3, int(dtype == "float32"), 5, 2, 4, 1, 2][:DEVICES]  # MXNet adds no empty arrays of float32
         total = sum(sizes)
         everyone = nd.array(rng.randn(total, 4) * (1 + np.arange(total))[:, None], dtype=dtype)
         label = nd.array(rng.randint(0, 3, total), dtype=dtype)
         head = nd.array(rng.randn(total, total), dtype=dtype)
-        here = [slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))][part]
+        here = [slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))][HERE]
 
         ours, alone = Encoder(), Encoder()
-        for net, on in ((ours, contexts), (alone, [mx.cpu()])):
+        for net, on in ((ours, OWN), (alone, [mx.cpu()])):
             net.cast(dtype)
             net.initialize(ctx=on)
             net.weight.set_data(nd.array(weight, dtype=dtype))
@@ -557,9 +518,9 @@ def gathers():
             ours.hybridize(**WAYS[way])
         with mx.util.np_shape(True):
             for _ in range(2):
-                xs = [nd.array(everyone.asnumpy()[s], ctx=c, dtype=dtype) for s, c in zip(here, contexts)]
-                labels = [nd.array(label.asnumpy()[s], ctx=c, dtype=dtype) for s, c in zip(here, contexts)]
-                heads = [nd.array(head.asnumpy()[s], ctx=c, dtype=dtype) for s, c in zip(here, contexts)]
+                xs = [nd.array(everyone.asnumpy()[s], ctx=c, dtype=dtype) for s, c in zip(here, OWN)]
+                labels = [nd.array(label.asnumpy()[s], ctx=c, dtype=dtype) for s, c in zip(here, OWN)]
+                heads = [nd.array(head.asnumpy()[s], ctx=c, dtype=dtype) for s, c in zip(here, OWN)]
                 for x in (everyone, *xs):
                     x.attach_grad()
                 with autograd.record():
@@ -574,7 +535,7 @@ def gathers():
                     for got, want in ((loss, wanted), (x.grad, everyone.grad)):
                         error = np.abs(got.asnumpy() - want.asnumpy()[s]).max(initial=0) / np.abs(want.asnumpy()).max()
                         assert error < tolerance, (way, dtype, error)
-                gradient = nd.array(sum(ours.weight.grad(c).asnumpy() for c in contexts), dtype="float64")
+                gradient = nd.array(sum(ours.weight.grad(c).asnumpy() for c in OWN), dtype="float64")
                 kv.pushpull("of a projection", gradient)
                 want = alone.weight.grad().asnumpy()
                 assert np.abs(gradient.asnumpy() - want).max() / np.abs(want).max() < tolerance, (way, dtype)
@@ -630,7 +591,7 @@ def gradients_in_any_order():
 
 def shuffled_keys():
     """Keys and their gradients come to the process of their queries, with an uneven last batch and several contexts."""
-    here, dim = devices_of(kv.rank), 8
+    dim = 8
     images = np.random.RandomState(0).rand(20 * kv.num_workers - 3, 3, 64, 64).astype("float32")
     table = images.reshape(len(images), -1)[:, :dim].astype("float64")  # the features
     sampler = contrastive.ShuffleSampler(len(images), 8, kv.num_workers, kv.rank, seed=4, last_batch="keep")
@@ -638,13 +599,13 @@ def shuffled_keys():
         sampler.set_epoch(epoch)
         for batch, pairs in enumerate(sampler):
             queries, keys = (np.array(column) for column in zip(*pairs))
-            parts = np.array_split(table[keys], here)
+            parts = np.array_split(table[keys], len(OWN))
             xs = [nd.array(part, ctx=c, dtype="float64") for part, c in zip(parts, CONTEXTS)]
             for x in xs:
                 x.attach_grad()
             with autograd.record():
                 ys = sampler.restore([x * 3 for x in xs], batch, kvstore=kv)
-            heads = np.array_split(table[queries] ** 2, here)
+            heads = np.array_split(table[queries] ** 2, len(OWN))
             autograd.backward(ys, [nd.array(head, ctx=c, dtype="float64") for head, c in zip(heads, CONTEXTS)])
             np.testing.assert_array_equal(np.concatenate([y.asnumpy() for y in ys]), 3 * table[queries])
             got = np.concatenate([x.grad.asnumpy() for x in xs])
@@ -656,26 +617,6 @@ def gathers_other_rows():
         contrastive.gather(nd.ones((2, 3 + kv.rank)), name="features", kvstore=kv).asnumpy()
 
 
-def of_many():
-    pushpull_and_broadcast()
-    if kv.num_workers <= 5:  # there are batches for so many
-        same_bits_on_repetition()
-    alone = store.ProcessStore("mpi", named.transport("mpi"))  # which does not meet in memory
-    for call, size in enumerate((1, 7, 3000)):
-        parts = [np.random.RandomState(rank).randn(size) for rank in range(kv.num_workers)]
-        total = allreduce(alone.handle, (0, -1, call, 1, "a test", 60.0), parts[kv.rank])
-        np.testing.assert_allclose(total, sum(parts), rtol=1e-12, atol=1e-12)
-        everyone = kv.allgather("a test", total)
-        assert all((theirs == total).all() for theirs in everyone), "other bits"
-    # The order counts for the bits of merged moments.
-    rows = [np.concatenate([[3 + r], np.random.RandomState(r).randn(3) * 10**r, [1, 2, 3]]) for r in range(8)]
-    rows = rows[: kv.num_workers]
-    merged = allreduce(alone.handle, (0, -1, 9, 0, "a test", 60.0), rows[kv.rank], True)
-    np.testing.assert_allclose(merged, functools.reduce(_native.merge_moments, rows), rtol=1e-12)
-    assert all((theirs == merged).all() for theirs in kv.allgather("a test", merged)), "other bits"
-    rows_of_any_type()
-
-
 def rows_of_any_type():
     for size, kind in ((0, "uint8"), (1, "float64"), (1000, "int32"), (600_000, "float16")):
         parts = [(np.arange(size * (rank % 3)) + rank).astype(kind) for rank in range(kv.num_workers)]
@@ -683,30 +624,6 @@ def rows_of_any_type():
         for theirs, want in zip(got, parts):
             assert theirs.dtype == want.dtype
             np.testing.assert_array_equal(theirs, want)
-
-
-def random_order():
-    """Layers in an order of its own in every process and step, each in a thread of its own."""
-    layers, steps = 20, int(sys.argv[2])
-    gluon_syncbn.configure(timeout=60)
-    nets = [gluon_syncbn.SyncBatchNorm(in_channels=2, kvstore=kv, momentum=0.0) for _ in range(layers)]
-    for net in nets:
-        net.initialize(ctx=CONTEXTS[0])
-    rng = np.random.RandomState(100 + kv.rank)
-    for k in range(steps):
-        values = [
-            [np.random.RandomState((1000 * i + k) * 8 + r).randn(2, 2) * (i + 1) for r in range(kv.num_workers)]
-            for i in range(layers)
-        ]
-        ys = [None] * layers
-        with autograd.record():
-            for i in rng.permutation(layers):
-                ys[i] = nets[i](nd.array(values[i][kv.rank]))
-        mx.nd.waitall()
-        for i, net in enumerate(nets):
-            want = np.concatenate(values[i]).mean(axis=0)
-            got = net.running_mean.data().asnumpy()
-            assert np.abs(got - want).max() < 1e-4 * (i + 1), (k, i, got, want)
 
 
 # ---- sums by the relay of Horovod and dist_sync ------------------------------------------------------------------

@@ -233,7 +233,7 @@ def truth(batch: Batch, steps: int = 1, axis: int = 1, **settings) -> Result:
     )
 
 
-def assert_same(got: Result, want: Result, tolerance: float) -> None:
+def assert_same(got: Result, want: Result, tolerance: float, case: str = "") -> None:
     for name in Result._fields:
         pairs = zip(getattr(got, name), getattr(want, name))
         if name in ("dgamma", "dbeta"):
@@ -242,7 +242,7 @@ def assert_same(got: Result, want: Result, tolerance: float) -> None:
             error = np.abs(g.astype("float64") - w).max() / max(np.abs(w).max(), 1e-30) if w.size else 0.0
             if not np.abs(w).max(initial=0):
                 error = np.abs(g).max(initial=0)
-            assert error <= tolerance, f"{name} of replica {i}: relative error {error:.2e}, allowed {tolerance:.0e}"
+            assert error <= tolerance, f"{case}{name} of replica {i}: off by {error:.2e}, allowed {tolerance:.0e}"
 
 
 def assert_next_step_is_right(layer, batch: Batch, contexts: Sequence[mx.Context], dtype: str = "float32") -> None:

@@ -59,7 +59,7 @@ def packed(x):
     return np.concatenate([[count], mean, var * count])
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 8])
 def test_moments_of_all_processes(size):
     rng = np.random.RandomState(0)
     shards = [1e4 + (rank + 1) * rng.randn(2 + rank % 2, CHANNELS, 3) for rank in range(size)]
@@ -73,8 +73,8 @@ def test_moments_of_all_processes(size):
     for total in totals:
         np.testing.assert_array_equal(total, totals[0], err_msg="the same bits everywhere")
         np.testing.assert_allclose(total, want, rtol=1e-12)
-    # With 5 in steps, of which each is a pair's.
-    assert sent_by(all_stores) == {1: 0, 2: 2, 3: 6, 5: 10}[size]
+    # From 5 on in steps, of which each is a pair's.
+    assert sent_by(all_stores) == {1: 0, 2: 2, 3: 6, 5: 10, 7: 14, 8: 24}[size]
 
 
 GROUPS = [
