@@ -5,6 +5,7 @@ import functools
 import os
 import pickle
 import shutil
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -341,17 +342,13 @@ def two_machines():
 # ---- what goes wrong ---------------------------------------------------------------------------------------------
 
 
-SAMPLES = 1  # of a step
-
-
-def fails(spoil):
+def fails(fault):
     """A step that fails changes no parameter, and all processes learn why."""
-    global SAMPLES
-    SAMPLES = 1
     net = nn.HybridSequential()
     net.add(nn.Dense(4, in_units=3, prefix="dense0_"), nn.Dense(300_000, in_units=4, prefix="dense1_"))
     net.initialize(ctx=OWN)
-    if spoil is begins_frozen:
+    net.samples = 1  # of a step
+    if fault == "begins_frozen":
         net[1].bias.grad_req = "null"
     trainer = gluon.Trainer(net.collect_params(), "sgd", kvstore=kv)
 
@@ -359,27 +356,27 @@ def fails(spoil):
         with autograd.record():
             ys = [net(nd.ones((2, 3), ctx=context)) for context in OWN]
         autograd.backward(ys)
-        if spoil is divides_apart:
+        if fault == "divides_apart":
             trainer.allreduce_grads()
-            trainer.update(SAMPLES)
+            trainer.update(net.samples)
         else:
-            trainer.step(SAMPLES, ignore_stale_grad=True)
+            trainer.step(net.samples, ignore_stale_grad=True)
 
-    if not spoil.__name__.startswith("begins"):
+    if not fault.startswith("begins"):
         step()
-    gluon_syncbn.configure(timeout=3 if spoil is is_late else 60)  # the first step, for which all is built, is slow
+    gluon_syncbn.configure(timeout=3 if fault == "is_late" else 60)  # the first step, for which all is built, is slow
     since = time.monotonic()
     if kv.rank == 1:
-        spoil(net)
+        SPOILS[fault](net)
     parameters = list(net.collect_params().values())
     before = [p.data(OWN[0]).asnumpy() for p in parameters]
     try:
         step()
-        if spoil is ends:
+        if fault == "ends":
             nd.waitall()
         raise KeyboardInterrupt  # as Ctrl-C, with the step in flight
     except (mx.MXNetError, KeyboardInterrupt) as error:
-        if spoil is ends:  # mpiexec ends this rank as soon as rank 1, at its end, knows that this one has failed
+        if fault == "ends":  # mpiexec ends this rank as soon as rank 1, at its end, knows that this one has failed
             report(kv.rank, since, error)
             raise SystemExit(3) from None
         with tempfile.TemporaryDirectory() as folder:
@@ -400,44 +397,7 @@ def fails(spoil):
     raise AssertionError("nothing has failed")
 
 
-def freezes(net):
-    net[1].bias.grad_req = "null"
-
-
-def divides_otherwise(net):
-    global SAMPLES
-    SAMPLES = 2
-
-
-def decays_weights(net):
-    net[0].bias._trainer._optimizer.wd = 0.5
-
-
-def trains_slowly(net):
-    net[1].bias.lr_mult = 0.5
-
-
-def leaves_out_the_second(net):
-    net.forward = net[0].forward
-
-
-def divides_apart(net):
-    divides_otherwise(net)
-
-
-def begins_elsewhere(net):
-    net[1].bias.set_data(net[1].bias.data(OWN[0]) + 1)
-
-
-def begins_frozen(net):
-    begins_elsewhere(net)
-
-
-def begins_with_other_states(net):
-    loads_other_states(net)
-
-
-def loads_other_states(net):
+def load_other_states(net):
     """As those of other parameters: MXNet's file has places instead of names."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(pickle.dumps({2: nd.ones((300_000, 4))}))
@@ -445,29 +405,19 @@ def loads_other_states(net):
         net[1].weight._trainer.load_states(file.name)
 
 
-def ends(net):
-    raise SystemExit(0)
-
-
-def is_late(net):
-    wait_for([0])  # and learns of it then
-
-
-SPOILS = (
-    freezes,
-    divides_otherwise,
-    decays_weights,
-    trains_slowly,
-    leaves_out_the_second,
-    divides_apart,
-    begins_elsewhere,
-    begins_frozen,
-    begins_with_other_states,
-    loads_other_states,
-    ends,
-    is_late,
-)
+# What rank 1 does before the step.
+SPOILS = {
+    "freezes": lambda net: setattr(net[1].bias, "grad_req", "null"),
+    **dict.fromkeys(("divides_otherwise", "divides_apart"), lambda net: setattr(net, "samples", 2)),
+    "leaves_out_the_second": lambda net: setattr(net, "forward", net[0].forward),
+    **dict.fromkeys(
+        ("begins_elsewhere", "begins_frozen"), lambda net: net[1].bias.set_data(net[1].bias.data(OWN[0]) + 1)
+    ),
+    **dict.fromkeys(("begins_with_other_states", "loads_other_states"), load_other_states),
+    "ends": lambda net: sys.exit(0),
+    "is_late": lambda net: wait_for([0]),  # and learns of it then
+}
 
 if __name__ == "__main__":
-    faults = {spoil.__name__: functools.partial(fails, spoil) for spoil in SPOILS}
+    faults = {fault: functools.partial(fails, fault) for fault in SPOILS}
     main({**vars(mpi_worker), **globals(), **faults})
