@@ -5,13 +5,12 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 from environments import shell
-from places import ROOT, SUPPORT
+from places import ROOT
 
 import gluon_syncbn
 
@@ -153,13 +152,6 @@ def test_opencv_needs_no_screen(wheel, version, tmp_path):
     status, output = run(programs / "python", "-W", "ignore", "-c", program)
     assert status == 0, output
     assert output.splitlines()[-1] == "[]"
-
-
-def test_mypy_takes_a_users_script(wheel, tmp_path):
-    programs = environment(tmp_path / "venv", "3.11", f"{wheel}[cpu]")
-    command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", programs / "python"]
-    status, output = run(*command, SUPPORT / "typed_script.py", cwd=tmp_path)
-    assert status == 0, output
 
 
 def test_the_archive_and_the_wheel_have_what_the_pages_link_to(sdist, wheel, tmp_path):
