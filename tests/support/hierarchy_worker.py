@@ -33,20 +33,19 @@ NUMBERS = np.random.RandomState(0).randn(MOST + 6000)
 bridge._GRACE = 1.0  # seconds; nothing else is told that late
 
 
-class Relayed(bridge.BridgedTransport):
-    """Introduced by a file of the folder."""
+def introduced(folder, rank, size):
+    """By a file of the folder."""
 
-    def __init__(self, folder, rank, size):
-        def spread(told):
-            path, hidden = folder / "introduction", folder / ".introduction"
-            if rank == 0:
-                hidden.write_bytes(told.tobytes())
-                hidden.rename(path)
-            while not path.exists():
-                time.sleep(0.01)
-            return np.frombuffer(path.read_bytes(), np.uint8)
+    def spread(told):
+        path, hidden = folder / "introduction", folder / ".introduction"
+        if rank == 0:
+            hidden.write_bytes(told.tobytes())
+            hidden.rename(path)
+        while not path.exists():
+            time.sleep(0.01)
+        return np.frombuffer(path.read_bytes(), np.uint8)
 
-        super().__init__(rank, size, "127.0.0.1", spread)
+    return bridge.BridgedTransport(rank, size, "127.0.0.1", spread)
 
 
 def vector(rank, step, length):
@@ -82,7 +81,7 @@ def main():
 
 def work(rank, folder, machines, fault, faulty, timeout):
     store_module._machine = lambda: machines[rank]
-    store = ProcessStore("relay", Relayed(folder, rank, len(machines)))
+    store = ProcessStore("relay", introduced(folder, rank, len(machines)))
     store.meet_in_memory()
     assert store.why_not_in_memory is None, store.why_not_in_memory
 
