@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -147,14 +148,6 @@ def fewer_devices():
         np.testing.assert_allclose(getattr(got, name)[0], getattr(want, name)[0], rtol=0, atol=1e-11)
 
 
-def raises():
-    a_member_fails("raises")
-
-
-def stays_away():
-    a_member_fails("stays away")
-
-
 def a_member_fails(fault):
     """Rank 2 of groups [0, 2] and [1, 3] leaves its second step; says what the others learn."""
     batch = make_batch(np.random.RandomState(5), DEVICES)
@@ -180,6 +173,8 @@ def a_member_fails(fault):
     wait_for(range(kv.num_workers) if fault == "raises" else [0, 1, 3])
     raise SystemExit(3)
 
+
+raises, stays_away = (partial(a_member_fails, fault) for fault in ("raises", "stays away"))
 
 if __name__ == "__main__":
     main(globals())

@@ -1,11 +1,8 @@
 """A process of a job whose batches run out at different times in different processes."""
 
-import time
-
 import numpy as np
 from mpi_worker import CONTEXTS, DEVICES, HERE, OWN, devices_of, kv, main, reporting
 from replicas import WAYS
-from reports import report, wait_for
 
 import gluon_syncbn
 from gluon_syncbn import contrastive
@@ -153,16 +150,11 @@ def errors_end_all():
     gluon_syncbn.configure(kvstore=kv)
     net = build(gluon_syncbn.SyncBatchNorm, gluon_syncbn.SyncBatchNormAdd)
     trainer = ready(net, OWN, "hybrid", kv)
-    try:
-        with gluon_syncbn.join(net, trainer):
-            for step in range(STEPS[kv.rank]):
-                train(net, trainer, OWN, shards(step)[HERE])
-                if kv.rank == 1 and step == 3:
-                    raise OSError("disk full")
-    except (OSError, mx.MXNetError) as error:
-        report(kv.rank, time.monotonic(), error)
-        wait_for(range(kv.num_workers))
-        raise SystemExit(3) from None
+    with reporting(range(kv.num_workers), (OSError, mx.MXNetError)), gluon_syncbn.join(net, trainer):
+        for step in range(STEPS[kv.rank]):
+            train(net, trainer, OWN, shards(step)[HERE])
+            if kv.rank == 1 and step == 3:
+                raise OSError("disk full")
 
 
 def gathers():
