@@ -1,6 +1,5 @@
 """examples/segmentation in several processes: the training of one process, its end and its errors."""
 
-import importlib.util
 import json
 import os
 import shutil
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mpi_job import needs_horovod
 from places import SEGMENTATION
 from replicas import in_threads
 from segmentation_runs import Process, changed_train, lasting, rows, steps_of, truncate, wait_for
@@ -33,12 +33,7 @@ def data(tmp_path_factory, segmentation_modules):
     return root
 
 
-HOROVOD = pytest.param(
-    "horovod",
-    marks=pytest.mark.skipif(
-        importlib.util.find_spec("horovod") is None, reason="Horovod is not installed; `make test-horovod` builds it"
-    ),
-)
+HOROVOD = pytest.param("horovod", marks=needs_horovod)
 launchers = pytest.mark.parametrize("launcher", ["mpi", HOROVOD])
 
 

@@ -5,7 +5,6 @@ in horovod_worker.py.
 """
 
 import contextlib
-import importlib.util
 import os
 import re
 import subprocess
@@ -17,14 +16,10 @@ from pathlib import Path
 import mpi_job
 import pytest
 from environments import ended, shell
-from exchanges import assert_sound, cases
+from exchanges import assert_sound
 from places import PACKAGE, SUPPORT
 
-BIN = Path(sys.executable).parent
-
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("horovod") is None, reason="Horovod is not installed; `make test-horovod` builds it"
-)
+pytestmark = mpi_job.needs_horovod
 
 
 @contextlib.contextmanager
@@ -138,8 +133,9 @@ def test_a_fault_while_horovod_adds(fault, text):
 
 
 def test_horovodrun():
-    command = [str(BIN / "horovodrun"), "-np", "2", sys.executable, str(SUPPORT / "mpi_worker.py")]
-    own = {"GLUON_SYNCBN_TEST_TRANSPORT": "horovod", "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
+    command = [str(mpi_job.BIN / "horovodrun"), "-np", "2", sys.executable, str(SUPPORT / "mpi_worker.py")]
+    path = f"{mpi_job.BIN}:{os.environ['PATH']}"
+    own = {"GLUON_SYNCBN_TEST_TRANSPORT": "horovod", "OMP_NUM_THREADS": "1", "PATH": path}
     with tempfile.TemporaryDirectory() as reports:
         own["MPI_WORKER_REPORTS"] = reports
         done = ended([*command, "pushpull_and_broadcast"], SUPPORT, PACKAGE.parent, **own)
@@ -153,12 +149,6 @@ def test_a_process_that_makes_other_calls(case):
     job = Job(2, "exchanges_worker.py", "horovod", case)
     assert None not in job.codes
     assert_sound(job.output, 2, [case])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", cases([0, 1], "now", "later"))
-def test_a_process_that_makes_other_calls_of_any_kind(case):
-    test_a_process_that_makes_other_calls(case)
 
 
 def test_interrupt_in_the_main_thread():

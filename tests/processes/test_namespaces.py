@@ -4,7 +4,6 @@ What the processes share is this kernel's clock and files; everything that they 
 """
 
 import contextlib
-import importlib.util
 import os
 import re
 import shutil
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from environments import shell
-from mpi_job import BIN, failure_of, left
+from mpi_job import BIN, failure_of, left, needs_horovod
 from places import PACKAGE, SUPPORT
 
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
@@ -142,11 +141,6 @@ def hosts(tmp_path):
         yield hosts
     finally:
         hosts.remove()
-
-
-needs_horovod = pytest.mark.skipif(
-    importlib.util.find_spec("horovod") is None, reason="Horovod is not installed; `make test-horovod` builds it"
-)
 
 
 @pytest.mark.parametrize(

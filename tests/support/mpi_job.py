@@ -1,16 +1,21 @@
 """A job of mpi_worker.py, or another worker, under ``mpiexec``."""
 
+import importlib.util
 import re
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+import pytest
 from environments import ended
 from places import SUPPORT
 
 WORKER = SUPPORT / "mpi_worker.py"
 BIN = Path(sys.executable).parent
+needs_horovod = pytest.mark.skipif(
+    importlib.util.find_spec("horovod") is None, reason="Horovod is not installed; `make test-horovod` builds it"
+)
 
 
 def failure_of(rank, output, case=""):
