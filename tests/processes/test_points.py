@@ -143,19 +143,6 @@ def test_a_replica_that_hangs(workers, replicas, point):
         assert set(result["statistics"]) == {"old"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("action", ["kill", "exit"])
-@pytest.mark.parametrize("point", WITHIN)
-def test_the_only_process_dies(environment, point, action):
-    """Nothing of it hangs around."""
-    case = {"point": point, "action": action, "times": 1, "seconds": 0, "limit": 60}
-    command = [sys.executable, str(WORKER), "2"]
-    done = subprocess.run(
-        command, env=environment, input=json.dumps(case), text=True, capture_output=True, timeout=HANGS, check=False
-    )
-    assert done.returncode == (7 if action == "exit" else -9) or point in NOT_ALWAYS
-
-
 # ---- two processes -----------------------------------------------------------------------------------------------
 
 
@@ -183,7 +170,7 @@ def assert_survived(done, point, action, way):
         return
     survivor, hit = (told(done, rank, point, action, way) for rank in range(2))
     assert survivor is not None, done.output
-    assert survivor["statistics"] in ("old", "new")
+    assert survivor["statistics"] in (["old"], ["new"])
     if action == "raise":
         assert hit is not None and hit["reached"], f"{point} was not reached: {done.output}"
         assert hit["errors"] and hit["parameters kept"], done.output
@@ -229,7 +216,7 @@ def test_a_process_that_is_hit(some, point, action, way):
     if survivor is not None:
         assert any("rank 1" in error for error in survivor["errors"]) or point.startswith("after_")
         early = point in ("before_post", "before_join")
-        assert survivor["statistics"] == "old" or not early, done.output
+        assert survivor["statistics"] == ["old"] or not early, done.output
 
 
 def test_messages_under_way_when_a_seed_is_set(environment):

@@ -99,26 +99,30 @@ class Net:
         for name in ("gamma", "beta"):
             getattr(self.layer, name).set_data(nd.array(getattr(self.batch, name), dtype="float64"))
 
-    def case(self, point, action, times, seconds, limit):
-        """What comes of a step that is hit, and of the next one."""
+    def hit(self, point, action, times, seconds, limit, here=True, then=lambda: None):
+        """What comes of a step that is hit; ``here``: in this process."""
         gluon_syncbn.configure(timeout=limit)
         nd.waitall()
         running, affine = self.values("running_mean", "running_var"), self.values("gamma", "beta")
-        arm(point, action, times, seconds)
+        if here:
+            arm(point, action, times, seconds)
         start = time.monotonic()
         errors, outputs, dxs = self.step()
         took = time.monotonic() - start
-        gluon_syncbn.reset()  # whoever sleeps is awake after that
-        tracked = self.tracked(running)
+        then()
         after = self.values("running_mean", "running_var")
-        result = {
+        return {
             "reached": reached(point),
             "errors": errors,
             "seconds": took,
             "parameters kept": _equal(self.values("gamma", "beta"), affine),
-            "statistics": [_kind(*each) for each in zip(after, running, tracked)],
+            "statistics": [_kind(*each) for each in zip(after, running, self.tracked(running))],
             "right": not errors and self.is_right(outputs, dxs),
         }
+
+    def case(self, **case):
+        """That, and what comes of the next step."""
+        result = self.hit(**case, then=gluon_syncbn.reset)  # whoever sleeps is awake after that
         arm("", "", 0, 0)
         gluon_syncbn.configure(timeout=LIMIT)
         self.restore()
@@ -189,29 +193,14 @@ def between_processes(point, action, times, seconds, limit, way):
     net = Net(make_batch(np.random.RandomState(3), 2), slice(kv.rank, kv.rank + 1), kv)
     errors, outputs, dxs = net.step()
     assert not errors and net.is_right(outputs, dxs), errors
-    running, affine = net.values("running_mean", "running_var"), net.values("gamma", "beta")
-    gluon_syncbn.configure(timeout=limit)
-    if kv.rank == 1:
-        arm(point, action, times, seconds)
-    start = time.monotonic()
-    net.xs[0].grad[:] = 0
-    errors, outputs, dxs = net.step()
-    took = time.monotonic() - start
-    after = net.values("running_mean", "running_var")
-    result = {
-        "reached": reached(point),
-        "errors": errors,
-        "seconds": took,
-        "parameters kept": _equal(net.values("gamma", "beta"), affine),
-        "statistics": _kind(after[0], running[0], net.tracked(running)[0]),
-    }
+    result = net.hit(point, action, times, seconds, limit, here=kv.rank == 1)
     case = f"{point} {action} {way}"
     leave(f"told {case} {kv.rank}", f"TOLD {kv.rank} {case} {json.dumps(result)}\n")
     if action == "raise":
         wait_for([f"told {case} {1 - kv.rank}"])
         arm("", "", 0, 0)
         gluon_syncbn.reset()
-    elif errors:
+    elif result["errors"]:
         raise SystemExit(3)
 
 
