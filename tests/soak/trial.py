@@ -68,10 +68,8 @@ class Expected(NamedTuple):
 
 
 class Trial:
-    """``interrupt`` sends this process a SIGINT whose handler only takes note."""
-
-    def __init__(self, case: Case, crew: Crew, interrupt: Callable[[], None]) -> None:
-        self.case, self.rng, self.crew, self._interrupt = case, case.rng, crew, interrupt
+    def __init__(self, case: Case, crew: Crew) -> None:
+        self.case, self.rng, self.crew = case, case.rng, crew
         self.threads = case.threads
         self.counted: Counter = Counter()
         # MXNet's LeakyReLU, which predicts, multiplies in float32 (`xelu` in src/operator/mshadow_op.h).
@@ -193,7 +191,7 @@ class Trial:
         if not case.empty:
             kinds.update({self.save_and_load: 2, self.revert_and_convert: 2})
         if not self.threads:
-            kinds.update({self.change_store_in_mid_step: 3, self.interrupt: 1})
+            kinds[self.change_store_in_mid_step] = 3
         return kinds
 
     def train(
@@ -296,16 +294,6 @@ class Trial:
         gluon_syncbn.configure(seed=seed)
         self.specification.start_over(seed)
 
-    def interrupt(self) -> None:
-        """Ctrl-C while a replica waits, which looks for it after a while."""
-
-        def wait_and_interrupt() -> None:
-            time.sleep(0.15)
-            self._interrupt()
-
-        self.counted["interrupts"] += 1
-        self.train(meanwhile=wait_and_interrupt)
-
     def fork(self) -> None:
         """While a step is in flight. The child trains, and ends with a step in flight of its own."""
         self.counted["forks"] += 1
@@ -315,7 +303,17 @@ class Trial:
         child = os.fork()
         if child == 0:
             self._be_the_child()
-        wait_for(child, CHILD_ENDS)
+        deadline = time.monotonic() + CHILD
+        while time.monotonic() < deadline:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                if os.WIFEXITED(status) and os.WEXITSTATUS(status) == CHILD_ENDS:
+                    return
+                raise Wrong(f"the child of a fork ended with status {status}, expected exit code {CHILD_ENDS}")
+            time.sleep(0.005)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise Wrong(f"the child of a fork had not ended after {CHILD} s")
 
     def _be_the_child(self) -> NoReturn:
         try:
@@ -375,18 +373,3 @@ class Trial:
             Expected(f"{name} on {context}", lambda n=name, c=context: of[n].data(c).asnumpy(), want)
             for (name, context), want in wanted.items()
         ]
-
-
-def wait_for(child: int, code: int) -> None:
-    """Wrong where the child of a fork does not end in time with this exit code."""
-    deadline = time.monotonic() + CHILD
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            if os.WIFEXITED(status) and os.WEXITSTATUS(status) == code:
-                return
-            raise Wrong(f"the child of a fork ended with status {status}, expected exit code {code}")
-        time.sleep(0.005)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    raise Wrong(f"the child of a fork had not ended after {CHILD} s")
