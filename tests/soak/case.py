@@ -43,7 +43,7 @@ class Case:
     @property
     def meets(self) -> bool:
         """Whether a replica waits for others."""
-        return self.mode != "local" and len(self.contexts) > 1 and not self.settings["use_global_stats"]
+        return self.mode != "local" and len(self.contexts) > 1
 
     @property
     def axis(self) -> int:
@@ -133,7 +133,6 @@ def draw(seed: int, contexts: Sequence[mx.Context]) -> Case:
             "momentum": _one(rng, (0.9, 0.9, 0.5, 0.0)),
             "scale": not perhaps(0.1),
             "center": not perhaps(0.1),
-            "use_global_stats": net == "layer" and perhaps(0.03),
             "activation": activation,
             "inplace": inplace,
         },

@@ -1,7 +1,7 @@
 """What a net computes, in float64 NumPy: a walk over its Gluon blocks, with gluon_syncbn.reference for the layers."""
 
 from collections import Counter
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -156,12 +156,15 @@ class Specification:
         self, layer: SyncBatchNorm, xs: Values, places: Sequence[mx.Context], frozen: bool, **epilogue: Any
     ) -> Tuple[Values, BackOfLayer]:
         """``epilogue``: what the layer takes in of the net, in place of its own activation."""
-        if frozen or layer._kwargs["use_global_stats"]:
-            return self._frozen(layer, xs, places, **epilogue)
+        gamma, beta = self.weights[layer.gamma.name], self.weights[layer.beta.name]
+        if frozen:  # in one place, without a backward
+            running = (self.running[p.name, places[0]] for p in (layer.running_mean, layer.running_var))
+            settings = {**_settings(layer), **epilogue}
+            state = reference.forward(xs, gamma, beta, *running, use_global_stats=True, **settings)
+            return state.outputs, lambda dys: self._layer_back(layer, xs, dys, places, state)
         pooling = layer._replicas.pooling._asdict()
         if pooling["mode"] == "shuffle":
             pooling["permutation"] = self._permutation(layer, xs, pooling["virtual_devices"])
-        gamma, beta = self.weights[layer.gamma.name], self.weights[layer.beta.name]
         # As running statistics move from 0 and from 1, so they do from any value.
         from_0, from_1 = (
             reference.forward(xs, gamma, beta, start, start, **{**_settings(layer), **pooling, **epilogue})
@@ -178,30 +181,6 @@ class Specification:
             ):
                 self.running[parameter.name, place] = zero + (one - zero) * self.running[parameter.name, place]
         return from_0.outputs, lambda dys: self._layer_back(layer, xs, dys, places, from_0)
-
-    def _frozen(
-        self,
-        layer: SyncBatchNorm,
-        xs: Values,
-        places: Sequence[mx.Context],
-        addends: Optional[Values] = None,
-        **epilogue: Any,
-    ) -> Tuple[Values, BackOfLayer]:
-        gamma, beta = self.weights[layer.gamma.name], self.weights[layer.beta.name]
-        forwards = [
-            reference.forward(
-                [x], gamma, beta, *(self.running[p.name, place] for p in (layer.running_mean, layer.running_var)),
-                use_global_stats=True, **{**_settings(layer), **epilogue}, addends=addend,
-            )
-            for x, place, addend in zip(xs, places, [None] * len(xs) if addends is None else [[a] for a in addends])
-        ]  # fmt: skip
-
-        def back(dys: Values) -> reference.Gradients:
-            one_by_one = zip(xs, dys, places, forwards)
-            each = [self._layer_back(layer, [x], [dy], [place], f) for x, dy, place, f in one_by_one]
-            return reference.Gradients(*([value for (value,) in field] for field in zip(*each)))
-
-        return [forward.outputs[0] for forward in forwards], back
 
     def _layer_back(
         self, layer: SyncBatchNorm, xs: Values, dys: Values, places: Sequence[mx.Context], state: reference.Forward
