@@ -13,7 +13,6 @@ import gluon_syncbn
 
 TOGETHER = [
     "equals_the_specification",
-    "under_masks",
     "same_bits_on_repetition",
     "pushpull_and_broadcast",
     "refuses_what_it_cannot_send",

@@ -46,8 +46,8 @@ def shards(step):
 
 
 def masks_of(x):
-    """Of some shards, nothing counts."""
-    return nd.array((x.sum(1) > 0) & (x.sum((1, 2, 3)) > 0)[:, None, None], dtype="float64")
+    """Of some shards, nothing counts; in the first step, of all that rank 0 has."""
+    return nd.array((x.sum(1) > 0) & (x.sum((1, 2, 3)) > 5)[:, None, None], dtype="float64")
 
 
 def train(net, trainer, contexts, parts, masked=False):

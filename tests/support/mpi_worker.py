@@ -39,7 +39,6 @@ from replicas import (  # noqa: E402
     on_devices,
     prepare,
     step,
-    step_of,
 )
 from reports import leave, leave_memory, path_of, report, wait_for  # noqa: E402
 
@@ -157,22 +156,6 @@ def equals_the_specification(poolings=POOLINGS, cases=4):
                     others = np.delete(of_all, group, axis=0)
                     assert (of_all[group] == of_all[group[0]]).all(), (name, of_all)
                     assert (others != of_all[group[0]]).any(axis=1).all(), (name, of_all)
-
-
-def under_masks():
-    """Also where nothing counts in all that a process has."""
-    rng = np.random.RandomState(3)
-    for nothing, way in itertools.product((False, True), WAYS):
-        batch = make_batch(rng, DEVICES)
-        masks = [(rng.rand(len(x), *x.shape[2:]) < 0.5) * 1.0 for x in batch.shards]
-        masks[0][:1] = not nothing
-        masks[0][1:] *= not nothing
-        part = own(batch)
-        layer = make_layer(part, way=way)
-        inputs = [on_devices(arrays, OWN, "float64") for arrays in (part.shards, masks[HERE])]
-        got, _ = step_of(layer, inputs, on_devices(part.heads, OWN, "float64"))
-        want = part_of(specification(layer, batch, masks=masks))
-        assert_same(summed(got), want, 1e-6, f"{nothing}, {way}: ")
 
 
 def same_bits_on_repetition():
