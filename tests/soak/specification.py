@@ -7,9 +7,9 @@ import mxnet as mx
 import numpy as np
 from mxnet.gluon import nn
 from permutations import derangement
+from poolings import settings_of
 
 from gluon_syncbn import SyncBatchNorm, reference
-from gluon_syncbn.activation import NONE
 
 from .nets import Residual, Sum
 
@@ -159,7 +159,7 @@ class Specification:
         gamma, beta = self.weights[layer.gamma.name], self.weights[layer.beta.name]
         if frozen:  # in one place, without a backward
             running = (self.running[p.name, places[0]] for p in (layer.running_mean, layer.running_var))
-            settings = {**_settings(layer), **epilogue}
+            settings = {**settings_of(layer), **epilogue}
             state = reference.forward(xs, gamma, beta, *running, use_global_stats=True, **settings)
             return state.outputs, lambda dys: self._layer_back(layer, xs, dys, places, state)
         pooling = layer._replicas.pooling._asdict()
@@ -167,7 +167,7 @@ class Specification:
             pooling["permutation"] = self._permutation(layer, xs, pooling["virtual_devices"])
         # As running statistics move from 0 and from 1, so they do from any value.
         from_0, from_1 = (
-            reference.forward(xs, gamma, beta, start, start, **{**_settings(layer), **pooling, **epilogue})
+            reference.forward(xs, gamma, beta, start, start, **{**settings_of(layer), **pooling, **epilogue})
             for start in (np.zeros_like(gamma), np.ones_like(gamma))
         )
         moved = set()
@@ -200,14 +200,6 @@ class Specification:
         self._calls[number, node] += 1
         filled = sum(part.size > 0 for x in xs for part in np.array_split(x, slots))
         return derangement(self.seed, number, node, call, filled)
-
-
-def _settings(layer: nn.BatchNorm) -> Dict[str, Any]:
-    kwargs = layer._kwargs
-    momentum = float(np.float32(kwargs["momentum"]))  # as MXNet keeps it
-    activation = getattr(layer, "_activation", NONE)._asdict()  # a reverted one without any is a BatchNorm
-    settings = {"axis": kwargs["axis"], "epsilon": kwargs["eps"], "momentum": momentum}
-    return {**settings, **activation, "scale": not kwargs["fix_gamma"]}
 
 
 def _added(xs: Values, ys: Values) -> Values:

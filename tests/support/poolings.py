@@ -5,6 +5,7 @@ from permutations import derangement
 from replicas import Result
 
 from gluon_syncbn import reference
+from gluon_syncbn.activation import NONE
 
 #: Every way of pooling that some number of replicas can have.
 POOLINGS = {
@@ -41,21 +42,26 @@ def permutation(layer, batch, virtual_devices, *, call=0, node=-1, seed=0, masks
     return derangement(seed, layer._replicas.id, node, call, slots)
 
 
+def settings_of(layer):
+    """What `reference.forward` takes of a layer, also of a plain one."""
+    kwargs, activation = layer._kwargs, getattr(layer, "_activation", NONE)
+    momentum = float(np.float32(kwargs["momentum"]))  # as MXNet keeps it
+    settings = {"axis": kwargs["axis"], "epsilon": kwargs["eps"], "momentum": momentum}
+    return {**settings, **activation._asdict(), "scale": not kwargs["fix_gamma"]}
+
+
 def specification(
-    layer, batch, *, axis=1, call=0, node=-1, seed=0, nonfinite="propagate", addends=None, masks=None, **settings
+    layer, batch, *, call=0, node=-1, seed=0, nonfinite="propagate", addends=None, masks=None, **settings
 ):
     """What `layer` computes for the batch, in float64 NumPy, starting from mean 0 and variance 1."""
-    kwargs, pooling = layer._kwargs, layer._replicas.pooling._asdict()
-    momentum = float(np.float32(kwargs["momentum"]))  # as MXNet keeps it
+    pooling = layer._replicas.pooling._asdict()
     if pooling["mode"] == "shuffle":
         draw = {"call": call, "node": node, "seed": seed, "masks": masks}
         pooling["permutation"] = permutation(layer, batch, pooling["virtual_devices"], **draw)
     channels = len(batch.gamma)
     forward = reference.forward(
-        batch.shards, batch.gamma, batch.beta, np.zeros(channels), np.ones(channels),
-        axis=axis, epsilon=kwargs["eps"], momentum=momentum, scale=not kwargs["fix_gamma"], **pooling,
-        running_variance=layer.running_variance, nonfinite=nonfinite,
-        **layer._activation._asdict(), addends=addends, masks=masks,
+        batch.shards, batch.gamma, batch.beta, np.zeros(channels), np.ones(channels), **settings_of(layer), **pooling,
+        running_variance=layer.running_variance, nonfinite=nonfinite, addends=addends, masks=masks,
     )  # fmt: skip
     gradients = reference.backward(batch.shards, batch.heads, batch.gamma, forward)
     return Result(
