@@ -117,7 +117,7 @@ def _parsed(arguments: List[str]) -> Tuple[Optional[int], bool, str, List[str]]:
         option = f"--{error.opt}" if error.opt[1:] else f"-{error.opt}"
         _refuse("option", option, "--cpus N or --convert; options of the script come behind the script")
     if not rest:
-        _refuse("arguments of run", " ".join(arguments), "a script: gluon-syncbn run [--cpus N] [--convert] script.py")
+        _end("no script was given: gluon-syncbn run [--cpus N] [--convert] script.py [its arguments]")
     given, script = dict(options), rest[0]
     cpus = given.get("--cpus")
     if cpus is not None and not (cpus.isdecimal() and 1 <= int(cpus) <= MOST_CPUS):
@@ -131,7 +131,11 @@ def _parsed(arguments: List[str]) -> Tuple[Optional[int], bool, str, List[str]]:
 
 
 def _refuse(name: str, value: str, expected: str) -> NoReturn:
-    print(f"gluon_syncbn: {name}: {value!r} was given, expected {expected}", file=sys.stderr)
+    _end(f"{name}: {value!r} was given, expected {expected}")
+
+
+def _end(text: str) -> NoReturn:
+    print(f"gluon_syncbn: {text}", file=sys.stderr)
     sys.exit(2)
 
 

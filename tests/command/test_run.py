@@ -316,7 +316,7 @@ def test_it_ends_as_the_script_does(ended, way):
     [
         (["walk"], "command: 'walk' was given, expected 'check' or 'run'"),
         (["check", "all"], "argument of check: 'all' was given, expected none"),
-        (["run"], "arguments of run: '' was given, expected a script: gluon-syncbn run"),
+        (["run"], "no script was given: gluon-syncbn run [--cpus N] [--convert] script.py"),
         (["run", "missing.py"], "script: 'missing.py' was given, expected a Python file that can be read"),
         (["run", "scripts"], "script: 'scripts' was given, expected a Python file that can be read"),
         (["run", "--cpus", "0", TRAIN], "--cpus: '0' was given, expected a whole number from 1 to 1024"),
