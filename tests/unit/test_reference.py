@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from permutations import derangement
 from soak.layers.case import draw
 from soak.layers.tape import Value
@@ -212,6 +214,20 @@ def test_derangements_are_the_same_everywhere(arguments, permutation):
     assert derangement(*arguments) == permutation
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 2**64 - 1),
+    layer=st.integers(0, 2**64 - 1),
+    node=st.integers(-1, 2**31),
+    call=st.integers(0, 2**64 - 1),
+    slots=st.integers(2, 50),
+)
+def test_derangements_have_no_fixed_point(seed, layer, node, call, slots):
+    p = derangement(seed, layer, node, call, slots)
+    assert sorted(p) == list(range(slots))
+    assert all(i != j for i, j in enumerate(p))
+
+
 @pytest.mark.parametrize("varied", range(4))
 def test_derangements_are_uniform_in_each_argument(varied):
     """The 9 derangements of 4, equally often. The bound is the 99.9 % quantile for 8 degrees of freedom."""
@@ -219,6 +235,12 @@ def test_derangements_are_uniform_in_each_argument(varied):
     counts = Counter(tuple(derangement(*base[:varied], value, *base[varied + 1 :], 4)) for value in range(4500))
     assert len(counts) == 9
     assert sum((count - 500) ** 2 / 500 for count in counts.values()) < 26.1
+
+
+@pytest.mark.parametrize("slots", [1, 0, -1])
+def test_fewer_than_two_slots_have_no_derangement(slots):
+    with pytest.raises(ValueError, match=f"slots is {slots}, expected at least two"):
+        derangement(0, 0, 0, 0, slots)
 
 
 def test_the_specification_needs_numpy_alone():
