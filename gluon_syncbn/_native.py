@@ -259,14 +259,6 @@ def _forget(key: int) -> int:
 
 # ---- exchanges -------------------------------------------------------------------------------------------------
 
-_exchanges: Dict[int, Any] = {}  # Python exchanges, which stay, because the core may call one at any time
-
-
-def python_exchange(exchange: Any) -> int:
-    """Registers an exchange whose `add` the core calls. Returns its number."""
-    _exchanges[id(exchange)] = exchange
-    return id(exchange)
-
 
 def array_at(address: int, count: int, size: int = 8) -> np.ndarray:
     """Returns floating-point values in memory of the core, of this size each."""
@@ -274,19 +266,25 @@ def array_at(address: int, count: int, size: int = 8) -> np.ndarray:
     return np.ctypeslib.as_array((kind * count).from_address(address)) if count else np.empty(0)
 
 
-@ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_int64, ctypes.c_char_p, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 2)
-def _add(number: int, contexts: bytes, count: int, length: int, rows: int, out: int) -> bool:
-    """`AddInPython` in csrc/exchange/python.h."""
-    try:
-        values = array_at(rows, count * length).reshape(count, length)
-        array_at(out, length)[:] = _exchanges[number].add(contexts.decode(), values)
-        return True
-    except BaseException as error:  # it must not pass through C++; its text goes to every replica
-        _core.syncbn_failed_in_python(f"{type(error).__name__}: {error}")
-        return False
+_adding: List[Any] = []  # functions, which stay, because the core may call one at any time
 
 
-_core.syncbn_python_function(_add)
+def kvstore_exchange(store: Any) -> int:
+    """Returns an exchange of the core's that calls ``add`` of this object: see `DeviceExchange`."""
+
+    @ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_char_p, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 2)
+    def run(contexts: bytes, count: int, length: int, rows: int, out: int) -> bool:
+        try:
+            values = array_at(rows, count * length).reshape(count, length)
+            array_at(out, length)[:] = store.add(contexts.decode(), values)
+            return True
+        except BaseException as error:  # it must not pass through C++; its text goes to every replica
+            _core.syncbn_failed_in_python(f"{type(error).__name__}: {error}")
+            return False
+
+    _adding.append(run)
+    exchange: int = _core.syncbn_kvstore_exchange(run)
+    return exchange
 
 
 def addresses(file: str, names: Sequence[str]) -> List[int]:

@@ -252,12 +252,8 @@ SYNCBN_API(Asked, memory_exchange, const char* gpus) {
     return {syncbn::memory_exchange(), way == "nccl" ? Nccl::kRequired : way == "host" ? Nccl::kNever : Nccl::kIfThere};
 }
 
-// Over the contexts of this process, by a store of MXNet's, which the user has named: an exchange in Python, identified by
-// its number. No other exchange runs Python.
-SYNCBN_API(Asked, kvstore_exchange, int64_t number) { return {syncbn::kvstore_exchange(number), Nccl::kNever}; }
-
-// Called once, before the first use; the function must stay as long as the process.
-SYNCBN_API(void, python_function, syncbn::AddInPython* add) { syncbn::python_add = add; }
+// Over the contexts of this process, by a store of MXNet's, which the user has named. No other exchange runs Python.
+SYNCBN_API(Asked, kvstore_exchange, syncbn::AddInPython* add) { return {syncbn::kvstore_exchange(add), Nccl::kNever}; }
 // For that function: says why it fails.
 SYNCBN_API(void, failed_in_python, const char* problem) { syncbn::python_problem = problem; }
 

@@ -47,7 +47,7 @@ class DeviceExchange(Exchange):
 
     def __init__(self, kvstore: mx.kvstore.KVStoreBase) -> None:
         self.kvstore = kvstore
-        super().__init__(_native.kvstore_exchange(_native.python_exchange(self)), kvstore.type)
+        super().__init__(_native.kvstore_exchange(self), kvstore.type)
         # A store makes the buffers of a key for the contexts of its first sum. CommCPU and CommDevice::Reduce resize
         # `copy_buf` once, and write past its end if a later sum has more contexts.
         self._keys: Dict[Tuple[int, Tuple[mx.Context, ...]], int] = {}  # (length, contexts) -> key

@@ -43,7 +43,7 @@ void wait_for_others() {
 
 constexpr char kFault[] = "the cable is out";
 
-bool add(int64_t, const char*, int64_t rows, int64_t length, const double* values, double* total) {
+bool add(const char*, int64_t rows, int64_t length, const double* values, double* total) {
     const Within program(false);
     wait_for_others();
     if (fails()) {
@@ -140,9 +140,8 @@ void gathers(int64_t layer) {
 }
 
 void make_exchanges() {
-    syncbn_python_function(add);
     in_memory = syncbn_memory_exchange("");
-    of_contexts = syncbn_kvstore_exchange(1);
+    of_contexts = syncbn_kvstore_exchange(add);
     make_exchanges_of_processes();
 }
 

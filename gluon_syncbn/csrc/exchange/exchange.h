@@ -77,8 +77,11 @@ class Exchange {
 
 // Between threads of one process, whose memory holds all vectors already.
 std::shared_ptr<Exchange> memory_exchange();
-// Over the contexts of this process by a KVStore of MXNet's, in Python, where `number` identifies the exchange.
-std::shared_ptr<Exchange> kvstore_exchange(int64_t number);
+// Over the contexts of this process by a KVStore of MXNet's, which a function in Python asks: the sum over these contexts,
+// "cpu(0), cpu(1)", from [rows][length]. Several threads call at once. Returns whether it has succeeded. Otherwise the
+// reason is in `python_problem`. It must stay as long as the process.
+using AddInPython = bool(const char* contexts, int64_t rows, int64_t length, const double*, double* total);
+std::shared_ptr<Exchange> kvstore_exchange(AddInPython* add);
 
 // Whether GPUs exchange their statistics by NCCL. If NCCL is missing, `kIfThere` takes the host, with a warning, and
 // `kRequired` is an error.

@@ -12,7 +12,7 @@ namespace {
 
 class MxnetKvstore : public Exchange {
   public:
-    explicit MxnetKvstore(int64_t number) : number_(number) {}
+    explicit MxnetKvstore(AddInPython* add) : add_(add) {}
 
     // It takes as long as the interpreter and MXNet's engine like, so a thread that waits without a limit makes the total.
     Underway begin(Combine combine, const CallId& id, const Contribution& own) override {
@@ -28,8 +28,8 @@ class MxnetKvstore : public Exchange {
                 std::copy_n(own.rows[i], length, &rows[(i * places + i % places) * length]);
             for (size_t i = 0; i < places; ++i) apart.rows.push_back(&sums[i * length]);
             SYNCBN_POINT("before_exchange");
-            if (!python_add(number_, join_names(id.contexts).c_str(), static_cast<int64_t>(replicas),
-                            static_cast<int64_t>(sums.size()), rows.data(), sums.data()))
+            if (!add_(join_names(id.contexts).c_str(), static_cast<int64_t>(replicas),
+                      static_cast<int64_t>(sums.size()), rows.data(), sums.data()))
                 throw std::runtime_error("the KVStore could not add the statistics: " + python_problem);
             SYNCBN_POINT("after_exchange");
             return Total{combined(combine, apart), 0, id.layer};
@@ -37,11 +37,11 @@ class MxnetKvstore : public Exchange {
     }
 
   private:
-    const int64_t number_;
+    AddInPython* const add_;
 };
 
 }  // namespace
 
-std::shared_ptr<Exchange> kvstore_exchange(int64_t number) { return std::make_shared<MxnetKvstore>(number); }
+std::shared_ptr<Exchange> kvstore_exchange(AddInPython* add) { return std::make_shared<MxnetKvstore>(add); }
 
 }  // namespace syncbn

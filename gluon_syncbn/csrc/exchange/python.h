@@ -17,14 +17,7 @@
 
 namespace syncbn {
 
-// The one function in Python that an exchange calls, because the user asked for a KVStore of MXNet's. `exchange` is its
-// number. Several threads call at once. Returns whether it has succeeded. Otherwise the reason is in `python_problem`.
-inline thread_local std::string python_problem;
-// The sum over these contexts, "cpu(0), cpu(1)", from [rows][length].
-using AddInPython = bool(int64_t exchange, const char* contexts, int64_t rows, int64_t length, const double*,
-                         double* total);
-// Set once, before the first use. It must stay as long as the process.
-inline AddInPython* python_add = nullptr;
+inline thread_local std::string python_problem;  // why the last call of this thread has failed
 
 // The mailbox of a transport in Python. A message is the number of its readers and their ranks, as int64, then a Head and
 // what follows it. Python takes what leaves, in a thread of its own. A thread that exchanges never runs Python, where
