@@ -18,7 +18,6 @@
 #include <utility>
 #include <vector>
 
-#include "failure.h"
 #include "lock.h"
 #include "operator/call.h"
 #include "waiting/step.h"
@@ -174,16 +173,13 @@ std::string text_of(const std::vector<int64_t>& shape) {
     return "(" + text + (shape.size() == 1 ? ",)" : ")");
 }
 
-// Finds the layout of a mask, or refuses its shape. Below 1, an extent may not be known yet unless all are.
-Mask mask_of(const Node& node, const std::vector<int64_t>& data, const std::vector<int64_t>& shape, int axis,
-             bool known) {
+// Finds the layout of a mask, or refuses its shape.
+Mask mask_of(const Node& node, const std::vector<int64_t>& data, const std::vector<int64_t>& shape, int axis) {
     std::vector<int64_t> extents = data, given = shape, full = data;
     full[axis] = 1;
     extents.erase(extents.begin() + axis);
-    const auto agree = [&](int64_t one, int64_t extent) {
-        return one == 1 || one == extent || (!known && (one <= 0 || extent <= 0));
-    };
-    if (given.size() == data.size() && agree(given[axis], 1)) given.erase(given.begin() + axis);
+    const auto agree = [](int64_t one, int64_t extent) { return one == 1 || one == extent; };
+    if (given.size() == data.size() && given[axis] == 1) given.erase(given.begin() + axis);
     const bool fits = std::equal(given.begin(), given.end(), extents.begin(), extents.end(), agree);
     if (!fits)
         refuse(node, "the mask has the shape " + text_of(shape) + " and the data " + text_of(data) + "; expected " +
@@ -213,9 +209,7 @@ int infer_shape(int size, int* dims, int** shapes, const Node& node) {
     int* channels = shapes[0] + axis;
     if (node.masks) {
         const size_t at = node.inputs - 1;
-        if (dims[at] > 0) {
-            mask_of(node, {shapes[0], shapes[0] + dims[0]}, {shapes[at], shapes[at] + dims[at]}, axis, false);
-        } else {
+        if (dims[at] <= 0) {
             static thread_local std::vector<int> mask;
             mask.assign(shapes[0], shapes[0] + dims[0]);
             mask[axis] = 1;
@@ -295,7 +289,7 @@ int create_operator(const char* context, int, unsigned** shapes, const int* dims
     if (node.masks) {
         const size_t at = node.inputs - 1;
         const std::vector<int64_t> data(shapes[0], shapes[0] + dims[0]);
-        mask = mask_of(node, data, {shapes[at], shapes[at] + dims[at]}, axis, true);
+        mask = mask_of(node, data, {shapes[at], shapes[at] + dims[at]}, axis);
         if (!is_known(types[at]))
             refuse(node, "the mask has a type that is no number (MXNet's type " + std::to_string(types[at]) + ")");
         mask.bytes = kTypes[types[at]].bytes;
