@@ -5,16 +5,11 @@
 #include <algorithm>
 #include <cstdio>
 #include <fstream>
-#include <map>
-#include <mutex>
 #include <set>
 #include <sstream>
-#include <utility>
-#include <vector>
 
 #include "cuda/driver.h"
 #include "failure.h"
-#include "lock.h"
 
 namespace syncbn {
 namespace cuda {

@@ -4,7 +4,6 @@
 #include <tuple>
 
 #include "failure.h"
-#include "lock.h"
 #include "types.h"
 
 namespace syncbn {

@@ -2,7 +2,6 @@
 // libraries that MXNet is linked against.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>

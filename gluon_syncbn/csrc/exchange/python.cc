@@ -1,7 +1,6 @@
 #include "exchange/python.h"
 
 #include <algorithm>
-#include <optional>
 #include <stdexcept>
 
 #include "failure.h"

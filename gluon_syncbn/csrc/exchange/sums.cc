@@ -5,10 +5,8 @@
 #include <cstring>
 #include <optional>
 #include <sstream>
-#include <string>
 #include <system_error>
 #include <thread>
-#include <utility>
 
 #include "cpu/numbers.h"
 #include "failure.h"

@@ -1,20 +1,15 @@
 #include "meeting/meeting.h"
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <mutex>
 #include <optional>
 #include <sstream>
 #include <utility>
 
-#include "lock.h"
 #include "log.h"
 #include "meeting/diagnosis.h"
 #include "point.h"
 #include "waiting/callers.h"
-#include "waiting/step.h"
-#include "waiting/wait.h"
 
 namespace syncbn {
 namespace {

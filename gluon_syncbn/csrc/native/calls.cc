@@ -1,9 +1,7 @@
 // Brings calls from MXNet's engine to the layer without MXNet's own `Custom`. That one copies arrays in oneDNN's
 // layouts and frees the copies while the operator still runs. It also takes three operations of the engine for one.
-#include <exception>
 #include <memory>
 #include <mutex>
-#include <string>
 #include <system_error>
 #include <thread>
 #include <utility>

@@ -1,9 +1,7 @@
 // Sums gradients over processes as operations of MXNet's engine. An operation takes an array when the backward has
 // written it, and ends when the sum is there.
-#include <exception>
 #include <memory>
 #include <mutex>
-#include <string>
 #include <utility>
 
 #include "failure.h"

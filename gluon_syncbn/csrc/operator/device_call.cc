@@ -8,11 +8,9 @@
 // a CPU do, and go back. The same kernels read them.
 #include <algorithm>
 #include <chrono>
-#include <memory>
 #include <optional>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #include "cuda/collective.h"
 #include "cuda/driver.h"

@@ -7,7 +7,6 @@
 #include <deque>
 #include <mutex>
 #include <sstream>
-#include <utility>
 
 #include "failure.h"
 #include "lock.h"
