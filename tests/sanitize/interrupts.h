@@ -71,9 +71,9 @@ class Interrupts {
 
     // Until it has been counted and handed on.
     void send() const {
-        const long counted = syncbn::interrupts(), before = taken;
+        const long counted = syncbn::interrupts, before = taken;
         kill(getpid(), SIGINT);
-        until([&] { return syncbn::interrupts() > counted && taken > before; }, "SIGINT is counted and handed on");
+        until([&] { return syncbn::interrupts > counted && taken > before; }, "SIGINT is counted and handed on");
     }
 
   private:

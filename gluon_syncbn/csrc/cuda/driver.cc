@@ -55,8 +55,6 @@ void check(int status, const char* function) {
 
 }  // namespace
 
-Setup setup;
-
 Function need(const char* name, const char* library) {
     const Function found = find(name);
     if (found.address == nullptr)

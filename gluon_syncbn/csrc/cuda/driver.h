@@ -18,10 +18,9 @@ namespace syncbn {
 namespace cuda {
 
 // Set before the first use of a GPU.
-struct Setup {
+inline struct Setup {
     std::string csrc, cache;  // the folders of the sources and of compiled kernels
-};
-extern Setup setup;
+} setup;
 
 // Finds a function. Throws Failure if it is missing, which means that MXNet was built without `library`.
 Function need(const char* name, const char* library);

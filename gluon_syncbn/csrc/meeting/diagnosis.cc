@@ -13,10 +13,6 @@
 
 namespace syncbn {
 
-const char* const kCallAll =
-    "Call the net on all its devices, and then wait for results (asnumpy, print, a metric, waitall, a new DataLoader). "
-    "For a batch on fewer devices use gluon_syncbn.only_on(contexts).";
-
 namespace {
 
 constexpr size_t kWorst = 5;  // number of layers to name

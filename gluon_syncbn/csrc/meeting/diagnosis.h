@@ -11,7 +11,9 @@ namespace syncbn {
 // "1 of 2 replicas arrived (cpu(0)), missing cpu(1)"
 std::string describe(const Meeting& meeting, const Phase& phase);
 // What to do about a replica that has not been called.
-extern const char* const kCallAll;
+constexpr const char* kCallAll =
+    "Call the net on all its devices, and then wait for results (asnumpy, print, a metric, waitall, a new DataLoader). "
+    "For a batch on fewer devices use gluon_syncbn.only_on(contexts).";
 // The likely cause of a wait, and what to do about it.
 std::string likely_cause(const Meeting& meeting, const Phase& phase);
 // Why a call on this context is not a replica of the layer.

@@ -3,7 +3,6 @@
 #include <csignal>
 
 #include <algorithm>
-#include <atomic>
 #include <deque>
 #include <mutex>
 #include <sstream>
@@ -22,7 +21,6 @@ constexpr double kEndsWithin = 5;     // of an interrupt
 constexpr double kCheckAfter = 0.04;  // less than `kSlice`, so that each slice has one check
 constexpr double kStopped = 1;        // between two checks; more means that the process itself was stopped
 
-std::atomic<long> interrupted{0};
 // The previous handlers of SIGINT.
 std::atomic<const struct sigaction*> previous{nullptr}, original{nullptr};
 // The handler may run in a thread that has never been here. The usual model would allocate the thread's part then, which
@@ -30,7 +28,7 @@ std::atomic<const struct sigaction*> previous{nullptr}, original{nullptr};
 __attribute__((tls_model("initial-exec"))) thread_local int depth = 0;
 
 void on_interrupt(int signal, siginfo_t* info, void* context) {
-    interrupted.fetch_add(1);
+    ++interrupts;
     // A handler that was installed over ours may call us back. Then `original` comes next, unless both are the same.
     const struct sigaction* next = depth == 0 ? previous.load() : original.load();
     if (depth > 1 || (depth == 1 && next == previous.load())) return;
@@ -72,8 +70,6 @@ void watch_interrupts() {
 }
 
 }  // namespace
-
-long interrupts() { return interrupted.load(); }
 
 void Wait::look() {
     throw_if_failed();

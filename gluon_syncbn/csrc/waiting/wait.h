@@ -2,6 +2,7 @@
 // waiting thread calls `look` at least once in every `kSlice`, and names the object of its wait.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <limits>
@@ -20,7 +21,7 @@ constexpr auto kSlice = std::chrono::milliseconds(50);
 
 // The number of SIGINT so far. A wait counts them before the installed handler, which is called as before. Otherwise
 // Ctrl-C would wait for the main thread's call into MXNet, and the call for the step.
-long interrupts();
+inline std::atomic<long> interrupts{0};
 
 class Wait {
   public:
@@ -46,7 +47,7 @@ class Wait {
     // A further check, in a wait that is not short.
     virtual void check_others() {}
     // Whether a step that does not finish soon shall end.
-    virtual bool is_asked_to_end() { return interrupts() != interrupts_; }
+    virtual bool is_asked_to_end() { return interrupts != interrupts_; }
     void end_as_asked();  // gives up
 
     // Seconds. Of a time in which this process was stopped (Ctrl-Z), one counts.
@@ -60,7 +61,7 @@ class Wait {
   private:
     const std::string layer_, state_, advice_;
     double limit_;
-    const long interrupts_ = interrupts();
+    const long interrupts_ = interrupts;
     double checked_ = seconds();  // the time of the last check, or of the beginning
     double waited_ = 0;           // seconds
     double uninterrupted_ = 0;    // of these, those before the process was asked to end
