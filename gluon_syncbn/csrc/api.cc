@@ -132,7 +132,6 @@ SYNCBN_API(void, find_in, void* library, const char* csrc, const char* cache) {
 // Returns why calls on "cpu" or "gpu" contexts come through MXNet's `Custom`; empty if they do not, from now on.
 SYNCBN_API(std::string, take_calls, const char* device) { return syncbn::native::take_calls(device); }
 
-// See native/resources.cc.
 SYNCBN_API(std::string, separate_resources) { return syncbn::native::separate_resources(); }
 // After true, `issue_on` follows, with -1.
 SYNCBN_API(bool, issue_for, NDArrayHandle data) { return syncbn::native::issue_for(data); }
@@ -269,7 +268,6 @@ SYNCBN_API(Asked, processes, size_t rank, size_t ranks, const syncbn::Mpi* mpi) 
     auto mail = mpi != nullptr ? syncbn::mailbox(*mpi, rank, ranks) : std::make_unique<PythonMailbox>(rank, ranks);
     return {std::make_shared<syncbn::Processes>(std::move(mail))};
 }
-// For a transport in Python: see exchange/python.h.
 SYNCBN_API(std::optional<Bytes>, next_message, Asked* processes, double seconds) {
     return static_cast<PythonMailbox&>(of_processes(processes).job()).next(seconds);
 }
@@ -386,7 +384,6 @@ SYNCBN_API(void, gate, const Span<NDArrayHandle>& arrays) {
     check(syncbn::fail_arrays(arrays.values, arrays.count, nullptr));
 }
 
-// See operator/op.h.
 SYNCBN_API(void, share_failure, const Span<NDArrayHandle>& arrays) {
     check(syncbn::share_failure(arrays.values, arrays.count));
 }
@@ -398,11 +395,9 @@ SYNCBN_API(void, fail_arrays, const Span<NDArrayHandle>& arrays) {
 
 // ---- the process ----
 
-// See waiting/callers.h.
 SYNCBN_API(bool, asked_for_callers, double seconds) { return syncbn::asked_for_callers(seconds); }
 SYNCBN_API(void, answer_callers, const char* wait, double patience) { syncbn::answer_callers(wait, patience); }
 
-// See waiting/step.h.
 SYNCBN_API(void, exiting, bool is_exiting) { syncbn::step().exiting = is_exiting; }
 SYNCBN_API(void, close) {
     syncbn::step().closed = true;
@@ -421,7 +416,6 @@ SYNCBN_API(void, forked) {
 
 // ---- records ----
 
-// See log.h and meeting/diagnosis.h.
 SYNCBN_API(void, debug, bool enabled) { syncbn::wants_debug = enabled; }
 SYNCBN_API(std::string, next_record, double seconds) { return syncbn::next_record(seconds); }
 SYNCBN_API(std::string, slowest) { return syncbn::slowest(); }

@@ -199,7 +199,6 @@ SYNCBN_FOR_EACH_SET(SYNCBN_MICROKERNELS)
 
 // ---- the kernels: the work of each thread ------------------------------------------------------------------------
 
-// The number of threads that have enough to do.
 int useful_threads(const Work& work) {
     return static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(work.threads, work.shape.size() / kWorthAThread)));
 }

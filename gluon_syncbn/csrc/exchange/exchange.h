@@ -63,7 +63,6 @@ class Exchange {
   public:
     virtual ~Exchange() = default;
 
-    // Whether vectors of other processes take part.
     virtual bool spans_processes() const { return false; }
     // Whether replicas contribute packed vectors on GPUs, which streams compute; otherwise, in memory of the host.
     virtual bool on_devices() const { return false; }

@@ -98,7 +98,6 @@ class Segment : public Mailbox {
             char reason[kReasonSize];  // complete before the state changes
         } of[kMostRanks];
     };
-    // A file that is open as long as this.
     struct File {
         const int number;
         ~File() { close(number); }

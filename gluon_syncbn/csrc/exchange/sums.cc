@@ -211,7 +211,6 @@ class Sums::WaitForRanks final : public WaitForOthers {
     const Need need_;
 };
 
-// One round.
 class Sums::Pass {
   public:
     Pass(Sums& sums, Round& round)

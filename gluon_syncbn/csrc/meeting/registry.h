@@ -30,7 +30,6 @@ class Layer {
 
     Layer(int64_t id, std::string name, Pooling pooling) : id(id), name(std::move(name)), pooling(pooling) {}
 
-    // The current settings.
     LayerConfigPtr config() const;
 
   private:

@@ -15,7 +15,6 @@
 
 namespace syncbn {
 
-// Whether this is the process's first thread.
 inline bool on_main_thread() { return syscall(SYS_gettid) == getpid(); }
 
 class Scope {

@@ -153,7 +153,6 @@ struct ComputeMap {
     std::vector<std::pair<Compute, int>> by_index;  // with its priority
 };
 
-// The functions.
 #define SYNCBN_COMPUTE                                                                                 \
     "St8functionIFvRKN5mxnet10OpStatePtrERKNS3_9OpContextERKSt6vectorINS3_7NDArrayESaISB_EERKSA_INS3_" \
     "9OpReqTypeESaISG_EESF_EE"

@@ -45,7 +45,6 @@ const Descriptor* blocks_of(const NDArray& array, Type type, const Shape& shape)
     return dense && whole && same ? &d : nullptr;
 }
 
-// One execution of a call.
 class Execution {
   public:
     // Takes the arrays in their layout. If layouts differ, or no kernel knows one, takes plain copies. Must run in the
@@ -82,7 +81,6 @@ class Execution {
         return call().begin(backward_, arrays_, training_);
     }
 
-    // Runs the rest of the call.
     void run() noexcept {
         std::exception_ptr failure;
         try {

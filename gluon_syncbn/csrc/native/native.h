@@ -14,7 +14,6 @@ namespace native {
 // The build of MXNet's library is known. Returns the reason if it cannot; otherwise empty.
 std::string take_calls(const std::string& device);
 
-// Ends an operation of the engine with an error.
 void complete_with_error(const Completion& complete, const std::exception_ptr& reason) noexcept;
 
 // Gives each CPU context resources of its own from now on. Returns the reason if it cannot; otherwise empty.
