@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "cpu/kernels.h"
@@ -170,10 +171,19 @@ SYNCBN_API(int64_t, call_create, const Span<const char*>& keys, const Span<const
     return syncbn::create_call(static_cast<int>(keys.count), keys.values, values.values);
 }
 
-// Sets the contexts that hold a layer's parameters. `misplaced`: why these cannot train; empty if they can.
+// Sets the contexts that hold a layer's parameters. `misplaced`: why these cannot train; empty if they can. Forgets
+// unfinished meetings if the contexts have changed: `reset_ctx` to the same contexts does not wait, and a step may be
+// running.
 SYNCBN_API(void, layer_place, int64_t id, const Span<const char*>& contexts, const char* misplaced) {
     syncbn::read_environment();
-    registry().place(*found(id), {contexts.begin(), contexts.end()}, misplaced);
+    const auto layer = found(id);
+    const std::vector<std::string> now(contexts.begin(), contexts.end());
+    bool same = false;
+    registry().change(*layer, [&](auto& config) {
+        same = std::exchange(config.contexts, now) == now;
+        config.misplaced = misplaced;
+    });
+    if (!same) layer->rendezvous.forget();
 }
 
 // The processes of an exchange have agreed on a layer: see exchange/processes.h.
@@ -345,14 +355,17 @@ SYNCBN_API(bool, tape_runs) { return !syncbn::tapes.empty(); }
 // ---- the step ----
 
 // A thread of this name enters its outermost scope: see meeting/scope.h.
-SYNCBN_API(void, scope_enter, const char* thread) { syncbn::enter_scope(thread); }
+SYNCBN_API(void, scope_enter, const char* thread) {
+    syncbn::entered_scope = std::make_shared<syncbn::Scope>(thread, true);
+}
 
 // Whether that scope is part of the current step. It is not if that step began later.
 SYNCBN_API(bool, scope_is_current) { return syncbn::current_scope()->step == syncbn::step().number; }
 // The thread leaves that scope. Returns why its step failed, empty if it did not.
 SYNCBN_API(std::string, scope_leave) {
     const auto scope = syncbn::current_scope();
-    syncbn::leave_scope();
+    syncbn::entered_scope = nullptr;
+    scope->open = false;
     const syncbn::Failure* why = scope->why_ended();
     return why == nullptr ? "" : why->what();
 }

@@ -18,13 +18,7 @@ log = logging.getLogger("gluon_syncbn")
 
 
 def start() -> None:
-    """Takes the level from the environment.
-
-    Raises
-    ------
-    ValueError
-        If the environment has an unknown level.
-    """
+    """Takes the level from the environment. ValueError: the environment has an unknown one."""
     level = read(VARIABLE)
     if level:
         if level not in LEVELS:

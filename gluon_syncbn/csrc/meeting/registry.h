@@ -75,17 +75,6 @@ class Registry {
         return mine ? find(std::stoll(token.substr(process.size()))) : nullptr;
     }
 
-    // Sets the contexts that hold the parameters. Forgets unfinished meetings if these have changed: `reset_ctx` to the
-    // same contexts does not wait, and a step may be running.
-    void place(Layer& layer, std::vector<std::string> contexts, std::string misplaced) {
-        bool same = false;
-        change(layer, [&](LayerConfig& config) {
-            same = config.contexts == contexts;
-            config.contexts = std::move(contexts);
-            config.misplaced = std::move(misplaced);
-        });
-        if (!same) layer.rendezvous.forget();
-    }
     Settings defaults() const {
         Lock lock(mutex_);
         return defaults_;

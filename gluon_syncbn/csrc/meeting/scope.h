@@ -59,11 +59,4 @@ inline const std::shared_ptr<Scope>& current_scope() {
     return entered_scope != nullptr ? entered_scope : outside;
 }
 
-inline void enter_scope(std::string thread) { entered_scope = std::make_shared<Scope>(std::move(thread), true); }
-
-inline void leave_scope() {
-    if (entered_scope != nullptr) entered_scope->open = false;
-    entered_scope = nullptr;
-}
-
 }  // namespace syncbn
