@@ -265,11 +265,7 @@ void Call::assign(const Total& of_slots, int64_t length) {
     draw.layer = of_slots.key;
     const int begin = static_cast<int>((of_slots.first + place_.position * of_slots.stride) / step);
     const Range own{begin, begin + static_cast<int>(tensor_.slots.size())};
-    // Where all slots have been combined into one.
-    static const auto total = std::make_shared<const Pools>(Pools{{}, {{0, 1}}, {{0, 1}}, {{0, 1}}, {{0, 1}}});
-    pools_ = sharing_of(pooling) == Sharing::kTotal && counts.size() == 1
-                 ? total
-                 : std::make_shared<const Pools>(pools_of(pooling, counts, draw, own, of_slots.groups));
+    pools_ = std::make_shared<const Pools>(pools_of(pooling, counts, draw, own, of_slots.groups));
     const bool has_one_value = std::any_of(pools_->used.begin(), pools_->used.end(), [&](Range pool) {
         double sum = 0;
         for (int place = pool.begin; place < pool.end; ++place) sum += counts[pools_->slot(place)];
