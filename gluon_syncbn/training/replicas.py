@@ -218,5 +218,4 @@ class Replicas:
         return sum(context.device_type == "cpu" for context in self.contexts) > 1
 
     def reaches_other_processes(self) -> bool:
-        """Whether replicas of other processes take part."""
         return isinstance(self.exchange or session.exchange, ProcessStore)
