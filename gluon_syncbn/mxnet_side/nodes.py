@@ -54,19 +54,16 @@ class Graph:
         return {**graph, "nodes": self.nodes, "arg_nodes": variables, "heads": heads}
 
 
-def walk(graph: Json) -> Iterator[Tuple[int, Json, Json]]:
+def walk(graph: Json, numbers: Optional[Iterator[int]] = None) -> Iterator[Tuple[int, Json, Json]]:
     """Yields each node, its number in the walk, and the graph that it is in.
 
     The body of a loop or a condition is a graph in the node that runs it. Its nodes come before that node.
     """
-    return ((number, *place) for number, place in enumerate(_places(graph)))
-
-
-def _places(graph: Json) -> Iterator[Tuple[Json, Json]]:
+    numbers = itertools.count() if numbers is None else numbers
     for node in graph["nodes"]:
         for body in node.get("subgraphs", ()):
-            yield from _places(body)
-        yield graph, node
+            yield from walk(body, numbers)
+        yield next(numbers), graph, node
 
 
 def changed(graph: Json, change: Callable[[Json, List[int]], Json]) -> Json:
