@@ -348,8 +348,17 @@ SYNCBN_API(void, processes_closed, Asked* exchange) { of_processes(exchange).job
 
 SYNCBN_API(syncbn::Tape*, tape_create) { return new syncbn::Tape; }
 SYNCBN_API(void, tape_free, syncbn::Tape* tape) { delete tape; }
-SYNCBN_API(void, tape_begin, syncbn::Tape* tape, bool again) { syncbn::begin_tape(*tape, again); }
-SYNCBN_API(int64_t, tape_end) { return syncbn::end_tape(); }
+SYNCBN_API(void, tape_begin, syncbn::Tape* tape, bool again) {
+    tape->again = again;
+    tape->next = 0;
+    syncbn::tapes.push_back(tape);
+}
+// Returns the number of memos that no call has repeated since then. If there were more calls than memos, it is negative.
+SYNCBN_API(int64_t, tape_end) {
+    const syncbn::Tape& tape = *syncbn::tapes.back();
+    syncbn::tapes.pop_back();
+    return tape.again ? static_cast<int64_t>(tape.memos.size() - tape.next) : 0;
+}
 SYNCBN_API(bool, tape_runs) { return !syncbn::tapes.empty(); }
 
 // ---- the step ----

@@ -62,18 +62,6 @@ struct Tape {
 };
 inline thread_local std::vector<Tape*> tapes;  // that this thread has begun, the outermost first
 
-inline void begin_tape(Tape& tape, bool again) {
-    tape.again = again;
-    tape.next = 0;
-    tapes.push_back(&tape);
-}
-// Returns the number of memos that no call has repeated since then. If there were more calls than memos, it is negative.
-inline int64_t end_tape() {
-    const Tape& tape = *tapes.back();
-    tapes.pop_back();
-    return tape.again ? static_cast<int64_t>(tape.memos.size() - tape.next) : 0;
-}
-
 struct Recall {
     std::shared_ptr<Memo> memo;  // null if there is no recomputation
     bool again = false;
