@@ -83,7 +83,7 @@ using AddInPython = bool(const char* contexts, int64_t rows, int64_t length, con
 std::shared_ptr<Exchange> kvstore_exchange(AddInPython* add);
 
 // Whether GPUs exchange their statistics by NCCL. If NCCL is missing, `kIfThere` takes the host, with a warning, and
-// `kRequired` is an error.
+// exchange/named.py refuses `kRequired`.
 enum class Nccl { kIfThere, kRequired, kNever };
 
 // The user's settings.
