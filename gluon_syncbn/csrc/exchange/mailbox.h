@@ -57,9 +57,7 @@ class Mailbox {
 
     size_t ranks() const { return everybody.size(); }
     size_t rank() const { return rank_; }
-    // Whether this process has opened it, and is not a child of a fork.
-    bool is_own() const { return getpid() == process_; }
-    // Throws Failure if not, or if this rank has left.
+    // Throws Failure in a child of a fork, or if this rank has left.
     void check_open() const;
     // The rank of a member in the job, as text, and "rank 2 of 3".
     std::string number_of(size_t member) const { return std::to_string(members.ranks[member]); }
