@@ -26,18 +26,17 @@ inline std::string title_of(const std::string& layer) { return "SyncBatchNorm '"
 
 class Failure : public std::exception {
   public:
-    const std::string layer;    // its name; empty if the reason is not about one layer
-    const std::string context;  // "cpu(1)", if it is about one replica
-    const std::string call;     // "forward of call 3", if it is about all of them
-    const std::string reason;   // for the user: what happened and what to do
+    const std::string layer;   // its name; empty if the reason is not about one layer
+    const std::string reason;  // for the user: what happened and what to do
 
     // A failure of no particular layer.
     explicit Failure(std::string reason) : Failure("", "", "", std::move(reason)) {}
-    Failure(std::string layer, std::string context, std::string call, std::string reason)
-        : layer(std::move(layer)), context(std::move(context)), call(std::move(call)), reason(std::move(reason)) {
+    // `context`: "cpu(1)", if it is about one replica. `call`: "forward of call 3", if it is about all of them.
+    Failure(std::string layer, const std::string& context, const std::string& call, std::string reason)
+        : layer(std::move(layer)), reason(std::move(reason)) {
         if (!this->layer.empty()) text_ = title_of(this->layer);
-        if (!this->context.empty()) text_ += " on " + this->context;
-        if (!this->call.empty()) text_ += ", " + this->call;
+        if (!context.empty()) text_ += " on " + context;
+        if (!call.empty()) text_ += ", " + call;
         if (!text_.empty()) text_ += ": ";
         text_ += this->reason;
     }
