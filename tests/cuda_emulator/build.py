@@ -129,7 +129,7 @@ def compile_source(out, stem):
 
 def link(out, soname, inputs):
     target = out / "lib" / soname
-    command = [*compiler(), *FLAGS, f"-DLIBRARY_{short_name(soname)}", "-shared", f"-Wl,-soname,{soname}"]
+    command = [*compiler(), *FLAGS, "-shared", f"-Wl,-soname,{soname}"]
     if soname not in UNVERSIONED:
         command.append("-Wl,--default-symver")
     command += [*map(str, inputs), "-o", f"{target}.new", "-ldl"]
@@ -141,10 +141,6 @@ def link(out, soname, inputs):
     return target
 
 
-def short_name(soname):
-    return re.match(r"lib(\w+)", soname).group(1)
-
-
 def build_library(out, soname, inputs, prefix, names):
     """The library; then, if it lacks some of ``names``, once more with a stub for each."""
     library = link(out, soname, inputs)
@@ -152,7 +148,7 @@ def build_library(out, soname, inputs, prefix, names):
     have = set(re.findall(r" [A-Z] (\w+)", defined))
     stubs = [name for name in names if re.match(prefix, name) and name not in have]
     if stubs:
-        source = out / "stubs" / f"{short_name(soname)}.cc"
+        source = out / "stubs" / f"{soname}.cc"
         text = "#include <cstdio>\n#include <cstdlib>\n"
         source.write_text(text + "".join(STUB.format(name=name, library=soname) for name in stubs))
         link(out, soname, [*inputs, source])
@@ -169,7 +165,8 @@ def build_libraries(out, names):
         return
     print("    compiling the stand-ins for CUDA's libraries ...", flush=True)
     stamp.unlink(missing_ok=True)
-    shutil.rmtree(out / "cache", ignore_errors=True)  # what programs have kept of the old compiler's results
+    for folder in ("kernels", "cache"):  # results of the old compiler, and what programs have kept of them
+        shutil.rmtree(out / folder, ignore_errors=True)
     for folder in ("lib", "include", "stubs"):
         (out / folder).mkdir(parents=True, exist_ok=True)
     shutil.copy(HERE / "shim.h", out / "include")

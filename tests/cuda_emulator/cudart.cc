@@ -9,6 +9,7 @@
 
 #include "copies.h"
 #include "device.h"
+#include "launch.h"
 #include "memory.h"
 #include "streams.h"
 
@@ -41,15 +42,7 @@ struct Properties {
     int multiprocessors;
 };
 
-struct Dimensions3 {
-    unsigned x, y, z;
-};
-struct Configuration {
-    Dimensions3 grid, block;
-    size_t shared;
-    void* stream;
-};
-thread_local Configuration configuration;
+thread_local void* stream_of_launch;
 
 // MXNet's own kernels, by the address of the function that launches them.
 struct Kernels {
@@ -236,18 +229,16 @@ void __cudaRegisterFunction(void**, const char* host, char*, const char* name, i
     std::lock_guard<std::mutex> lock(kernels.mutex);
     kernels.names[host] = name;
 }
-unsigned __cudaPushCallConfiguration(Dimensions3 grid, Dimensions3 block, size_t shared, void* stream) {
-    configuration = {grid, block, shared, stream};
+// Of grid, block, shared memory and stream, the emulated ones need the stream alone.
+unsigned __cudaPushCallConfiguration(Dimensions, Dimensions, size_t, void* stream) {
+    stream_of_launch = stream;
     return 0;
 }
-Status __cudaPopCallConfiguration(Dimensions3* grid, Dimensions3* block, size_t* shared, void** stream) {
-    *grid = configuration.grid;
-    *block = configuration.block;
-    *shared = configuration.shared;
-    *stream = configuration.stream;
+Status __cudaPopCallConfiguration(Dimensions*, Dimensions*, size_t*, void** stream) {
+    *stream = stream_of_launch;
     return kSuccess;
 }
-Status cudaLaunchKernel(const void* host, Dimensions3, Dimensions3, void** arguments, size_t, void* stream) {
+Status cudaLaunchKernel(const void* host, Dimensions, Dimensions, void** arguments, size_t, void* stream) {
     std::unique_lock<std::mutex> lock(kernels.mutex);
     const std::string name = kernels.names[host];
     lock.unlock();

@@ -28,10 +28,9 @@ int capability_minor() { return capability() % 10; }
 int attribute(int which) {
     switch (which) {
         case 1:
-            return kMaxThreadsPerBlock;
         case 2:
         case 3:
-            return 1024;  // of a block, in x and y
+            return kMaxThreadsPerBlock;  // also in x and in y
         case 75:
             return capability_major();
         case 76:

@@ -8,9 +8,6 @@ extern "C" {
     }                                       \
     int DESTROY(void*) { return 0; }        \
     int SET_STREAM(void*, void*) { return 0; }
-#if defined(LIBRARY_cublas)
 HANDLE(cublasCreate_v2, cublasDestroy_v2, cublasSetStream_v2)
-#elif defined(LIBRARY_cusolver)
 HANDLE(cusolverDnCreate, cusolverDnDestroy, cusolverDnSetStream)
-#endif
 }
