@@ -74,11 +74,11 @@ def a_replica_that_is_never_called(trial: Trial) -> None:
 
 def one_loss(trial: Trial) -> None:
     (call,) = trial.calls(trial.case.contexts)
+    gluon_syncbn.configure(timeout=10)  # which the backward has from its forward, whose replicas come in time
     (ys,) = trial.issue([call])
     for y in ys:
         y.wait_to_read()
     trial.specification.forward(call.shards, trial.case.contexts)
-    gluon_syncbn.configure(timeout=SHORT)
     i = trial.rng.randint(len(ys))
     train_on(trial, [call._replace(dys=[call.dys[i]])], [[ys[i]]])
     fails(call.xs[i].grad, "replicas arrived")
