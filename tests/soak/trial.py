@@ -117,14 +117,10 @@ class Trial:
         return calls
 
     def issue(
-        self,
-        calls: Sequence[Call],
-        scope: Callable[[], Any] = autograd.record,
-        meanwhile: Optional[Callable[[], None]] = None,
-        fails: bool = False,
+        self, calls: Sequence[Call], scope: Callable[[], Any] = autograd.record, fails: bool = False
     ) -> List[List[nd.NDArray]]:
-        """The outputs of each call, of which none has been read. ``meanwhile`` runs after the first replica. Where the
-        step fails, it has one scope, as the next one would forget the failure."""
+        """The outputs of each call, of which none has been read. Where the step fails, it has one scope, as the next
+        one would forget the failure."""
         case, replicas = self.case, len(calls[0].xs)
         ys: List[List[Any]] = [[None] * replicas for _ in calls]
 
@@ -132,8 +128,6 @@ class Trial:
             for k, i in turns:
                 with inner(), mx.util.np_shape(case.empty):  # which is each thread's own
                     ys[k][i] = self.net(calls[k].xs[i])
-                if meanwhile is not None and (k, i) == turns[0]:
-                    meanwhile()
 
         if self.threads:
             with scope():
@@ -190,22 +184,15 @@ class Trial:
             kinds[self.train_on_some] = 6
         if not case.empty:
             kinds.update({self.save_and_load: 2, self.revert_and_convert: 2})
-        if not self.threads:
-            kinds[self.change_store_in_mid_step] = 3
         return kinds
 
-    def train(
-        self,
-        places: Optional[Sequence[mx.Context]] = None,
-        meanwhile: Optional[Callable[[], None]] = None,
-        unread: Optional[Callable[[], None]] = None,
-    ) -> None:
+    def train(self, places: Optional[Sequence[mx.Context]] = None, unread: Optional[Callable[[], None]] = None) -> None:
         """On these replicas; ``unread`` runs when everything is issued and nothing has been read."""
         case, specification = self.case, self.specification
         trainer = self.trainer if places is None and self.rng.rand() < 0.8 else None
         places = case.contexts if places is None else places
         calls = self.calls(places, self._in_flight())
-        ys = self.issue(calls, meanwhile=meanwhile)
+        ys = self.issue(calls)
         self.backward(calls, ys)
         predicted = self._predicted() if self.rng.rand() < 0.2 else []
         first = trainer is not None and bool(trainer._params_to_init)
@@ -283,9 +270,6 @@ class Trial:
 
     def change_store(self) -> None:
         gluon_syncbn.configure(kvstore=[None, "device", "local"][self.rng.randint(3)])
-
-    def change_store_in_mid_step(self) -> None:
-        self.train(meanwhile=self.change_store)
 
     def change_seed(self) -> None:
         self.start_over(self.rng.randint(2**31))
