@@ -292,12 +292,8 @@ def _different(got: Sequence[Any], want: Sequence[np.ndarray], limit: float) -> 
     got = [y.asnumpy() if isinstance(y, mx.nd.NDArray) else y for y in got]
     if [y.shape for y in got] != [y.shape for y in want]:
         return f"shapes {[y.shape for y in got]}, expected {[y.shape for y in want]}"
-    away = _away(got, want)
+    away = max(np.abs(one - other).max() / (np.abs(other).max() or 1) for one, other in zip(got, want))
     return "" if away <= limit else f"outputs differ by {away:.0e} of the largest"
-
-
-def _away(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> float:
-    return max(np.abs(one - other).max() / (np.abs(other).max() or 1) for one, other in zip(got, want))
 
 
 def _flat(outputs: Any) -> Iterator[Any]:

@@ -100,9 +100,7 @@ def work(rank, folder, machines, fault, faulty, timeout):
                     os.kill(os.getpid(), getattr(signal, fault))
                 if rank == faulty and fault == "fails":
                     store.fail("the disk is full")
-                    store.close()
-                    return
-                if rank == faulty and fault == "ends":
+                if rank == faulty and fault in ("fails", "ends"):
                     store.close()
                     return
                 if rank == faulty and fault == "skips a step":
