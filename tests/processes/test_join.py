@@ -4,10 +4,6 @@ import pytest
 from mpi_job import Job
 from places import SUPPORT
 
-import gluon_syncbn
-
-from mxnet import gluon  # isort: skip
-
 WORKER = SUPPORT / "join_worker.py"
 
 
@@ -30,13 +26,3 @@ def test_uneven_numbers_of_batches_equal_one_process(processes, scenarios):
             assert (
                 "gather does not work within gluon_syncbn.join, because a process without a batch has no rows" in text
             )
-
-
-def test_arguments():
-    net = gluon.nn.Dense(1)
-    net.initialize()
-    trainer = gluon.Trainer(net.collect_params(), "sgd")
-    with pytest.raises(ValueError, match=r"^net: 3 was given, expected a gluon\.Block$"):
-        gluon_syncbn.join(3, trainer).__enter__()
-    with pytest.raises(ValueError, match=r"^trainer: .*expected a gluon\.Trainer"):
-        gluon_syncbn.join(net, trainer).__enter__()
