@@ -80,7 +80,7 @@ class Soak:
         self._begins(f"{case}\n  the start; {again}")
         try:
             with mx.util.np_shape(case.empty):
-                trial = Trial(case, self._crew)
+                trial = Trial(case, self._crew, self._interrupts.send)
                 for count in range(case.steps):
                     if self._interrupts.asked:
                         break
@@ -125,7 +125,7 @@ class Soak:
         return f"{counted}, {self._resources.now.memory:.0f} MB"
 
     def _table(self) -> str:
-        names = ("cases", "steps", "wrong", "hung", "failed as expected", "forks")
+        names = ("cases", "steps", "wrong", "hung", "failed as expected", "forks", "interrupts")
         rows = [(name, f"{self._counted[name]}") for name in names] + self._resources.rows()
         return "\n".join(f"{name:20}{value:>40}" for name, value in rows)
 

@@ -1,6 +1,7 @@
 """Steps that cannot be finished: each has to end in its error, change nothing and leave the next step right."""
 
 import functools
+import os
 from contextlib import suppress
 from typing import Any, Callable, Dict, List, Sequence
 
@@ -8,10 +9,15 @@ import mxnet as mx
 from mxnet import autograd, nd
 
 import gluon_syncbn
+from gluon_syncbn import SyncBatchNorm
+from gluon_syncbn.mxnet_side import blocks
+from gluon_syncbn.training.session import session
 
-from .trial import TIMEOUT, Trial, Wrong
+from .trial import TIMEOUT, Trial, Wrong, wait_for
 
 SHORT = 0.4  # seconds that a replica waits for one that does not come
+
+
 LEFT = "OutOfData left the recorded step"
 
 
@@ -21,12 +27,24 @@ class OutOfData(Exception):
 
 def choices(trial: Trial) -> Dict[Callable[[], None], float]:
     """Those that a case can have, and how often, where 100 steps are healthy ones."""
+    return {functools.wraps(fail)(functools.partial(fail, trial)): chance for fail, chance in _choices(trial).items()}
+
+
+def _choices(trial: Trial) -> Dict[Callable[[Trial], None], float]:
+    case = trial.case
+    if not case.meets:
+        return {}
     kinds: Dict[Callable[[Trial], None], float] = {an_exception: 3, a_replica_that_is_never_called: 1}
-    if not trial.threads and not trial.case.empty:
-        kinds[one_loss] = 1
-    if not trial.case.meets:
-        kinds = {}
-    return {functools.wraps(fail)(functools.partial(fail, trial)): chance for fail, chance in kinds.items()}
+    if trial.threads or case.empty:
+        return kinds
+    kinds[a_fork_between_replicas] = 0.3
+    kinds[one_loss] = 1
+    kinds[reading_between_replicas] = 1
+    if case.net == "layer" and case.way == "eager" and case.dtype != "float64":
+        kinds[another_type] = 2
+    if case.mode == "sync" and "group_size" not in case.pooling:
+        kinds[a_store_that_raises] = 2
+    return kinds
 
 
 def an_exception(trial: Trial) -> None:
@@ -82,6 +100,63 @@ def one_loss(trial: Trial) -> None:
     i = trial.rng.randint(len(ys))
     train_on(trial, [call._replace(dys=[call.dys[i]])], [[ys[i]]])
     fails(call.xs[i].grad, "replicas arrived")
+    recover(trial)
+
+
+def reading_between_replicas(trial: Trial) -> None:
+    (call,) = trial.calls(trial.case.contexts)
+    gluon_syncbn.configure(timeout=SHORT)
+    with suppress(OutOfData), autograd.record():
+        fails(trial.net(call.xs[0]), "replicas arrived")
+        raise OutOfData
+    recover(trial)
+
+
+def another_type(trial: Trial) -> None:
+    (call,) = trial.calls(trial.case.contexts)
+    i = trial.rng.randint(len(call.xs))
+    call.xs[i] = call.xs[i].astype("float16" if trial.case.dtype == "float32" else "float32")
+    (ys,) = trial.issue([call], fails=True)
+    for y in ys:
+        fails(y, "on data of the same type")
+    recover(trial)
+
+
+def a_store_that_raises(trial: Trial) -> None:
+    (call,) = trial.calls(trial.case.contexts)
+    if trial.case.kvstore is None:
+        gluon_syncbn.configure(kvstore="device")
+    layers = [block for block in blocks.iterate(trial.net) if isinstance(block, SyncBatchNorm)]
+    exchanges = {layer._replicas.exchange or session.exchange for layer in layers}
+
+    def link_down(*arguments: Any) -> None:
+        raise ConnectionError("the link is down")
+
+    for exchange in exchanges:
+        exchange.add = link_down
+    text = "the KVStore could not add the statistics: ConnectionError: the link is down"
+    try:
+        (ys,) = trial.issue([call], fails=True)
+        if trial.rng.rand() < 0.5:
+            train_on(trial, [call], [ys])
+        for y in ys:
+            fails(y, text)
+    finally:
+        for exchange in exchanges:
+            del exchange.add
+    recover(trial)
+
+
+def a_fork_between_replicas(trial: Trial) -> None:
+    (call,) = trial.calls(trial.case.contexts)
+    with autograd.record():
+        trial.net(call.xs[0])
+        child = os.fork()
+        if child == 0:
+            os._exit(7)
+        wait_for(child, 7)
+        fails(trial.net(call.xs[1]), "the process was forked")
+    trial.counted["forks"] += 1
     recover(trial)
 
 

@@ -68,8 +68,10 @@ class Expected(NamedTuple):
 
 
 class Trial:
-    def __init__(self, case: Case, crew: Crew) -> None:
-        self.case, self.rng, self.crew = case, case.rng, crew
+    """``interrupt`` sends this process a SIGINT whose handler only takes note."""
+
+    def __init__(self, case: Case, crew: Crew, interrupt: Callable[[], None]) -> None:
+        self.case, self.rng, self.crew, self._interrupt = case, case.rng, crew, interrupt
         self.threads = case.threads
         self.counted: Counter = Counter()
         # MXNet's LeakyReLU, which predicts, multiplies in float32 (`xelu` in src/operator/mshadow_op.h).
@@ -117,10 +119,14 @@ class Trial:
         return calls
 
     def issue(
-        self, calls: Sequence[Call], scope: Callable[[], Any] = autograd.record, fails: bool = False
+        self,
+        calls: Sequence[Call],
+        scope: Callable[[], Any] = autograd.record,
+        meanwhile: Optional[Callable[[], None]] = None,
+        fails: bool = False,
     ) -> List[List[nd.NDArray]]:
-        """The outputs of each call, of which none has been read. Where the step fails, it has one scope, as the next
-        one would forget the failure."""
+        """The outputs of each call, of which none has been read. ``meanwhile`` runs after the first replica. Where the
+        step fails, it has one scope, as the next one would forget the failure."""
         case, replicas = self.case, len(calls[0].xs)
         ys: List[List[Any]] = [[None] * replicas for _ in calls]
 
@@ -128,6 +134,8 @@ class Trial:
             for k, i in turns:
                 with inner(), mx.util.np_shape(case.empty):  # which is each thread's own
                     ys[k][i] = self.net(calls[k].xs[i])
+                if meanwhile is not None and (k, i) == turns[0]:
+                    meanwhile()
 
         if self.threads:
             with scope():
@@ -184,15 +192,22 @@ class Trial:
             kinds[self.train_on_some] = 6
         if not case.empty:
             kinds.update({self.save_and_load: 2, self.revert_and_convert: 2})
+        if not self.threads:
+            kinds.update({self.change_store_in_mid_step: 3, self.interrupt: 1})
         return kinds
 
-    def train(self, places: Optional[Sequence[mx.Context]] = None, unread: Optional[Callable[[], None]] = None) -> None:
+    def train(
+        self,
+        places: Optional[Sequence[mx.Context]] = None,
+        meanwhile: Optional[Callable[[], None]] = None,
+        unread: Optional[Callable[[], None]] = None,
+    ) -> None:
         """On these replicas; ``unread`` runs when everything is issued and nothing has been read."""
         case, specification = self.case, self.specification
         trainer = self.trainer if places is None and self.rng.rand() < 0.8 else None
         places = case.contexts if places is None else places
         calls = self.calls(places, self._in_flight())
-        ys = self.issue(calls)
+        ys = self.issue(calls, meanwhile=meanwhile)
         self.backward(calls, ys)
         predicted = self._predicted() if self.rng.rand() < 0.2 else []
         first = trainer is not None and bool(trainer._params_to_init)
@@ -271,12 +286,25 @@ class Trial:
     def change_store(self) -> None:
         gluon_syncbn.configure(kvstore=[None, "device", "local"][self.rng.randint(3)])
 
+    def change_store_in_mid_step(self) -> None:
+        self.train(meanwhile=self.change_store)
+
     def change_seed(self) -> None:
         self.start_over(self.rng.randint(2**31))
 
     def start_over(self, seed: int) -> None:
         gluon_syncbn.configure(seed=seed)
         self.specification.start_over(seed)
+
+    def interrupt(self) -> None:
+        """Ctrl-C while a replica waits, which looks for it after a while."""
+
+        def wait_and_interrupt() -> None:
+            time.sleep(0.15)
+            self._interrupt()
+
+        self.counted["interrupts"] += 1
+        self.train(meanwhile=wait_and_interrupt)
 
     def fork(self) -> None:
         """While a step is in flight. The child trains, and ends with a step in flight of its own."""
@@ -287,17 +315,7 @@ class Trial:
         child = os.fork()
         if child == 0:
             self._be_the_child()
-        deadline = time.monotonic() + CHILD
-        while time.monotonic() < deadline:
-            ended, status = os.waitpid(child, os.WNOHANG)
-            if ended:
-                if os.WIFEXITED(status) and os.WEXITSTATUS(status) == CHILD_ENDS:
-                    return
-                raise Wrong(f"the child of a fork ended with status {status}, expected exit code {CHILD_ENDS}")
-            time.sleep(0.005)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        raise Wrong(f"the child of a fork had not ended after {CHILD} s")
+        wait_for(child, CHILD_ENDS)
 
     def _be_the_child(self) -> NoReturn:
         try:
@@ -357,3 +375,18 @@ class Trial:
             Expected(f"{name} on {context}", lambda n=name, c=context: of[n].data(c).asnumpy(), want)
             for (name, context), want in wanted.items()
         ]
+
+
+def wait_for(child: int, code: int) -> None:
+    """Wrong where the child of a fork does not end in time with this exit code."""
+    deadline = time.monotonic() + CHILD
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            if os.WIFEXITED(status) and os.WEXITSTATUS(status) == code:
+                return
+            raise Wrong(f"the child of a fork ended with status {status}, expected exit code {code}")
+        time.sleep(0.005)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise Wrong(f"the child of a fork had not ended after {CHILD} s")

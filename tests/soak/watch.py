@@ -21,16 +21,26 @@ FEW = 300  # steps, which show no slope
 
 
 class Interrupts:
-    """The user's SIGINT is noted, and a second one ends the soak at once."""
+    """SIGINT: one that the soak sends to itself only comes; the user's is noted, and a second one ends it at once."""
 
     def __init__(self) -> None:
         self.asked = False
+        self._due = 0
         signal.signal(signal.SIGINT, self._note)
 
+    def send(self) -> None:
+        self._due += 1
+        os.kill(os.getpid(), signal.SIGINT)
+        while self._due:
+            time.sleep(0.001)
+
     def _note(self, *_: Any) -> None:
-        if self.asked:
+        if self._due:
+            self._due -= 1
+        elif self.asked:
             raise KeyboardInterrupt
-        self.asked = True
+        else:
+            self.asked = True
 
 
 class Watchdog:
