@@ -19,13 +19,14 @@ class EmulatorError(RuntimeError):
 
 
 class Array:
-    """Memory of a device, freed with the object."""
+    """Memory of a device, freed with the object; room for `shift` values is before it."""
 
-    def __init__(self, device, shape, dtype):
+    def __init__(self, device, shape, dtype, shift=0):
         self.device, self.shape, self.dtype = device, shape, np.dtype(dtype)
-        self.pointer = ctypes.c_void_p()
-        size = int(np.prod(shape, dtype=np.int64)) * self.dtype.itemsize
-        device.call("cuMemAlloc_v2", ctypes.byref(self.pointer), ctypes.c_size_t(max(size, 1)))
+        self.begin, before = ctypes.c_void_p(), shift * self.dtype.itemsize
+        size = before + int(np.prod(shape, dtype=np.int64)) * self.dtype.itemsize
+        device.call("cuMemAlloc_v2", ctypes.byref(self.begin), ctypes.c_size_t(max(size, 1)))
+        self.pointer = ctypes.c_void_p(self.begin.value + before)
 
     def download(self):
         result = np.empty(self.shape, self.dtype)
@@ -36,12 +37,12 @@ class Array:
 
     def free(self):
         if self.pointer:
-            self.device.call("cuMemFree_v2", self.pointer)
+            self.device.call("cuMemFree_v2", self.begin)
             self.pointer = None
 
     def __del__(self):
         if getattr(self, "pointer", None):
-            self.device.cuda.cuMemFree_v2(self.pointer)
+            self.device.cuda.cuMemFree_v2(self.begin)
 
 
 class Device:
@@ -86,12 +87,12 @@ class Device:
         self.cuda.cuCtxSetCurrent(self.context)
         self._check(name, getattr(self.cuda, name)(*arguments))
 
-    def empty(self, shape, dtype="float32"):
-        return Array(self, shape, dtype)
+    def empty(self, shape, dtype="float32", shift=0):
+        return Array(self, shape, dtype, shift)
 
-    def upload(self, values):
+    def upload(self, values, shift=0):
         values = np.ascontiguousarray(values)
-        array = Array(self, values.shape, values.dtype)
+        array = Array(self, values.shape, values.dtype, shift)
         source = ctypes.c_void_p(values.ctypes.data)
         self.call("cuMemcpyHtoD_v2", array.pointer, source, ctypes.c_size_t(values.nbytes))
         return array

@@ -1,6 +1,5 @@
 """kernels.cu by itself: on the emulator (`make test-gpu-emulated`), and through CuPy, there or on any CUDA GPU."""
 
-import ctypes
 import os
 import sys
 from typing import NamedTuple, Optional, Sequence, Tuple
@@ -78,35 +77,22 @@ class Cupy:
 class Emulated:
     """The emulator, which also finds what reads or writes where it should not."""
 
-    class Part:
-        """An array from its `shift`-th value on."""
-
-        def __init__(self, array, shift):
-            self.array, self.size = array, int(np.prod(array.shape)) - shift
-            self.pointer = ctypes.c_void_p(array.pointer.value + shift * array.dtype.itemsize)
-
     def __init__(self):
         if "CUDA_EMULATOR" not in os.environ:
             pytest.skip("needs the CUDA emulator: `make test-gpu-emulated`")
         from cuda_emulator.device import Device
 
         self.device = Device(os.environ["CUDA_EMULATOR"], source(), options=("--std=c++14",))
+        self.empty = self.device.empty
 
     def upload(self, values, shift=0):
-        padded = np.concatenate([np.zeros(shift, values.dtype), values.ravel()])
-        return self.Part(self.device.upload(padded), shift)
+        return self.device.upload(values.ravel(), shift)
 
-    def empty(self, size, dtype, shift=0):
-        return self.Part(self.device.empty(size + shift, dtype), shift)
+    def download(self, array):
+        return array.download()
 
-    def download(self, part):
-        result = np.empty(part.size, part.array.dtype)  # what is before it nobody has written
-        to, size = ctypes.c_void_p(result.ctypes.data), ctypes.c_size_t(result.nbytes)
-        self.device.call("cuMemcpyDtoH_v2", to, part.pointer, size)
-        return result
-
-    def address(self, part):
-        return part.pointer.value
+    def address(self, array):
+        return array.pointer.value
 
     def launch(self, kernel, grid, arguments):
         self.device.launch(kernel, grid, BLOCK, arguments.tobytes())
