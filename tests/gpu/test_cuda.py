@@ -58,11 +58,6 @@ def test_each_gpu_is_judged_by_itself(driver):
     assert said[2] == "OSError the NVIDIA driver's cuDeviceGet failed: invalid device ordinal (101)"
 
 
-def test_the_check_can_be_turned_off(driver):
-    environment = {"FAKE_GPUS": "1", "FAKE_CAPABILITY": "90", "GLUON_SYNCBN_ANY_ARCHITECTURE": "1"}
-    assert ask(driver, CHECK.format(device=0), **environment) == "fine"
-
-
 def test_a_driver_is_asked_once_for_each_gpu(driver):
     program = "print(cuda.gpu(0)); import os; os.environ['FAKE_CAPABILITY'] = '90'; print(cuda.gpu(0))"
     first, second = ask(driver, program, FAKE_GPUS="1", FAKE_CAPABILITY="86").splitlines()
