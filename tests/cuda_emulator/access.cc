@@ -97,24 +97,19 @@ struct SourceLocation {
     const char* file;
     unsigned line, column;
 };
-void __ubsan_handle_type_mismatch_v1(void* data, void* pointer) {
+static void fail_at(const void* location, emulator::Status status, const std::string& text) {
     if (!emulator::running_block) return;
-    const SourceLocation* const where = static_cast<SourceLocation*>(data);
-    emulator::fail(emulator::kMisalignedAddress,
-                   emulator::format("line %u: misaligned access at %p", where->line, pointer), nullptr);
+    const unsigned line = static_cast<const SourceLocation*>(location)->line;
+    emulator::fail(status, emulator::format("line %u: ", line) + text, nullptr);
+}
+void __ubsan_handle_type_mismatch_v1(void* data, void* pointer) {
+    fail_at(data, emulator::kMisalignedAddress, emulator::format("misaligned access at %p", pointer));
 }
 void __ubsan_handle_out_of_bounds(void* data, void* index) {
-    if (!emulator::running_block) return;
-    const SourceLocation* const where = static_cast<SourceLocation*>(data);
-    emulator::fail(
-        emulator::kIllegalAddress,
-        emulator::format("line %u: index %td is outside of the array", where->line, reinterpret_cast<ptrdiff_t>(index)),
-        nullptr);
+    fail_at(data, emulator::kIllegalAddress,
+            emulator::format("index %td is outside of the array", reinterpret_cast<ptrdiff_t>(index)));
 }
 void __ubsan_handle_divrem_overflow(void* data, void*, void*) {
-    if (!emulator::running_block) return;
-    const SourceLocation* const where = static_cast<SourceLocation*>(data);
-    emulator::fail(emulator::kLaunchFailure, emulator::format("line %u: integer division by zero", where->line),
-                   nullptr);
+    fail_at(data, emulator::kLaunchFailure, "integer division by zero");
 }
 }

@@ -75,16 +75,12 @@ def run(command, hint):
 
 def fetch(requirement, folder):
     """The wheel, in this folder."""
-    name, version = requirement.split("==")
-    python = f"cp{sys.version_info[0]}{sys.version_info[1]}-" if requirement in OF_ONE_PYTHON else ""
-    pattern = f"{name.replace('-', '_')}-{version}-{python}*.whl"
     print(f"    fetching {requirement} ({WHEELS[requirement]} MB) ...", flush=True)
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)  # of an attempt that has failed
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
     command += ["--no-cache-dir", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), requirement]
     run(command, "is the package index reachable?")
-    found = sorted(folder.glob(pattern))
-    return found[-1] if found else fail(f"pip left no wheel of {requirement} in {folder}")
+    return next(folder.glob("*.whl"))
 
 
 def unpack(out, requirement):

@@ -32,7 +32,6 @@ Status last_error_now() {
     if (last_error_resets != resets()) last_error = kSuccess;
     return last_error ? last_error : sticky(current_device);
 }
-Status good_device(int device) { return device >= 0 && device < device_count() ? kSuccess : kInvalidDevice; }
 
 // The beginning of CUDA 11's cudaDeviceProp; what has no name of its own is 0.
 struct Properties {

@@ -4,12 +4,15 @@
 #include <cstddef>
 #include <string>
 
+#include "errors.h"
+
 namespace emulator {
 
 constexpr int kMaxDevices = 16;
 constexpr int kMaxThreadsPerBlock = 1024;
 
 constexpr int device_count() { return 4; }
+inline Status good_device(int device) { return device >= 0 && device < device_count() ? kSuccess : kInvalidDevice; }
 constexpr size_t memory_per_device() { return size_t(4) << 30; }
 
 int capability_major();  // CUDA_EMULATOR_CAPABILITY, 8.0

@@ -46,17 +46,6 @@ struct Arguments {
 
 std::mutex& modules = *new std::mutex;
 
-// The value behind "// key " in what nvrtc.cc calls PTX.
-std::string field(const std::string& text, const std::string& key) {
-    const std::string beginning = "// " + key + " ";
-    const size_t start = text.find(beginning);
-    if (start == std::string::npos) return "";
-    const size_t value = start + beginning.size();
-    return text.substr(value, text.find('\n', value) - value);
-}
-
-Status good_device(int device) { return device >= 0 && device < device_count() ? kSuccess : kInvalidDevice; }
-
 // A context is a device: this many contexts, whose addresses are their handles.
 char contexts[kMaxDevices];
 thread_local std::vector<std::pair<int, bool>> pushed;
@@ -175,13 +164,13 @@ Status cuStreamSynchronize(void* handle) { return on_stream(handle, synchronize)
 Status cuModuleLoadData(Module** out, const void* image) {
     if (!bound) return kInvalidContext;
     if (const Status status = sticky(current_device)) return status;
-    const std::string text = static_cast<const char*>(image);
-    const std::string library = field(text, "library");
-    if (library.empty()) return kInvalidImage;
+    int architecture = 0;
+    char library[4096];  // what nvrtc.cc calls PTX
+    const char* const ptx = "// CUDA emulator // architecture %d // library %4095[^\n]";
+    if (std::sscanf(static_cast<const char*>(image), ptx, &architecture, library) != 2) return kInvalidImage;
     // PTX runs on its architecture and on later ones.
-    if (std::atoi(field(text, "architecture").c_str()) > 10 * capability_major() + capability_minor())
-        return kNoKernelImage;
-    void* const handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (architecture > 10 * capability_major() + capability_minor()) return kNoKernelImage;
+    void* const handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
     if (!handle) {
         report(-1, kInvalidImage,
                std::string(dlerror()) +

@@ -5,7 +5,6 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <map>
 #include <mutex>
 #include <vector>
@@ -111,11 +110,7 @@ extern "C" int cuda_emulator_errors(char* text, size_t size) {
     std::lock_guard<std::mutex> lock(errors.mutex);
     std::string joined;
     for (const std::string& one : errors.texts) joined += one + "\n";
-    if (size) {
-        const size_t length = joined.size() < size ? joined.size() : size - 1;
-        std::memcpy(text, joined.data(), length);
-        text[length] = 0;
-    }
+    std::snprintf(text, size, "%s", joined.c_str());
     errors.read = errors.texts.size();
     return static_cast<int>(errors.texts.size());
 }

@@ -70,7 +70,6 @@ std::string name(const Allocation& it) {
 // Were all of them written? Kernels ask it of each value that they read.
 bool all_written(const char* marks, size_t size) {
     uint64_t bits = 0x0101010101010101;
-    if (size > sizeof bits) return all_equal(marks, size, 1);
     if (size == 8)
         std::memcpy(&bits, marks, 8);
     else if (size == 4)
@@ -124,11 +123,9 @@ Status release(void* pointer, bool host) {
     if (pointer == nullptr) return kSuccess;
     Arena& all = arena;
     const char* const what = host ? "cudaFreeHost" : "cudaFree";
-    if (device_of(pointer) == kPageableHost)
-        return report(-1, kInvalidValue, format("%s(%p): not an address that was allocated", what, pointer));
     std::lock_guard<std::mutex> lock(all.mutex);
     const size_t offset = offset_of(pointer);
-    Allocation* const it = all.owner[offset / kPage];
+    Allocation* const it = device_of(pointer) == kPageableHost ? nullptr : all.owner[offset / kPage];
     if (!it || it->base != pointer || (it->device == kPinnedHost) != host)
         return report(-1, kInvalidValue, format("%s(%p): not an address that was allocated", what, pointer));
     if (!it->live.exchange(false))
