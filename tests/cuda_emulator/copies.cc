@@ -2,7 +2,6 @@
 
 #include <cstring>
 
-#include "counts.h"
 #include "device.h"
 #include "memory.h"
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "copies.h"
-#include "counts.h"
+#include "device.h"
 
 using namespace emulator;
 

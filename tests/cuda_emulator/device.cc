@@ -1,12 +1,13 @@
 #include "device.h"
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 
-#include "errors.h"
-
 namespace emulator {
 namespace {
+
+std::atomic<long long> counts[kMaxDevices][kCounted];
 
 int capability() {  // ten times the number: 80 for 8.0
     static const int value = [] {
@@ -45,4 +46,17 @@ std::string name(int device) { return format("CUDA emulator %d", device); }
 thread_local int current_device = 0;
 thread_local bool bound = false;
 
+void count(int device, Counted what) {
+    if (device >= 0) ++counts[device][what];
+}
+
 }  // namespace emulator
+
+extern "C" void cuda_emulator_counts(int device, long long* out) {
+    for (int what = 0; what < emulator::kCounted; ++what) out[what] = emulator::counts[device][what];
+}
+
+extern "C" void cuda_emulator_reset_counts() {
+    for (auto& device : emulator::counts)
+        for (auto& one : device) one = 0;
+}

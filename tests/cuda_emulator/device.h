@@ -1,4 +1,5 @@
-// The devices: how many there are, what they claim to be, and which one the calling thread has chosen.
+// The devices: how many there are, what they claim to be, which one the calling thread has chosen, and what each was
+// asked to do, so that a test can say how much a step costs where nothing can be timed.
 #pragma once
 
 #include <cstddef>
@@ -27,4 +28,14 @@ std::string name(int device);
 extern thread_local int current_device;
 extern thread_local bool bound;
 
+enum Counted { kLaunches, kToDevice, kToHost, kWithin, kWaits, kCollectives, kAllocations, kCounted };
+
+void count(int device, Counted what);  // a device below 0 is none
+
 }  // namespace emulator
+
+extern "C" {
+// `out` has room for all of them, in the order above, of one device since the last reset.
+void cuda_emulator_counts(int device, long long* out);
+void cuda_emulator_reset_counts();
+}

@@ -15,7 +15,6 @@
 #include <vector>
 
 #include "copies.h"
-#include "counts.h"
 #include "device.h"
 #include "launch.h"
 #include "memory.h"
@@ -115,10 +114,9 @@ Status cuGetErrorString(Status status, const char** text) {
     return kSuccess;
 }
 Status cuGetErrorName(Status status, const char** text) {
-    static std::map<int, std::string>& names = *new std::map<int, std::string>;
-    std::lock_guard<std::mutex> lock(modules);
-    const auto found = names.emplace(status, std::string("CUDA_") + (status ? "ERROR_" : "") + status_name(status));
-    *text = found.first->second.c_str();
+    static thread_local std::string name;
+    name = std::string("CUDA_") + (status ? "ERROR_" : "") + status_name(status);
+    *text = name.c_str();
     return kSuccess;
 }
 

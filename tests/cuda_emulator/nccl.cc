@@ -15,7 +15,6 @@
 #include <thread>
 #include <vector>
 
-#include "counts.h"
 #include "device.h"
 #include "memory.h"
 #include "streams.h"

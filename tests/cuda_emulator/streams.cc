@@ -8,7 +8,6 @@
 #include <thread>
 #include <vector>
 
-#include "counts.h"
 #include "device.h"
 
 namespace emulator {
