@@ -199,22 +199,6 @@ def test_the_engine_goes_on_while_a_replica_waits(rng, from_the_engine):
             np.testing.assert_allclose(y.asnumpy(), expected, rtol=0, atol=1e-4)
 
 
-# ---- activation and addition ---------------------------------------------------------------------------------
-
-#: Of a layer with something behind it: its class and arguments. float32 has no such slope.
-EPILOGUE = {
-    "relu": (SyncBatchNorm, {"activation": "relu"}),
-    "relu6": (SyncBatchNorm, {"activation": "relu6"}),
-    "leaky": (SyncBatchNorm, {"activation": "leaky", "slope": 0.1}),
-    "add": (SyncBatchNormAdd, {"activation": None}),
-    "add, relu": (SyncBatchNormAdd, {"activation": "relu"}),
-    "add, relu6": (SyncBatchNormAdd, {"activation": "relu6"}),
-    "add, leaky": (SyncBatchNormAdd, {"activation": "leaky", "slope": 0.1}),
-    "in place": (SyncBatchNorm, {"inplace": True}),
-    "leaky, in place": (SyncBatchNorm, {"activation": "leaky", "slope": 0.1, "inplace": True}),
-}
-
-
 # ---- how layers are called ---------------------------------------------------------------------------------
 
 
@@ -625,6 +609,16 @@ def assert_costs(directions, replicas, settings, spatial, recovers=False):
             del numbers["allocations"]
             assert numbers == {**want, "launches": want["launches"] + more}
         assert not any(any(numbers.values()) for numbers in each[replicas:])
+
+
+#: Of a layer with something behind it: its class and arguments. All activations are one kernel's.
+EPILOGUE = {
+    "relu": (SyncBatchNorm, {"activation": "relu"}),
+    "add": (SyncBatchNormAdd, {"activation": None}),
+    "add, leaky": (SyncBatchNormAdd, {"activation": "leaky", "slope": 0.1}),
+    "in place": (SyncBatchNorm, {"inplace": True}),
+    "leaky, in place": (SyncBatchNorm, {"activation": "leaky", "slope": 0.1, "inplace": True}),
+}
 
 
 @on_the_emulator
