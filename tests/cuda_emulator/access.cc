@@ -71,12 +71,10 @@ void check(const void* address, size_t size, Access access, void* pc) {
 }  // namespace emulator
 
 #define PC __builtin_return_address(0)
-#define ACCESSORS(SIZE)                                                                                      \
-    extern "C" void __tsan_read##SIZE(void* p) { emulator::check(p, SIZE, emulator::kRead, PC); }            \
-    extern "C" void __tsan_write##SIZE(void* p) { emulator::check(p, SIZE, emulator::kWrite, PC); }          \
-    extern "C" void __tsan_volatile_read##SIZE(void* p) { emulator::check(p, SIZE, emulator::kRead, PC); }   \
-    extern "C" void __tsan_volatile_write##SIZE(void* p) { emulator::check(p, SIZE, emulator::kWrite, PC); } \
-    extern "C" void __tsan_unaligned_read##SIZE(void* p) { emulator::check(p, SIZE, emulator::kRead, PC); }  \
+#define ACCESSORS(SIZE)                                                                                     \
+    extern "C" void __tsan_read##SIZE(void* p) { emulator::check(p, SIZE, emulator::kRead, PC); }           \
+    extern "C" void __tsan_write##SIZE(void* p) { emulator::check(p, SIZE, emulator::kWrite, PC); }         \
+    extern "C" void __tsan_unaligned_read##SIZE(void* p) { emulator::check(p, SIZE, emulator::kRead, PC); } \
     extern "C" void __tsan_unaligned_write##SIZE(void* p) { emulator::check(p, SIZE, emulator::kWrite, PC); }
 ACCESSORS(1)
 ACCESSORS(2)

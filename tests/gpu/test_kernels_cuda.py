@@ -499,9 +499,9 @@ def test_an_expanded_mask(gpu, dtype):
         values[2, 0, 4] = -0.0
     out, mask = gpu.empty(15, "float32"), gpu.upload(values)
     layout = {"extents": [1, 3, 4, 5], "strides": [0, 5, 0, 1], "bytes": values.itemsize}
-    fields = {"from": address(gpu, mask), "to": address(gpu, out), "positions": 60}
     layout["floating"] = dtype.startswith("float")
-    gpu.launch("expand_mask_float32", (1, 1, 1), filled("ExpandArguments", mask=layout, **fields))
+    fields = {"mask": layout, "from": mask, "to": out, "positions": 60}
+    run(gpu, "expand_mask_float32", (1, 1, 1), "ExpandArguments", **fields)
     got = gpu.download(out).view("uint8").reshape(3, 4, 5)
     np.testing.assert_array_equal(got, np.broadcast_to(values != 0, (3, 4, 5)))
 
