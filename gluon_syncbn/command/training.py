@@ -73,6 +73,8 @@ class Training:
             heads.append(mx.nd.array(outputs.reshape(y.shape), ctx=context))
         autograd.backward(ys, heads)
         self._update()
+        # MXNet frees a store that still adds (`~KVStoreLocal` in src/kvstore/kvstore_local.h), as after a last step.
+        mx.nd.waitall()
         return loss
 
     def _update(self) -> None:
