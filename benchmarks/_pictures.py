@@ -292,8 +292,8 @@ DRAWN = {
     **{one.__name__: one for one in (gpu, inplace, kernels, memory, models, models_processes, modes)},
     **{one.__name__: one for one in (recompute, scaling, shuffle)},
     **dict.fromkeys(("layers", "layers_avx2"), layers),
-    **dict.fromkeys(("exchange", "exchange_horovod"), exchange),
-    **dict.fromkeys(("gradients", "gradients_horovod"), gradients),
+    **dict.fromkeys(("exchange", "exchange_horovod", "exchange_openmpi"), exchange),
+    **dict.fromkeys(("gradients", "gradients_horovod", "gradients_openmpi"), gradients),
 }
 
 
