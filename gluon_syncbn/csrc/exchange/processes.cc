@@ -6,14 +6,12 @@
 #include <optional>
 #include <utility>
 
-#include "exchange/python.h"
 #include "failure.h"
 #include "point.h"
 
 namespace syncbn {
 namespace {
 
-constexpr double kSleep = std::chrono::duration<double>(kSlice).count();
 // Seconds to spin, and the limits of a yield: others ran long, or no other thread ran.
 constexpr double kSpin = 5e-4, kTaken = 2e-4, kNobody = 1e-6;
 constexpr double kSpinUnwoken = 3e-3;  // where no arrival wakes a sleeper, and a nap may come at each message

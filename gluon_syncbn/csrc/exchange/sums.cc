@@ -16,7 +16,6 @@
 namespace syncbn {
 namespace {
 
-constexpr double kSleep = std::chrono::duration<double>(kSlice).count();
 constexpr double kPoll = 5e-5;  // seconds between two looks at a sum of machines
 // Whoever waits for others waits so many seconds longer than a rank that the others have overtaken, so that the rank that
 // knows both rounds reports it.

@@ -18,6 +18,7 @@ inline double seconds() {
 
 constexpr double kForEver = std::numeric_limits<double>::infinity();
 constexpr auto kSlice = std::chrono::milliseconds(50);
+constexpr double kSleep = std::chrono::duration<double>(kSlice).count();  // in seconds
 
 // The number of SIGINT so far. A wait counts them before the installed handler, which is called as before. Otherwise
 // Ctrl-C would wait for the main thread's call into MXNet, and the call for the step.
