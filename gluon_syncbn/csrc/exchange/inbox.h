@@ -21,8 +21,7 @@ struct Head {
     enum Kind : int64_t { kVector, kDied, kFailed, kEnded };
     Label label;
     int64_t kind, from;
-    uint64_t length;                // bytes of what follows
-    uint64_t count = 0, begin = 0;  // of a message in several frames: all its values, and where this frame begins
+    uint64_t length;  // bytes of what follows
     int64_t process = 0;
 };
 static_assert(sizeof(Head) % sizeof(double) == 0, "what follows is aligned");
@@ -65,7 +64,6 @@ class Inbox : public Mailbox {
         size_t size;
         const Head& head() const { return *reinterpret_cast<const Head*>(memory.get()); }
         double* values() const { return memory.get() + kHead; }
-        size_t count() const { return size - kHead; }
         size_t from() const { return static_cast<size_t>(head().from); }
     };
 
@@ -82,7 +80,7 @@ class Inbox : public Mailbox {
         wake(0);
     }
     // The caller of the following holds the lock.
-    virtual void send(Head head, const void* content, size_t size, const Ranks& to) = 0;
+    virtual void send(const Head& head, const void* content, size_t size, const Ranks& to) = 0;
     // Takes a whole message that has arrived.
     void arrive(const Message& message) {
         const Head& head = message.head();

@@ -5,7 +5,6 @@
 #include <chrono>
 #include <cstring>
 #include <list>
-#include <map>
 #include <mutex>
 #include <stdexcept>
 #include <thread>
@@ -19,9 +18,6 @@ namespace {
 constexpr double kEnd = 1;                   // seconds for the last messages
 constexpr double kNap = 5e-5, kDoze = 1e-3;  // seconds between two looks at MPI, at first and after `kNaps`
 constexpr int kParts = 50;
-// Values in a frame. MPI copies as much at once (8 KB in UCX). A longer message waits until its receiver has asked for
-// it, which took three to six times as long with more processes than cores.
-constexpr size_t kFrame = 896;
 constexpr uint32_t kNaps = 2000;  // without an arrival
 
 class MpiMailbox : public Inbox {
@@ -74,28 +70,18 @@ class MpiMailbox : public Inbox {
         while (!outgoing_.empty() && seconds() < until);
     }
     // The caller of the following holds the lock.
-    void send(Head head, const void* content, size_t size, const Ranks& to) override {
-        head.count = (size + sizeof(double) - 1) / sizeof(double);
-        const size_t frames = std::max<size_t>(1, (head.count + kFrame - 1) / kFrame);
-        Transfer message(frames * kHead + head.count);
+    void send(const Head& head, const void* content, size_t size, const Ranks& to) override {
+        Transfer message(kHead + (size + sizeof(double) - 1) / sizeof(double));
+        std::memcpy(message.memory.get(), &head, sizeof head);
+        if (size > 0) std::memcpy(message.values(), content, size);
         // The order starts after this rank, so that not all ranks write to rank 0 first.
         const auto after = static_cast<size_t>(std::lower_bound(to.begin(), to.end(), rank()) - to.begin());
-        double* at = message.memory.get();
-        for (size_t frame = 0; frame < frames; ++frame) {
-            head.begin = frame * kFrame;
-            const size_t values = std::min(kFrame, head.count - head.begin), begin = head.begin * sizeof(double);
-            std::memcpy(at, &head, sizeof head);
-            if (size > 0)
-                std::memcpy(at + kHead, static_cast<const char*>(content) + begin,
-                            std::min(values * sizeof(double), size - begin));
-            for (size_t i = 0; i < to.size(); ++i) {
-                outgoing_.push_back(message);
-                Mpi::check(mpi_.send(at, static_cast<int>((kHead + values) * sizeof(double)), mpi_.bytes,
-                                     static_cast<int>(to[(after + i) % to.size()]), 0, mpi_.communicator,
-                                     &outgoing_.back().request));
-                if (mpi_.has_ended(&outgoing_.back().request)) outgoing_.pop_back();
-            }
-            at += kHead + values;
+        for (size_t i = 0; i < to.size(); ++i) {
+            outgoing_.push_back(message);
+            Mpi::check(mpi_.send(message.memory.get(), static_cast<int>(message.size * sizeof(double)), mpi_.bytes,
+                                 static_cast<int>(to[(after + i) % to.size()]), 0, mpi_.communicator,
+                                 &outgoing_.back().request));
+            if (mpi_.has_ended(&outgoing_.back().request)) outgoing_.pop_back();
         }
     }
     void send_on() {
@@ -117,31 +103,14 @@ class MpiMailbox : public Inbox {
         }
         // In their order: what a rank has sent before its end comes before that.
         while (!arriving_.empty() && mpi_.has_ended(&arriving_.front().request)) {
-            Message one = std::move(arriving_.front());
+            arrive(arriving_.front());
             arriving_.pop_front();
-            if (!completes(&one)) continue;
-            arrive(one);
             naps_ = 0;
         }
-    }
-    // Puts a message together, whose next frame is here. Returns whether it is whole.
-    bool completes(Message* frame) {
-        const Head& head = frame->head();
-        if (frame->count() == head.count) return true;
-        Message& whole = begun_[frame->from()];
-        if (head.begin == 0) {
-            whole = Transfer(kHead + head.count);
-            std::memcpy(whole.memory.get(), &head, sizeof head);
-        }
-        std::memcpy(whole.values() + head.begin, frame->values(), frame->count() * sizeof(double));
-        if (head.begin + frame->count() < head.count) return false;
-        *frame = std::move(whole);
-        return true;
     }
 
     const Mpi mpi_;  // also called by `Machines`, without this lock
     std::list<Transfer> outgoing_, arriving_;
-    std::map<size_t, Message> begun_;  // by the rank that sends it
     bool closed_ = false;
     std::atomic<uint32_t> naps_{0};
 };

@@ -60,7 +60,7 @@ class PythonMailbox : public Inbox {
     }
 
   private:
-    void send(Head head, const void* content, size_t size, const Ranks& to) override {
+    void send(const Head& head, const void* content, size_t size, const Ranks& to) override {
         std::string message;
         const auto append = [&](const void* from, size_t bytes) {
             message.append(static_cast<const char*>(from), bytes);
