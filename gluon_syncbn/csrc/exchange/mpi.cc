@@ -90,12 +90,11 @@ class MpiMailbox : public Inbox {
     void progress() {
         if (closed_) return;
         send_on();
-        while (true) {
-            int found = 0, count = 0;
-            alignas(std::max_align_t) char message[16], status[256];
-            Mpi::check(mpi_.probe(static_cast<int>(mpi_.any_rank), static_cast<int>(mpi_.any_tag), mpi_.communicator,
-                                  &found, message, status));
-            if (found == 0) break;
+        int found = 0, count = 0;
+        alignas(std::max_align_t) char message[16], status[256];
+        Mpi::check(mpi_.probe(static_cast<int>(mpi_.any_rank), static_cast<int>(mpi_.any_tag), mpi_.communicator,
+                              &found, message, status));
+        if (found != 0) {
             Mpi::check(mpi_.count(status, mpi_.bytes, &count));
             arriving_.emplace_back(static_cast<size_t>(count) / sizeof(double));
             Transfer& next = arriving_.back();
