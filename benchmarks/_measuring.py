@@ -223,15 +223,20 @@ def stem(name: str, carrier: str) -> str:
     return name + {"Horovod": "_horovod", "Open MPI": "_openmpi"}.get(carrier.rpartition(" ")[0], "")
 
 
-def job(over: str, processes: int, script: Sequence[str], work: Dict[str, Any]) -> Any:
-    """Runs ``script --child`` on the work, in a job of `processes`. Returns what rank 0 prints."""
+# All messages of a job go over TCP, as between machines: those of MPICH, of Open MPI, and of the package.
+NETWORK = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self", "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "tcp,self"}
+NETWORK["GLUON_SYNCBN_SHARED_MEMORY"] = "off"
+
+
+def job(over: str, processes: int, script: Sequence[str], work: Dict[str, Any], network: bool = False) -> Any:
+    """Runs ``script --child`` on the work, in a job of `processes`, over the `network`. Returns what rank 0 prints."""
     program, option = {"mpi": ("mpiexec", "-n"), "horovod": ("horovodrun", "-np")}[over]
     launcher = Path(sys.executable).with_name(program)
     command = [str(launcher), option, str(processes), sys.executable, *script]
     # Open MPI's would give each process one core, and start no more processes than there are cores.
     policies = {"hwloc_default_binding": "none", "rmaps_default_mapping": ":oversubscribe"}
     environment = {**{f"PRTE_MCA_{name}_policy": value for name, value in policies.items()}, **os.environ}
-    environment.update(OMP_NUM_THREADS="1", PATH=f"{launcher.parent}:{os.environ['PATH']}")
+    environment.update(NETWORK if network else {}, OMP_NUM_THREADS="1", PATH=f"{launcher.parent}:{os.environ['PATH']}")
     done = subprocess.run(
         [*command, "--child", json.dumps(work)],
         capture_output=True,

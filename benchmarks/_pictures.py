@@ -124,10 +124,12 @@ def modes(cells: Cells) -> Picture:
 def exchange(cells: Any) -> Picture:
     cells = cells["sizes"]
     methods = {
-        "bare": ("the transport, bare", style.PLAIN),
-        "ours": ("in shared memory", style.SYNC),
-        "transport": ("between machines", style.SHUFFLE),
+        "bare": ("bare", style.PLAIN),
+        "ours": ("ours, in shared memory", style.SYNC),
+        "bare over TCP": ("bare over TCP", style.OTHER),
+        "transport": ("ours over TCP", style.SHUFFLE),
     }
+    methods = {name: label for name, label in methods.items() if name in cells[0]["microseconds"]}
     panels = [
         (
             f"{title} processes",
@@ -210,6 +212,10 @@ def inplace(cells: Cells) -> Picture:
     return Picture([("", texts, series)], "", "memory that a step takes, MiB", found, note, False, 0)
 
 
+def over_tcp(cell: Any) -> str:
+    return ", TCP" if cell.get("network") else ""
+
+
 def gradients(cells: Cells) -> Picture:
     labels = {
         "bare": ("the transport, bare", style.PLAIN),
@@ -218,7 +224,7 @@ def gradients(cells: Cells) -> Picture:
     }
     labels = {name: label for name, label in labels.items() if name in cells[0]["seconds"]}
     series = {label: [point(one["seconds"][name], 1e3) for one in cells] for name, label in labels.items()}
-    texts = [f"{one['model']}, {one['crop']}\n{one['processes']} processes" for one in cells]
+    texts = [f"{one['model']}, {one['crop']}\n{one['processes']} processes{over_tcp(one)}" for one in cells]
     found = f"A sum of gradients takes {span(medians(cells, 'exchange'))} of the bare transport's time"
     note = f"exchange is what a step takes more than without it, so that it may be below 0; {rounds(cells)}"
     return Picture([("", texts, series)], "", "ms to sum the gradients", found, note, False, 0)

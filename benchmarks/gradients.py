@@ -22,6 +22,7 @@ from tqdm import tqdm
 NETS = {"ResNet-18": "resnet18_v1", "ResNet-50": "resnet50_v1", "MobileNetV2": "mobilenetv2_1.0"}
 MODELS: List[_measuring.Cell] = [{"model": name, "crop": 64, "images": 4} for name in NETS]
 WHOLE: _measuring.Cell = {"model": "ResNet-18", "crop": 128, "images": 4}
+FAR = [{**MODELS[i], "processes": 2, "network": True} for i in (0, 2)]
 EFFORT = {"rounds": 30, "budget_s": 20}
 # A ratio is that of the series to its yardstick. A series that is its own yardstick has no ratio.
 YARDSTICKS = {"exchange": "bare", "step": "step alone", "horovod": "bare"}
@@ -29,7 +30,8 @@ YARDSTICKS.update({name: name for name in ("bare", "step alone", "contexts")})
 OfAll = Callable[[float], List[float]]  # returns the numbers of all processes; none returns before all have come
 
 EXPLANATION = """ResNets and MobileNetV2 with 1,000 classes, trained in several processes of one machine. Each process
-has one CPU device and one thread for OpenMP. Times are in ms, of the slowest process, medians over the rounds.
+has one CPU device and one thread for OpenMP. They share memory, or all messages, also bare ones, go over TCP, as
+between machines. Times are in ms, of the slowest process, medians over the rounds.
 
 *Exchange* is what `trainer.step` with `kvstore("{over}")` takes from the end of the backward to the end of the update,
 less the same with `kvstore=None` in the same round. *Bare* is {bare} of one float32 array with as many
@@ -57,14 +59,17 @@ def main(arguments: Sequence[str]) -> int:
     effort = {"rounds": 3, "budget_s": 10} if options.quick else EFFORT
     models = MODELS[2:] if options.quick else [*MODELS, WHOLE]
     counts = [2] if options.quick else [2, 4]
-    cells = [{**model, **effort, "processes": count} for model in models for count in counts]
+    cells = [{**model, "processes": count, "network": False} for model in models for count in counts]
+    cells += FAR if over == "mpi" and not options.quick else []
     samples = []
     for cell in tqdm(cells, disable=options.no_progress or None):
-        samples.append({**cell, **_measuring.job(over, cell["processes"], [__file__, "--over", over], cell)})
-        if over == "mpi":
+        cell = {**cell, **effort}
+        script = [__file__, "--over", over]
+        samples.append({**cell, **_measuring.job(over, cell["processes"], script, cell, cell["network"])})
+        if over == "mpi" and not cell["network"]:
             samples[-1]["seconds"].update(_measuring.job("mpi", 1, [__file__], {**cell, "contexts": cell["processes"]}))
     results = [_results.compared(sample, YARDSTICKS) for sample in samples]
-    header = ["model", "crop", "values, millions", "processes", "exchange", "bare", "exchange / bare"]
+    header = ["model", "crop", "values, millions", "processes", "over", "exchange", "bare", "exchange / bare"]
     header += ["step", "alone", "step / alone", "contexts" if over == "mpi" else "Horovod's"]
     table = _results.table(header, [row(result) for result in results])
     print(table)
@@ -77,9 +82,14 @@ def main(arguments: Sequence[str]) -> int:
 def row(result: _measuring.Cell) -> List[str]:
     ms = {name: f"{series['median'] * 1e3:.1f}" for name, series in result["seconds"].items()}
     texts = [result["model"], str(result["crop"]), f"{result['values'] / 1e6:.1f}", str(result["processes"])]
-    texts += [ms["exchange"], ms["bare"], _results.median_and_range(result["ratios"]["exchange"], 2)]
+    texts += [
+        "TCP" if result["network"] else "memory",
+        ms["exchange"],
+        ms["bare"],
+        _results.median_and_range(result["ratios"]["exchange"], 2),
+    ]
     texts += [ms["step"], ms["step alone"], _results.median_and_range(result["ratios"]["step"], 2)]
-    return [*texts, ms["contexts" if "contexts" in ms else "horovod"]]
+    return [*texts, ms.get("contexts", ms.get("horovod", ""))]
 
 
 def child(over: Literal["mpi", "horovod"], cell: _measuring.Cell) -> None:

@@ -7,18 +7,21 @@
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
-// Returns why there is no result; null if there is one. All processes know the layer by this number.
+// Returns why there is no result; null if there is one, with the seconds that it took. All processes know the layer by
+// this number.
 EXPORTED const char* allreduce(syncbn::Asked* exchange, bool merges, int64_t layer, int64_t node, int64_t call,
                                int64_t phase, const char* name, double timeout, size_t length, const double* row,
-                               double* out) {
+                               double* out, double* taken) {
     static thread_local std::string problem;
     static const std::vector<std::string> contexts{"cpu(0)"};
     const auto combine = merges ? syncbn::Combine::kMerge : syncbn::Combine::kAdd;
     const auto agreed = std::make_shared<const syncbn::Agreed>(syncbn::Agreed{{}, layer, name, 0, 1});
     const syncbn::CallId id{layer, node, call, phase, name, timeout, agreed, contexts};
     try {
+        const double start = syncbn::seconds();
         const auto total = exchange->host->begin(combine, id, {{row}, length})(syncbn::kForEver);
         std::copy(total->values.begin(), total->values.end(), out);
+        *taken = syncbn::seconds() - start;
         return nullptr;
     } catch (const std::exception& error) {
         problem = error.what();
