@@ -83,7 +83,7 @@ def close_graph(block: SymbolBlock) -> None:
     if isinstance(block, Opened):
         _write(block)
         if not any(isinstance(layer, SyncBatchNorm) for layer in block.__layers__.values()):
-            block.__class__ = without(type(block), Opened)
+            block.__class__ = type(block).__bases__[1]
             del block.__layers__, block._settings, block._recorded, block._left
 
 
@@ -97,23 +97,11 @@ def derived(cls: Type[Block], base: Type[Block]) -> Type[Any]:
 def _reduced(block: Block, protocol: Any) -> Any:
     """For ``pickle``, which would find another class under that name."""
     _, (cls, *_), *state = list(object.__reduce_ex__(block, protocol))
-    bases: List[Type[Block]] = []
-    while vars(cls).get("__reduce_ex__") is _reduced:
-        base, cls = cls.__bases__
-        bases.insert(0, base)
-    return (_made, (cls, *bases), *state)
+    return (_made, cls.__bases__, *state)
 
 
-def _made(cls: Type[Any], *bases: Type[Block]) -> Any:
-    for base in bases:
-        cls = derived(cls, base)  # type: ignore[arg-type]
-    return object.__new__(cls)
-
-
-def without(cls: Type[Any], base: Type[Block]) -> Type[Any]:
-    """Returns the class from which, and from others, `derived` has made this one, as if without this base."""
-    first, rest = cls.__bases__
-    return rest if first is base else derived(without(rest, base), first)  # type: ignore[arg-type]
+def _made(base: Any, cls: Any) -> Any:
+    return object.__new__(derived(cls, base))
 
 
 def layer_of(prefix: str, attributes: Dict[str, str], replicas: Replicas) -> SyncBatchNorm:

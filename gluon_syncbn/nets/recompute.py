@@ -25,7 +25,6 @@ from ..mxnet_side.nodes import is_ours, json_of, walk
 from ..system import arguments, kinds
 from ..system.kinds import arrays_of, is_float, map_arrays
 from .convert import forget_graphs
-from .graphs import derived, without
 
 BlockT = TypeVar("BlockT", bound=Block)
 Used = Dict[int, Tuple[Parameter, NDArray]]  # by id
@@ -86,43 +85,44 @@ def recompute(block: BlockT, active: bool = True) -> BlockT:
     """
     arguments.block("block", block)
     active = arguments.flag("active", active)
-    changed = isinstance(block, _Recomputed)
+    own = vars(block).get("forward")  # else it is that of the class, which `convert` may change
+    changed = getattr(own, "func", None) is _forward
     if active and not changed:
         if not _OfThread.first:
             _OfThread.first = int(mx.nd.random.randint(1, 2**31 - 1).asscalar())
             _of_thread.generators[0] = random.Random(_OfThread.first)
         patches.replace(_record_use, Parameter, "data")
         patches.replace(_seeding, mx.random, "seed")
-        block.__class__ = derived(type(block), _Recomputed)  # type: ignore[arg-type]
+        vars(block)["forward"] = functools.partial(_forward, block, own)
         forget_graphs(block)  # graphs around it hold its operators, and those within keep old rates of Dropout
     elif changed and not active:
-        block.__class__ = without(type(block), _Recomputed)
         vars(block).pop("_draws_random", None)
+        del block.forward
+        if own.args[1]:
+            vars(block)["forward"] = own.args[1]
     return block
 
 
-class _Recomputed(Block):
-    """Computes the forward of the other base again in the backward."""
-
-    def forward(self, *args: Any) -> Any:
-        forward = super().forward
-        arrays = arrays_of(args)
-        if any(isinstance(array, mx.sym.Symbol) for array in arrays):
-            raise mx.MXNetError(
-                f"'{self.name}' is recomputed (gluon_syncbn.recompute) and cannot be part of a hybridized block: "
-                "hybridize each recomputed block, but not the blocks that contain it. To predict with a graph, to "
-                "write a file or to infer shapes, first call gluon_syncbn.recompute(block, active=False)"
-            )
-        recording = autograd.is_recording() and bool(arrays)
-        if not recording and not _of_thread.frames:
+def _forward(block: Block, own: Optional[Callable[..., Any]], *args: Any) -> Any:
+    """Runs in the place of a block's forward, and computes that again in the backward."""
+    forward = own or functools.partial(type(block).forward, block)
+    arrays = arrays_of(args)
+    if any(isinstance(array, mx.sym.Symbol) for array in arrays):
+        raise mx.MXNetError(
+            f"'{block.name}' is recomputed (gluon_syncbn.recompute) and cannot be part of a hybridized block: "
+            "hybridize each recomputed block, but not the blocks that contain it. To predict with a graph, to "
+            "write a file or to infer shapes, first call gluon_syncbn.recompute(block, active=False)"
+        )
+    recording = autograd.is_recording() and bool(arrays)
+    if not recording and not _of_thread.frames:
+        return forward(*args)
+    within = list(blocks.iterate(block))
+    seed = _of_thread.generators[-1].getrandbits(31) if _may_be_random(block, within, forward, args) else None
+    with _seeded(seed, arrays[0].ctx):
+        if not recording:  # within a block that is being recomputed
             return forward(*args)
-        within = list(blocks.iterate(self))
-        seed = _of_thread.generators[-1].getrandbits(31) if _may_be_random(self, within, forward, args) else None
-        with _seeded(seed, arrays[0].ctx):
-            if not recording:  # within a block that is being recomputed
-                return forward(*args)
-            _check(self, within, arrays[0].ctx)
-            return _recorded(self, forward, seed, args)
+        _check(block, within, arrays[0].ctx)
+        return _recorded(block, forward, seed, args)
 
 
 def _recorded(block: Block, forward: Callable[..., Any], seed: Optional[int], args: Any) -> Any:

@@ -16,7 +16,6 @@ import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, recompute, revert
 from gluon_syncbn.exchange.base import DeviceExchange
 from gluon_syncbn.mxnet_side.blocks import iterate
-from gluon_syncbn.nets.recompute import _Recomputed
 from gluon_syncbn.training.session import session
 
 WAYS = {"eager": None, "hybrid": {}}
@@ -343,11 +342,10 @@ def test_what_is_not_recorded(contexts):
 
 def test_it_leaves_names_files_and_copies_alone(contexts, tmp_path):
     net = make_net(contexts[:1])
-    before, classes = list(net._collect_params_with_prefix()), [type(unit) for unit in net]
+    before, attributes = list(net._collect_params_with_prefix()), [set(vars(unit)) for unit in net]
     for unit in net:
         recompute(recompute(unit))
     assert list(net._collect_params_with_prefix()) == before
-    assert repr(type(net[0])) == repr(Unit) and isinstance(net[0], Unit)
     net.save_parameters(str(tmp_path / "net"))
     twin = copy.deepcopy(net)
     twin.load_parameters(str(tmp_path / "net"))
@@ -355,7 +353,7 @@ def test_it_leaves_names_files_and_copies_alone(contexts, tmp_path):
     assert_close(train(twin, contexts[:1], steps=1), train(net, contexts[:1], steps=1))
     for unit in net:
         recompute(unit, active=False)
-    assert [type(unit) for unit in net] == classes
+    assert [set(vars(unit)) for unit in net] == attributes
 
 
 CHANGES = {
@@ -367,7 +365,6 @@ CHANGES = {
 
 
 def test_a_recorded_graph_in_every_order(contexts):
-    """Both `recompute` and `convert` change its class."""
     x, data = make_data(contexts[:1])[0][0], mx.sym.var("data", dtype="float32")
     net, found = revert(make_net(contexts[:1], units=1)[0]), []
     for order in itertools.product(CHANGES, repeat=3):
@@ -376,9 +373,9 @@ def test_a_recorded_graph_in_every_order(contexts):
             CHANGES[change](block)
         is_recomputed = [change for change in order if change.endswith("recompute")][-1:] == ["recompute"]
         is_synchronised = [change for change in order if change.endswith("vert")][-1:] == ["convert"]
-        assert isinstance(block, _Recomputed) == is_recomputed
+        assert ("forward" in vars(block)) == is_recomputed
         assert any(isinstance(one, SyncBatchNorm) for one in iterate(block)) == is_synchronised
-        assert (type(block) is gluon.SymbolBlock) == (not is_recomputed and not is_synchronised)
+        assert (type(block) is gluon.SymbolBlock) == (not is_synchronised)
         if is_synchronised:
             x.attach_grad()
             with autograd.record():
