@@ -11,6 +11,7 @@ from mxnet.gluon import nn
 
 CLASSES = 4
 BATCH = 24  # samples of a step, over all devices
+RATE, MOMENTUM = 0.05, 0.9
 
 
 def drawn(random: np.random.RandomState, count: int = BATCH) -> Tuple[np.ndarray, np.ndarray]:
@@ -35,7 +36,7 @@ def network(norm: Callable[[int], List[nn.HybridBlock]], classes: int = CLASSES)
 
 
 class Training:
-    """SGD on a net, with softmax cross-entropy in NumPy, and with weights that a KVStore ``local`` updates on the CPU.
+    """SGD on a net, with softmax cross-entropy and updates in NumPy.
 
     ``store`` is one of `gluon_syncbn.kvstore`, if processes train together. Each has the same number of contexts. With
     ``everywhere``, a ``gluon.Trainer`` updates the weights where they are, by kernels of MXNet's.
@@ -45,14 +46,13 @@ class Training:
         self, net: nn.HybridBlock, contexts: Sequence[mx.Context], store: Any = None, everywhere: bool = False
     ) -> None:
         self.net, self.contexts = net, list(contexts)
-        self._store, self._everywhere, self._begun = store, everywhere, False
+        self._store, self._everywhere = store, everywhere
+        self._velocity: Dict[str, Any] = {}
         mx.random.seed(0)
         net.initialize(mx.init.Xavier(), ctx=self.contexts)  # drawn on the CPU
         net.hybridize(static_alloc=True, static_shape=True)
-        settings = {"learning_rate": 0.05, "momentum": 0.9}
+        settings = {"learning_rate": RATE, "momentum": MOMENTUM}
         self._trainer = gluon.Trainer(net.collect_params(), "sgd", settings, kvstore=store or "device")
-        self._updates = mx.kvstore.create("local")
-        self._updates.set_optimizer(mx.optimizer.SGD(rescale_grad=1 / BATCH, **settings))
 
     def step(self, images: np.ndarray, labels: np.ndarray) -> float:
         """Trains with a batch, of which each replica has a part. Returns the loss, summed over this process' part."""
@@ -83,17 +83,12 @@ class Training:
             return
         if self._store is not None:
             self._trainer.allreduce_grads()
-        parameters = [p for p in self.net.collect_params().values() if p.grad_req != "null"]
-        if not self._begun:
-            weights = [parameter.data(self.contexts[0]).copyto(mx.cpu()) for parameter in parameters]
-            self._updates.init(list(range(len(weights))), weights)
-            self._begun = True
-        for key, parameter in enumerate(parameters):
-            # A store that gets the only gradient from a GPU moves the weight to that GPU, and updates it there by
-            # MXNet's own kernels (src/kvstore/kvstore_local.h, PushImpl).
-            gradients = parameter.list_grad()[: None if self._store is None else 1]
-            self._updates.push(key, [gradient.copyto(mx.cpu()) for gradient in gradients])
-            self._updates.pull(key, out=parameter.list_data())
+        for name, parameter in self.net.collect_params().items():
+            if parameter.grad_req != "null":
+                gradients = parameter.list_grad()[: None if self._store is None else 1]  # each has the sum of a store
+                change = -RATE / BATCH * sum(gradient.asnumpy() for gradient in gradients)
+                self._velocity[name] = MOMENTUM * self._velocity.get(name, 0) + change
+                parameter.set_data(mx.nd.array(parameter.list_data()[0].asnumpy() + self._velocity[name]))
 
     def arrays(self) -> Dict[str, np.ndarray]:
         """Returns the parameters and the running statistics; of different ones the mean."""
