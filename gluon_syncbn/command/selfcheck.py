@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib.metadata
 import os
 import platform
@@ -110,50 +111,53 @@ def libraries() -> str:
     return INDENT.join(lines)
 
 
-def gpus() -> str:
-    def described(contexts: List[mx.Context]) -> str:
-        lines = [f"{len(contexts)}, as the driver sees them"]
-        for context in contexts:
-            cuda.check_architecture(context.device_id)
-            name, (major, minor) = cuda.gpu(context.device_id)
-            lines.append(f"{context}: {name}, compute capability {major}.{minor}")
-        return INDENT.join(lines)
+def on_gpus(check: Callable[[List[mx.Context]], str]) -> Callable[[], str]:
+    """Has a check called with all GPUs, or tells why there is none."""
 
-    return on_gpus(described)
+    @functools.wraps(check)
+    def checked() -> str:
+        if not mx.runtime.Features().is_enabled("CUDA"):
+            return CPU_BUILD
+        try:
+            contexts = [mx.gpu(i) for i in range(cuda.count())]
+        except OSError as reason:
+            return f"none: {reason}"
+        return check(contexts)
+
+    return checked
+
+
+@on_gpus
+def gpus(contexts: List[mx.Context]) -> str:
+    lines = [f"{len(contexts)}, as the driver sees them"]
+    for context in contexts:
+        cuda.check_architecture(context.device_id)
+        name, (major, minor) = cuda.gpu(context.device_id)
+        lines.append(f"{context}: {name}, compute capability {major}.{minor}")
+    return INDENT.join(lines)
 
 
 def live() -> str:
     return step([mx.cpu(0), mx.cpu(1)], {None: "shared memory", "device": "KVStore device"})
 
 
-def live_gpu() -> str:
-    def steps(contexts: List[mx.Context]) -> str:
-        problem = _native.nccl_problem()
-        single = len(contexts) == 1
-        default = "no exchange" if single else f"host memory, as {problem}" if problem else "NCCL"
-        return step(contexts, {None: default, "host": "host memory"})
-
-    return on_gpus(steps)
+@on_gpus
+def live_gpu(contexts: List[mx.Context]) -> str:
+    problem = _native.nccl_problem()
+    single = len(contexts) == 1
+    default = "no exchange" if single else f"host memory, as {problem}" if problem else "NCCL"
+    return step(contexts, {None: default, "host": "host memory"})
 
 
-def net_gpu() -> str:
-    return on_gpus(lambda contexts: INDENT.join(report.trained_on_all(contexts)))
+@on_gpus
+def net_gpu(contexts: List[mx.Context]) -> str:
+    return INDENT.join(report.trained_on_all(contexts))
 
 
-def times_gpu() -> str:
+@on_gpus
+def times_gpu(contexts: List[mx.Context]) -> str:
     what = "microseconds of a layer, forward + backward, on as many GPUs with such a float32 tensor on each"
-    return on_gpus(lambda contexts: INDENT.join([what, *report.times(contexts)]))
-
-
-def on_gpus(check: Callable[[List[mx.Context]], str]) -> str:
-    """Calls a check with all GPUs, or says why there is none."""
-    if not mx.runtime.Features().is_enabled("CUDA"):
-        return CPU_BUILD
-    try:
-        contexts = [mx.gpu(i) for i in range(cuda.count())]
-    except OSError as reason:
-        return f"none: {reason}"
-    return check(contexts)
+    return INDENT.join([what, *report.times(contexts)])
 
 
 def step(contexts: Sequence[mx.Context], stores: Mapping[Optional[str], str]) -> str:
