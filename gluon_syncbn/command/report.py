@@ -14,7 +14,7 @@ from ..layer import SyncBatchNorm
 from ..system import cuda
 from .training import BATCH, CLASSES, Training, drawn, network
 
-OPTION, NAME = "--report", "gluon-syncbn-report.txt"
+NAME = "gluon-syncbn-report.txt"
 SHAPES = ((4, 64, 8, 8), (4, 256, 60, 60), (16, 256, 60, 60))  # of one GPU
 WAYS: Dict[str, Dict[str, bool]] = {"eager": {}, "static": {"static_alloc": True, "static_shape": True}}
 VGG = "a net like VGG"

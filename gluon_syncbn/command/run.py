@@ -4,14 +4,14 @@ GluonCV's helpers. Arguments after the script are the script's own.
 
 from __future__ import annotations
 
+import argparse
 import builtins
 import functools
-import getopt
 import os
 import sys
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
-from typing import Any, Callable, Iterator, List, NoReturn, Optional, Tuple
+from typing import Any, Callable, Iterator, List, NoReturn, Optional
 
 from ..mxnet_side.trainer import left_alone, unsynchronised
 from ..nets import executors
@@ -19,7 +19,7 @@ from ..system.arguments import some
 from ..system.distribution import __version__
 from ..training.session import session
 from . import report, selfcheck
-from .replacements import MOST_CPUS, install
+from .replacements import install
 
 USAGE = """usage: gluon-syncbn check
            tells what serves on this machine, and whether it works
@@ -36,39 +36,54 @@ USAGE = """usage: gluon-syncbn check
 `python -m gluon_syncbn` is the same program, and by itself the check."""
 
 
+class _Parser(argparse.ArgumentParser):
+    def format_help(self) -> str:
+        return f"{USAGE}\n"
+
+    def error(self, message: str) -> NoReturn:
+        print(f"gluon_syncbn: {message}; see --help", file=sys.stderr)
+        sys.exit(2)
+
+
 def main(arguments: Optional[List[str]] = None) -> int:
     """Runs the command, by default that of the process. A script's exit code or exception ends it."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] in (["-h"], ["--help"]) or arguments in (["run", "-h"], ["run", "--help"], ["check", "--help"]):
-        print(USAGE)
-        return 0
-    if arguments == ["--version"]:
-        print(f"gluon_syncbn {__version__}")
-        return 0
-    if arguments in ([], ["check"]):
-        return selfcheck.main()
-    if arguments[0] == "check":
-        if arguments[1] != report.OPTION or len(arguments) > 3:
-            _refuse("argument of check", arguments[1], f"none, or {report.OPTION} [FILE]")
-        return selfcheck.main(arguments[2] if arguments[2:] else report.NAME)
-    if arguments[0] != "run":
-        _refuse("command", arguments[0], "'check' or 'run'; see --help")
-    cpus, convert, script, own = _parsed(arguments[1:])
+    parser = _Parser(allow_abbrev=False)
+    parser.set_defaults(command="check", report=None)
+    parser.add_argument("--version", action="version", version=f"gluon_syncbn {__version__}")
+    commands = parser.add_subparsers(dest="command")
+    commands.add_parser("check").add_argument("--report", nargs="?", const=report.NAME)
+    command = commands.add_parser("run", allow_abbrev=False)
+    command.add_argument("--cpus", type=int)
+    command.add_argument("--convert", action="store_true")
+    command.add_argument("script", nargs=argparse.PARSER)  # and its arguments, options too
+    given = parser.parse_args(arguments)
+    if given.command != "run":
+        return selfcheck.main(given.report)
+    script, *own = given.script
+    path = os.path.abspath(script) if sys.version_info >= (3, 9) else script  # Python's own value of __file__
+    loader = SourceFileLoader("__main__", path)
+    try:
+        source = loader.get_data(path)
+    except OSError as error:
+        command.error(f"script: {script!r} was given, expected a Python file that can be read ({error.strerror})")
+    try:
+        words = install(given.cpus, given.convert)
+    except ValueError as error:
+        command.error(str(error))
 
     # Launchers print to stderr too: stdout belongs to the script.
-    print(f"gluon_syncbn: {script} runs with {install(cpus, convert)}", file=sys.stderr, flush=True)
+    print(f"gluon_syncbn: {script} runs with {words}", file=sys.stderr, flush=True)
     sys.argv = [script, *own]
     if not getattr(sys.flags, "safe_path", False):  # with python -P, neither a script nor -m adds its folder
         sys.path[0] = os.path.dirname(os.path.realpath(script))
-    path = os.path.abspath(script) if sys.version_info >= (3, 9) else script  # Python's own value of __file__
     sys.excepthook = functools.partial(_show, path, sys.excepthook)
     try:
-        _execute(path)
+        _execute(loader, source)
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
     if session.training_threads or executors.trained:
-        for text in _what_met(script, convert):
+        for text in _what_met(script, given.convert):
             print(f"gluon_syncbn: {text}", file=sys.stderr, flush=True)
     return 0
 
@@ -97,46 +112,16 @@ def _what_met(script: str, convert: bool) -> Iterator[str]:
         yield left_alone()
 
 
-def _execute(path: str) -> None:
+def _execute(loader: SourceFileLoader, source: bytes) -> None:
     """Runs the script as the module ``__main__``, to the end of the process.
 
     `runpy.run_path` would put this path into sys.argv[0], and would drop the module before the exit handlers run.
     """
-    module, loader = ModuleType("__main__"), SourceFileLoader("__main__", path)
-    vars(module).update(__file__=path, __builtins__=builtins, __loader__=loader)
-    code = loader.source_to_code(loader.get_data(path), path)
+    module = ModuleType("__main__")
+    vars(module).update(__file__=loader.path, __builtins__=builtins, __loader__=loader)
+    code = loader.source_to_code(source, loader.path)
     sys.modules["__main__"] = module
     exec(code, vars(module))
-
-
-def _parsed(arguments: List[str]) -> Tuple[Optional[int], bool, str, List[str]]:
-    """Parses the arguments into ``--cpus``, ``--convert``, the script, and its own arguments."""
-    try:
-        options, rest = getopt.getopt(arguments, "", ["cpus=", "convert"])
-    except getopt.GetoptError as error:
-        option = f"--{error.opt}" if error.opt[1:] else f"-{error.opt}"
-        _refuse("option", option, "--cpus N or --convert; options of the script come behind the script")
-    if not rest:
-        _end("no script was given: gluon-syncbn run [--cpus N] [--convert] script.py [its arguments]")
-    given, script = dict(options), rest[0]
-    cpus = given.get("--cpus")
-    if cpus is not None and not (cpus.isdecimal() and 1 <= int(cpus) <= MOST_CPUS):
-        _refuse("--cpus", cpus, f"a whole number from 1 to {MOST_CPUS}")
-    try:
-        with open(script, "rb"):
-            pass
-    except OSError as error:
-        _refuse("script", script, f"a Python file that can be read ({error.strerror})")
-    return None if cpus is None else int(cpus), "--convert" in given, script, rest[1:]
-
-
-def _refuse(name: str, value: str, expected: str) -> NoReturn:
-    _end(f"{name}: {value!r} was given, expected {expected}")
-
-
-def _end(text: str) -> NoReturn:
-    print(f"gluon_syncbn: {text}", file=sys.stderr)
-    sys.exit(2)
 
 
 def _show(path: str, hook: Callable[..., Any], kind: Any, error: BaseException, trace: Optional[TracebackType]) -> None:
