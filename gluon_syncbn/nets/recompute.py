@@ -15,6 +15,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, TypeVar
 import mxnet as mx
 import numpy as np
 from mxnet import autograd
+from mxnet.autograd import _RecordingStateScope as _Recording  # MXNet's: that of `patches` begins a step
 from mxnet.gluon import Block, HybridBlock, Parameter, SymbolBlock, nn
 from mxnet.ndarray import NDArray
 
@@ -27,7 +28,7 @@ from ..system.kinds import arrays_of, is_float, map_arrays
 from .convert import forget_graphs
 
 BlockT = TypeVar("BlockT", bound=Block)
-Used = Dict[int, Tuple[Parameter, NDArray]]  # by id
+Arrays = Dict[Parameter, NDArray]
 
 # Names of operators that may draw random numbers. A few matches draw none and only cost time. LeakyReLU draws as RReLU.
 _RANDOM = re.compile(
@@ -90,7 +91,7 @@ def recompute(block: BlockT, active: bool = True) -> BlockT:
     if active and not changed:
         if not _OfThread.first:
             _OfThread.first = int(mx.nd.random.randint(1, 2**31 - 1).asscalar())
-            _of_thread.generators[0] = random.Random(_OfThread.first)
+            _of_thread.generator = random.Random(_OfThread.first)
         patches.replace(_record_use, Parameter, "data")
         patches.replace(_seeding, mx.random, "seed")
         vars(block)["forward"] = functools.partial(_forward, block, own)
@@ -116,13 +117,13 @@ def _forward(block: Block, own: Optional[Callable[..., Any]], *args: Any) -> Any
     recording = autograd.is_recording() and bool(arrays)
     if not recording and not _of_thread.frames:
         return forward(*args)
-    within = list(blocks.iterate(block))
-    seed = _of_thread.generators[-1].getrandbits(31) if _may_be_random(block, within, forward, args) else None
-    with _seeded(seed, arrays[0].ctx):
-        if not recording:  # within a block that is being recomputed
-            return forward(*args)
-        _check(block, within, arrays[0].ctx)
+    within, context = list(blocks.iterate(block)), arrays[0].ctx
+    seed = _generator().getrandbits(31) if _may_be_random(block, within, forward, args) else None
+    if recording:
+        _check(block, within, context)
         return _recorded(block, forward, seed, args)
+    with _frame(seed, context, {}):  # within a block that is being recomputed
+        return forward(*args)
 
 
 def _recorded(block: Block, forward: Callable[..., Any], seed: Optional[int], args: Any) -> Any:
@@ -130,27 +131,28 @@ def _recorded(block: Block, forward: Callable[..., Any], seed: Optional[int], ar
     context, training, tape = arrays_of(args)[0].ctx, autograd.is_training(), _native.Tape()
     np_shape, np_array = mx.util.is_np_shape(), mx.util.is_np_array()  # of this thread
     thread = _thread(os.getpid(), context, len(_of_thread.frames))
-    with _recording(False, training):
+    used: Arrays = {}
+    with _Recording(False, training):
         # These are copies, because the engine runs the second forward after all operators that were issued since
         # then and write the same arrays. Parameters are written by their update, which waits for the gradient.
         copies = map_arrays(lambda array: array.copy(), args)
-        with _frame(None) as used, tape.running(again=False):
+        with _frame(seed, context, used), tape.running(again=False):
             outputs = forward(*args)
-        parameters = [(parameter, array.copy()) for parameter, array in used.values()]
+        parameters = {parameter: array.copy() for parameter, array in used.items()}
 
     def again(heads: List[NDArray], gradients: List[NDArray], requests: List[int]) -> None:
         """Runs the backward. Issues operators and waits for none."""
         args = map_arrays(lambda array: array.detach(), copies)
         wanted = [array for array in arrays_of(args) if is_float(array)]
-        given = {id(parameter): array.detach() for parameter, array in parameters}
-        wanted += [given[id(parameter)] for parameter, _ in parameters if parameter.grad_req != "null"]
+        given = {parameter: array.detach() for parameter, array in parameters.items()}
+        wanted += [array for parameter, array in given.items() if parameter.grad_req != "null"]
         asked = [(a, g, r) for a, g, r in zip(wanted, gradients, requests) if r != _native.NULL]
         if not asked:
             return
         # The gradients are returned, and not left in the arrays of the parameters.
         autograd.mark_variables([a for a, _, _ in asked], [a.detach() for a, _, _ in asked])
-        with context, mx.util.np_shape(np_shape), mx.util.np_array(np_array), _recording(True, training):
-            with _seeded(seed, context), _frame(given), tape.running(again=True):
+        with context, mx.util.np_shape(np_shape), mx.util.np_array(np_array), _Recording(True, training):
+            with _frame(seed, context, given, again=True), tape.running(again=True):
                 outputs = forward(*args)
         computed = [array for array in arrays_of(outputs) if is_float(array)]
         if len(computed) != len(heads):
@@ -164,7 +166,7 @@ def _recorded(block: Block, forward: Callable[..., Any], seed: Optional[int], ar
             gradient[:] = gradient + value if request == _native.ADD else value
 
     inputs = [array for array in arrays_of(args) if is_float(array)]
-    inputs += [array for parameter, array in used.values() if parameter.grad_req != "null"]
+    inputs += [array for parameter, array in used.items() if parameter.grad_req != "null"]
     # An output may be one of the inputs, or be returned twice.
     outputs = map_arrays(lambda array: array.detach() if is_float(array) else array, outputs)
     floats = [array for array in arrays_of(outputs) if is_float(array)]
@@ -181,7 +183,7 @@ def _recorded(block: Block, forward: Callable[..., Any], seed: Optional[int], ar
     return map_arrays(lambda a: kinds.like(guarded(kinds.classic(a)), a) if is_float(a) else a, outputs)
 
 
-# ---- random numbers --------------------------------------------------------------------------------------------
+# ---- forwards --------------------------------------------------------------------------------------------------
 # MXNet keeps a generator for each thread and does not expose its state. Drawing a number from it would wait for the
 # operators in flight. So a forward that will be recomputed takes its seed from a generator here, which starts with the
 # seed of ``mx.random.seed``. Scripts seed before they have a block: until they do so again, with a number of MXNet's.
@@ -191,23 +193,9 @@ _seed = mx.random.seed  # without what follows
 
 def _seeding(seed: Callable[..., None], seed_state: Any, *args: Any, **kwargs: Any) -> None:
     seed(seed_state, *args, **kwargs)
-    _of_thread.generators[0] = random.Random(int(seed_state))
+    _of_thread.generator = random.Random(int(seed_state))
 
 
-@contextmanager
-def _seeded(seed: Optional[int], context: mx.Context) -> Iterator[None]:
-    """Makes random operators on this context, and recomputed forwards within, draw from the seed if there is one."""
-    if seed is not None:
-        _seed(seed, context)
-        _of_thread.generators.append(random.Random(seed))
-    try:
-        yield
-    finally:
-        if seed is not None:
-            _of_thread.generators.pop()
-
-
-# ---- parameters ------------------------------------------------------------------------------------------------
 # The second forward uses copies of the parameters. One reason is the engine. The other: an array also belongs to the
 # graph of the thread that records with it. Two threads that do so at the same time damage each other's graph.
 
@@ -216,30 +204,37 @@ class _OfThread(threading.local):
     first = 0  # the seed of threads that have none of their own
 
     def __init__(self) -> None:
-        #: What the recomputed forwards on this thread, the outermost first, are given (second time), or None, and use.
-        self.frames: List[Tuple[Optional[Dict[int, NDArray]], Used]] = []
-        #: What their seeds come from: the thread's own generator, and that of each forward that the thread is within.
-        self.generators = [random.Random(self.first)]
+        self.generator = random.Random(self.first)  # of seeds, outside of all forwards
+        #: The recomputed forwards that the thread is within, the outermost first: the generator of the seeds within,
+        #: and the parameters that it uses, or that it is given the second time.
+        self.frames: List[Tuple[random.Random, Arrays, bool]] = []
 
 
 _of_thread = _OfThread()
 
 
+def _generator() -> random.Random:
+    return _of_thread.frames[-1][0] if _of_thread.frames else _of_thread.generator
+
+
 @contextmanager
-def _frame(given: Optional[Dict[int, NDArray]]) -> Iterator[Used]:
-    used: Used = {}
-    _of_thread.frames.append((given, used))
+def _frame(seed: Optional[int], context: mx.Context, parameters: Arrays, again: bool = False) -> Iterator[None]:
+    """Makes random operators on this context, and recomputed forwards within, draw from the seed if there is one."""
+    generator = _generator() if seed is None else random.Random(seed)
+    if seed is not None:
+        _seed(seed, context)
+    _of_thread.frames.append((generator, parameters, again))
     try:
-        yield used
+        yield
     finally:
         _of_thread.frames.pop()
 
 
 def _record_use(data: Callable[..., NDArray], parameter: Parameter, ctx: Optional[mx.Context] = None) -> NDArray:
-    frames, array = _of_thread.frames, None
-    for given, _ in frames:
-        if given is not None:
-            array = given.get(id(parameter))
+    array = None
+    for _, parameters, again in _of_thread.frames:
+        if again:
+            array = parameters.get(parameter)
             if array is None:
                 raise mx.MXNetError(
                     f"the second forward used the parameter '{parameter.name}', the first did not. A block of "
@@ -247,9 +242,9 @@ def _record_use(data: Callable[..., NDArray], parameter: Parameter, ctx: Optiona
                 )
     if array is None:
         array = data(parameter, ctx)
-    for given, used in frames:
-        if given is None:
-            used[id(parameter)] = (parameter, array)
+    for _, parameters, again in _of_thread.frames:
+        if not again:
+            parameters[parameter] = array
     return array
 
 
@@ -320,13 +315,3 @@ def _settings(within: List[Block]) -> List[Any]:
         parts = parts if isinstance(parts, (list, tuple)) else [parts]
         found += [part for part in parts if isinstance(part, (int, float, str, np.number))]
     return found
-
-
-@contextmanager
-def _recording(records: bool, trains: bool) -> Iterator[None]:
-    before = autograd.set_recording(records), autograd.set_training(trains)  # not scopes, which begin a step
-    try:
-        yield
-    finally:
-        autograd.set_recording(before[0])
-        autograd.set_training(before[1])
