@@ -10,7 +10,7 @@ import inspect
 import warnings
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Mapping, Optional, Type, TypeVar
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Mapping, Optional, Tuple, Type, TypeVar
 
 from mxnet.gluon import Block, HybridBlock, ParameterDict, SymbolBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
@@ -19,7 +19,6 @@ from mxnet.gluon.nn import BatchNorm  # by name, because a script may put ours i
 from ..activation import NONE, PLAIN, RELU, BatchNormActivation, BatchNormAdd, Computation
 from ..layer import Settings, SyncBatchNorm, SyncBatchNormAdd
 from ..mxnet_side import blocks
-from ..mxnet_side.blocks import Recorded
 from ..mxnet_side.export import settings_of
 from ..mxnet_side.op import NAME
 from ..system import arguments
@@ -90,12 +89,10 @@ def convert(
         arguments.refuse("norm_layer", norm_layer, "SyncBatchNorm or a subclass of it")
     if issubclass(norm_layer, SyncBatchNormAdd):
         arguments.refuse("norm_layer", norm_layer, "a layer of one input; fuse=True finds additions")
-    selects = blocks.selection(select)
-    with _open_graphs(net) as nodes:
-        chosen = _chosen(net, selects)
+    with _selected("convert", net, select) as (chosen, stay):
         wanted = _check_kwargs(norm_layer, kwargs)
-        reasons = [_reason_to_stay(one, wanted, kwargs) for one in chosen]
-        plain = [one for one, why in zip(chosen, reasons) if not why and not isinstance(one, SyncBatchNorm)]
+        stay.extend((one, _reason_to_stay(one, wanted, kwargs)) for one in chosen)
+        plain = [one for one, why in stay if not why and not isinstance(one, SyncBatchNorm)]
         for block, new in [(block, _successor(block, norm_layer, kwargs)) for block in plain]:
             _replace(block, new)
         if fuse:
@@ -104,15 +101,7 @@ def convert(
                     computes = block._replicas.computes
                     fuses = computes.activation == NONE and not computes.adds  # nothing behind the layer is its own
                     block._replicas.computes = computes._replace(fuses=fuses)
-        if not chosen and not nodes:
-            warnings.warn(f"convert changed nothing: {_none(net, select)}", stacklevel=2)
-    _warn("convert", selects, nodes, zip(chosen, reasons))
     return net
-
-
-def _chosen(net: Block, selects: Callable[..., bool]) -> List[BatchNorm]:
-    layers = [block for block in blocks.iterate(net) if blocks.is_batch_norm(block)]
-    return [one for one in layers if selects(one.name, *(parameter.name for parameter in one._reg_params.values()))]
 
 
 def _reason_to_stay(layer: BatchNorm, wanted: Pooling, kwargs: Mapping[str, Any]) -> str:
@@ -125,40 +114,42 @@ def _reason_to_stay(layer: BatchNorm, wanted: Pooling, kwargs: Mapping[str, Any]
     return ""
 
 
-def _none(net: Block, select: Optional[str]) -> str:
-    """Says why no layer is chosen."""
-    names = [block.name for block in _chosen(net, blocks.selection(None))]
-    if names:
-        return (
-            f"select={select!r} matches no layer of batch normalisation from the beginning of its name. Some names are "
-            + arguments.some(names, ", ")
-        )
-    return (
-        f"{type(net).__name__} '{net.name}' has no layer of batch normalisation. If a hybrid_forward calls "
-        "F.BatchNorm, convert a SymbolBlock of the net"
-    )
-
-
 @contextmanager
-def _open_graphs(net: Block) -> Iterator[List[Recorded]]:
-    """Makes layers of the nodes in recorded graphs, and afterwards turns graphs without synchronised layers back.
+def _selected(verb: str, net: Block, select: Optional[str]) -> Iterator[Tuple[List[BatchNorm], List[Any]]]:
+    """Yields the selected layers, with those that it makes of the nodes in recorded graphs, and a list for pairs of one
+    that stays and the reason, of which it warns.
 
-    Forgets the graphs that were recorded with the old layers. Yields the nodes that no layer stands for.
+    Afterwards, graphs without synchronised layers are plain again, and those that were recorded with the old layers are
+    forgotten.
     """
+    selects = blocks.selection(select)
     recorded = [block for block in blocks.iterate(net) if isinstance(block, SymbolBlock)]
+    stay: List[Any] = []
     try:
-        yield [node for block in recorded for node in open_graph(block)]
+        nodes = [node for block in recorded for node in open_graph(block)]
+        layers = [block for block in blocks.iterate(net) if blocks.is_batch_norm(block)]
+        chosen = [one for one in layers if selects(one.name, *(given.name for given in one._reg_params.values()))]
+        yield chosen, stay
     finally:
         for block in recorded:
             close_graph(block)
         forget_graphs(net)
-
-
-def _warn(verb: str, selects: Callable[..., bool], nodes: List[Recorded], reasons: Any = ()) -> None:
-    texts = [f"{block.name} ({type(block).__name__}: {reason})" for block, reason in reasons if reason]
-    texts += [f"{node.name} ({node.operator}: {node.reason})" for node in nodes if selects(node.name)]
+    if not chosen and not nodes and (verb == "convert" or select is not None):
+        why = (
+            f"{type(net).__name__} '{net.name}' has no layer of batch normalisation. If a hybrid_forward calls "
+            "F.BatchNorm, convert a SymbolBlock of the net"
+        )
+        if layers:
+            why = (
+                f"select={select!r} matches no layer of batch normalisation from the beginning of its name. Some names "
+                f"are {arguments.some([one.name for one in layers], ', ')}"
+            )
+        warnings.warn(f"{verb} changed nothing: {why}", stacklevel=4)
+    texts = [f"{block.name} ({type(block).__name__}: {reason})" for block, reason in stay if reason]
+    left = [node for node in nodes if selects(node.name) and (node.operator == NAME or verb != "revert")]
+    texts += [f"{node.name} ({node.operator}: {node.reason})" for node in left]
     if texts:
-        warnings.warn(f"{verb} left as it was: {arguments.some(texts, '; ')}", stacklevel=3)
+        warnings.warn(f"{verb} left as it was: {arguments.some(texts, '; ')}", stacklevel=4)
 
 
 def revert(net: NetT) -> NetT:
@@ -183,11 +174,10 @@ def revert(net: NetT) -> NetT:
         Once, with the names of the nodes in recorded graphs that stay synchronised, and the reasons.
     """
     arguments.block("net", net)
-    with _open_graphs(net) as nodes:
-        for block in blocks.iterate(net):
+    with _selected("revert", net, None) as (layers, _):
+        for block in layers:
             if isinstance(block, SyncBatchNorm):
                 _make_plain(block)
-    _warn("revert", blocks.selection(None), [node for node in nodes if node.operator == NAME])
     return net
 
 
@@ -221,14 +211,10 @@ def freeze(net: NetT, select: Optional[str] = None, active: bool = True) -> NetT
     """
     arguments.block("net", net)
     active = arguments.flag("active", active)
-    selects = blocks.selection(select)
-    with _open_graphs(net) as nodes:
-        chosen = _chosen(net, selects)
+    with _selected("freeze", net, select) as (chosen, stay):
         (_freeze if active else _thaw)(chosen)
         left = [one for one in chosen if not active and one._kwargs["use_global_stats"]]
-    if select is not None and not chosen and not nodes:
-        warnings.warn(f"freeze changed nothing: {_none(net, select)}", stacklevel=2)
-    _warn("freeze", selects, nodes, [(one, "freeze has not frozen it") for one in left])
+        stay.extend((one, "freeze has not frozen it") for one in left)
     return net
 
 
