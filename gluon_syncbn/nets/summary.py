@@ -83,7 +83,16 @@ def summary(net: Block, *, show: bool = True) -> Summary:
     ValueError
         If an argument is not as described above.
     """
-    rows = _summarised(net)
+    within = list(blocks.iterate(arguments.block("net", net)))
+    rows = Summary(row for block in within for row in _rows(block))
+    means = {name for block in within if isinstance(block, SymbolBlock) for name in block.params}
+    means.update(block.running_mean.name for block in within if blocks.is_batch_norm(block))
+    graphs = [one for one in within if getattr(one, "_cached_graph", ()) and not isinstance(one, SymbolBlock)]
+    nodes = [node for block in graphs for node in blocks.recorded(block) if node.operator != NAME]
+    called = dict.fromkeys(f"{node.name} ({node.operator})" for node in nodes if node.inputs[3] not in means)
+    why = "plain, because a hybrid_forward calls the operator; call a layer there"
+    rows += [Row(layer, statistics=why) for layer in called]
+    rows.stores = [repr(store) for store in stores_of(net.collect_params().values())]
     if arguments.flag("show", show):
         print(rows)
     return rows
@@ -106,27 +115,13 @@ def assert_synchronised(net: Block) -> None:
     AssertionError
         If a layer is not synchronised, or there is none. The text names the layers, with the reasons of `summary`.
     """
-    rows = [row for row in _summarised(net) if row.statistics not in (_NO_BATCH, _FROZEN)]
+    rows = [row for row in summary(net, show=False) if row.statistics not in (_NO_BATCH, _FROZEN)]
     left = [f"{row.layer}: {row.statistics}" for row in rows if not row.synchronised]
     if left or not rows:
         raise AssertionError(
             f"{len(left)} of {len(rows)} layers of batch normalisation are not synchronised: "
             + (arguments.some(left, "; ") or f"'{net.name}' has no layer that takes statistics of its batch")
         )
-
-
-def _summarised(net: Block) -> Summary:
-    within = list(blocks.iterate(arguments.block("net", net)))
-    rows = Summary(row for block in within for row in _rows(block))
-    means = {name for block in within if isinstance(block, SymbolBlock) for name in block.params}
-    means.update(block.running_mean.name for block in within if blocks.is_batch_norm(block))
-    graphs = [one for one in within if getattr(one, "_cached_graph", ()) and not isinstance(one, SymbolBlock)]
-    nodes = [node for block in graphs for node in blocks.recorded(block) if node.operator != NAME]
-    called = dict.fromkeys(f"{node.name} ({node.operator})" for node in nodes if node.inputs[3] not in means)
-    why = "plain, because a hybrid_forward calls the operator; call a layer there"
-    rows += [Row(layer, statistics=why) for layer in called]
-    rows.stores = [repr(store) for store in stores_of(net.collect_params().values())]
-    return rows
 
 
 _NO_BATCH = "plain, because it normalises each sample by itself"
