@@ -21,7 +21,8 @@ from mxnet import autograd
 from .. import _native, reference
 from ..exchange import named
 from ..layer import SyncBatchNorm
-from ..mxnet_side.compatibility import names as names_supplied
+from ..mxnet_side import compatibility
+from ..mxnet_side.compatibility import older_numpy
 from ..system import cuda, cuda_libraries, distribution
 from ..training.session import configure
 from . import report
@@ -53,9 +54,9 @@ def versions() -> str:
 
 def names() -> str:
     """Returns the names that MXNet and GluonCV are given here."""
-    supplied = names_supplied()
-    if not supplied:
+    if not compatibility.needed():
         return "no names are missing: this Python and this NumPy have all that MXNet uses"
+    supplied = ["distutils.version", *(f"numpy.{name}" for name in sorted(older_numpy.supplied()))]
     return f"{len(supplied)} supplied, only to MXNet and GluonCV: {', '.join(supplied)}"
 
 

@@ -16,7 +16,7 @@ import re
 import sys
 import warnings
 from types import ModuleType, SimpleNamespace
-from typing import Any, Callable, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Mapping, Optional, Tuple
 
 #: The newest versions that the tests ran with.
 TRIED = {"Python": "3.13", "NumPy": "2.5"}
@@ -66,15 +66,6 @@ def warn() -> None:
     if newer:
         tried = " and ".join(f"{name} {version}" for name, version in TRIED.items())
         warnings.warn(f"{' and '.join(newer)}: gluon_syncbn and MXNet 1.9 were tried up to {tried}", stacklevel=3)
-
-
-def names() -> List[str]:
-    """Returns the names that are supplied here; empty if none are needed."""
-    from . import older_numpy
-
-    if not needed():
-        return []
-    return ["distutils.version", *(f"numpy.{name}" for name in sorted(older_numpy.supplied()))]
 
 
 class Finder:
