@@ -9,7 +9,7 @@ import hashlib
 import warnings
 from contextlib import contextmanager, nullcontext
 from numbers import Real
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Type
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 from mxnet import gluon
 
@@ -18,6 +18,7 @@ from ..exchange import named
 from ..exchange.store import ProcessStore, numbered
 from ..system import arguments, environment, kinds
 from ..system.arguments import some
+from ..system.classes import derived
 from ..system.logs import log
 from ..training import devices, steps
 from ..training.replicas import IN_GRAPH, NEVER, UNFUSED, followers_of, stores_of
@@ -44,7 +45,9 @@ def constructing(construct: Callable, trainer: gluon.Trainer, *args: Any, **kwar
     nothing else. `only_on` finds the Trainer's gradients: those of contexts that take no part would be added again.
     """
     construct(trainer, *args, **kwargs)
-    trainer.__class__ = _following(type(trainer))  # type: ignore[arg-type]
+    own = type(trainer)
+    bases = (_Follows, own) if own is gluon.Trainer else (own, _Follows)
+    trainer.__class__ = derived(own, *bases)
     # Behind the parameters, the optimizer and its settings.
     trainer._has_chosen_store = "kvstore" in kwargs or len(args) > 3
     _share_store(trainer)
@@ -113,21 +116,6 @@ class _Follows(gluon.Trainer):
         updater = self._kvstore._updater if self._update_on_kvstore else self._updaters[0]
         steps.settle(kinds.arrays_of(getattr(updater, "states", {})))
         super().save_states(fname)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """For ``pickle``, which would find the class without these methods under the name of this one."""
-        _, _, *state = list(object.__reduce_ex__(self, protocol))
-        return (_made, (self._own_class,), *state)
-
-
-def _made(cls: Any) -> Any:
-    return object.__new__(_following(cls))
-
-
-@functools.lru_cache(maxsize=None)
-def _following(cls: Type[gluon.Trainer]) -> Type[gluon.Trainer]:
-    bases = (_Follows, cls) if cls is gluon.Trainer else (cls, _Follows)
-    return type(cls.__name__, bases, {"__doc__": cls.__doc__, "__module__": cls.__module__, "_own_class": cls})
 
 
 def release() -> None:

@@ -26,10 +26,11 @@ from ..mxnet_side import patches
 from ..mxnet_side.export import SYNCHRONISED, settings_of, with_layers
 from ..mxnet_side.nodes import Json, gives_moments, is_ours, json_of, number_nodes, symbol_of, walk
 from ..system import arguments, kinds
+from ..system.classes import derived
 from ..training import steps
 from ..training.replicas import IN_GRAPH, Replicas, executing, issuing
 from ..training.session import session
-from .graphs import derived, layer_of
+from .graphs import layer_of
 
 #: Operators of MXNet whose nodes are also synchronised.
 operators: Set[str] = set()
@@ -58,7 +59,7 @@ def _grouping(
     graph, layers = _synchronised(symbol, choose)
     if layers:
         # The group itself, because a program may have a class in the place of ``Module``, which makes it.
-        group.__class__ = derived(type(group), _Group)  # type: ignore[arg-type]
+        group.__class__ = derived(type(group), _Group, type(group))
     construct(group, graph, contexts, *args, **kwargs)
     trained.update(["a Module"] if group.for_training else [])
     if group.for_training and any(one.replicas.reaches_other_processes() for one in layers):
@@ -235,7 +236,7 @@ class _Group(DataParallelExecutorGroup):
                 steps.break_off(f"{type(error).__name__} left the backward of a Module ({error})")
                 steps.told()
             raise
-        _native.gate(_all_of(self.grad_arrays))
+        _native.gate(kinds.arrays_of(self.grad_arrays))
 
     def get_params(self, arg_params: Dict[str, mx.nd.NDArray], *args: Any, **kwargs: Any) -> None:
         """An executor tells MXNet's engine only what its operators read and put out, and not that they write auxiliary
@@ -245,8 +246,8 @@ class _Group(DataParallelExecutorGroup):
         A gamma that does not count is 1 for a Module that trains, as with plain BatchNorm on one context. On several,
         each update copies the gamma of the KVStore back, which nobody sets.
         """
-        outputs = [output for executor in self.execs for output in executor.outputs]
-        steps.settle([*outputs, *_all_of(self.param_arrays + self.aux_arrays)])
+        outputs = [executor.outputs for executor in self.execs]
+        steps.settle(kinds.arrays_of([outputs, self.param_arrays, self.aux_arrays]))
         steps.tell()
         super().get_params(arg_params, *args, **kwargs)
         for _, within, node in walk(json_of(self.symbol)) if self.for_training else ():
@@ -254,7 +255,3 @@ class _Group(DataParallelExecutorGroup):
                 gamma = within["nodes"][node["inputs"][1][0]]["name"]
                 if gamma in arg_params:
                     arg_params[gamma][:] = 1
-
-
-def _all_of(arrays: List[List[Optional[mx.nd.NDArray]]]) -> List[mx.nd.NDArray]:
-    return [one for of_contexts in arrays for one in of_contexts if one is not None]

@@ -7,8 +7,7 @@ makes the block a plain graph again unless one of its layers is synchronised.
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any, Dict, List, Optional, Sequence, Type
+from typing import Any, Dict, List, Optional, Sequence
 
 import mxnet as mx
 from mxnet.gluon import Block, Parameter, ParameterDict, SymbolBlock
@@ -22,6 +21,7 @@ from ..mxnet_side.export import settings_of, with_layers
 from ..mxnet_side.nodes import Json, gives_moments, json_of, walk
 from ..mxnet_side.op import NAME
 from ..system import kinds
+from ..system.classes import derived
 from ..training.replicas import Replicas
 from ..training.session import session
 
@@ -72,7 +72,7 @@ def open_graph(block: SymbolBlock) -> List[Recorded]:
         else:
             layers[node.number] = layer
     if layers:
-        block.__class__ = derived(type(block), Opened)  # type: ignore[arg-type]
+        block.__class__ = derived(type(block), Opened, type(block))
         block.__layers__, block._recorded, block._left = layers, graph, left
         block._settings = {n: dict(one._kwargs) for n, one in layers.items() if not isinstance(one, SyncBatchNorm)}
     return left
@@ -83,25 +83,8 @@ def close_graph(block: SymbolBlock) -> None:
     if isinstance(block, Opened):
         _write(block)
         if not any(isinstance(layer, SyncBatchNorm) for layer in block.__layers__.values()):
-            block.__class__ = type(block).__bases__[1]
+            block.__class__ = type(block)._own_class
             del block.__layers__, block._settings, block._recorded, block._left
-
-
-@lru_cache(maxsize=None)
-def derived(cls: Type[Block], base: Type[Block]) -> Type[Any]:
-    """Returns a class with the name of ``cls`` in which the methods of another base come first."""
-    named = {"__doc__": cls.__doc__, "__module__": cls.__module__, "__reduce_ex__": _reduced}
-    return type(cls.__name__, (base, cls), named)
-
-
-def _reduced(block: Block, protocol: Any) -> Any:
-    """For ``pickle``, which would find another class under that name."""
-    _, (cls, *_), *state = list(object.__reduce_ex__(block, protocol))
-    return (_made, cls.__bases__, *state)
-
-
-def _made(base: Any, cls: Any) -> Any:
-    return object.__new__(derived(cls, base))
 
 
 def layer_of(prefix: str, attributes: Dict[str, str], replicas: Replicas) -> SyncBatchNorm:
