@@ -7,7 +7,7 @@ import itertools
 import warnings
 from collections import Counter
 from contextlib import ExitStack
-from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -23,6 +23,9 @@ from ..system.kinds import values
 from ..training import steps
 from ..training.replicas import Pooling, Replicas
 from .parameters import await_values, store_of
+
+#: By the running mean, which several layers may share: the name of one of them, and the running variance.
+Running = Dict[Parameter, Tuple[str, Parameter]]
 
 
 def average_running_stats(net: Block, weights: Optional[Sequence[float]] = None, kvstore: Any = None) -> None:
@@ -61,25 +64,24 @@ def average_running_stats(net: Block, weights: Optional[Sequence[float]] = None,
     T. Chan, G. Golub, R. LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
     """
     running = _find_running(arguments.block("net", net))
-    store = store_of(kvstore, [one.mean for one in running])
+    store = store_of(kvstore, running)
     if weights is not None and not isinstance(weights, (list, tuple)):
         arguments.refuse("weights", weights, "None or a list of numbers, one for each context")
     # Above this number float64 does not represent every integer.
     given = [arguments.number("weights", weight, 0, 2**53, "numbers from 0 to 2**53") for weight in weights or ()]
     if weights is not None and not any(given):
         arguments.refuse("weights", weights, "at least one above 0")
-    moments = []
-    for layer in running:
-        contexts = layer.mean.list_ctx()
+    moments = {}
+    for mean, (name, var) in running.items():
+        contexts = mean.list_ctx()
         if weights is not None and len(given) != len(contexts):
-            arguments.refuse("weights", weights, f"one for each of the {len(contexts)} contexts of '{layer.name}'")
+            arguments.refuse("weights", weights, f"one for each of the {len(contexts)} contexts of '{name}'")
         parts = [
-            _packed(weight, layer.mean.data(context).asnumpy(), layer.var.data(context).asnumpy())
+            _packed(weight, mean.data(context).asnumpy(), var.data(context).asnumpy())
             for weight, context in zip(given or [1.0] * len(contexts), contexts)
         ]
-        moments.append(functools.reduce(merge_moments, parts))
-    for layer, total in zip(running, _of_all_processes(store, "running statistics", moments)):
-        layer.write(total)
+        moments[mean] = functools.reduce(merge_moments, parts)
+    _write(running, _of_all_processes(store, "running statistics", moments))
 
 
 def update_bn_stats(
@@ -129,9 +131,9 @@ def update_bn_stats(
     """
     running = _find_running(arguments.block("net", net))
     num_iters = arguments.whole("num_iters", num_iters, 1, 2**63 - 1)
-    store = store_of(kvstore, [one.mean for one in running])
+    store = store_of(kvstore, running)
     layers, stay = _layers_to_measure(net)
-    parameters = [parameter for one in running for parameter in (one.mean, one.var)]
+    parameters = [parameter for mean, (_, var) in running.items() for parameter in (mean, var)]
     before = [(array, array.copy()) for parameter in parameters for array in parameter.list_data()]
     try:
         totals = _population(net, layers, running, _equally_many(store, batches, num_iters))
@@ -140,42 +142,35 @@ def update_bn_stats(
         steps.drain()  # operators in flight write them, too
         for array, value in before:
             value.copyto(array)
-    given = {one.mean: (one, total) for one, total in zip(running, totals) if total[0] > 0}
-    for one, total in given.values():
-        one.write(total)
+    given = {mean: total for mean, total in totals.items() if total[0] > 0}
+    _write(running, given)
     stay += [f"{layer.name} (the net gave it no value)" for layer in layers if layer.running_mean not in given]
     if stay:
         warnings.warn(f"update_bn_stats left as it was: {arguments.some(stay, '; ')}", stacklevel=2)
 
 
-class _Running(NamedTuple):
-    """The place of running statistics, which several layers may share."""
-
-    name: str  # of a layer
-    mean: Parameter
-    var: Parameter
-
-    def write(self, moments: np.ndarray) -> None:
-        mean, m2 = np.split(moments[1:], 2)
-        for parameter, value in ((self.mean, mean), (self.var, m2 / moments[0])):
-            for array in parameter.list_data():
-                array[:] = value.astype(array.dtype)
-
-
-def _find_running(net: Block) -> List[_Running]:
+def _find_running(net: Block) -> Running:
     """Returns those of all layers, which have their values, without repetitions."""
-    found: Dict[Parameter, _Running] = {}
+    found: Running = {}
     for block in blocks.iterate(net):
         if blocks.is_batch_norm(block):
-            found.setdefault(block.running_mean, _Running(block.name, block.running_mean, block.running_var))
+            found.setdefault(block.running_mean, (block.name, block.running_var))
         elif isinstance(block, SymbolBlock):
             parameters = {parameter.name: parameter for parameter in block._reg_params.values()}
             for node in blocks.recorded(block):
                 mean, var = map(parameters.get, node.inputs[-2:])
                 if mean is not None and var is not None:
-                    found.setdefault(mean, _Running(node.name, mean, var))
-    await_values("net", [parameter for one in found.values() for parameter in (one.mean, one.var)])
-    return list(found.values())
+                    found.setdefault(mean, (node.name, var))
+    await_values("net", [parameter for mean, (_, var) in found.items() for parameter in (mean, var)])
+    return found
+
+
+def _write(running: Running, totals: Dict[Parameter, np.ndarray]) -> None:
+    for mean, moments in totals.items():
+        first, m2 = np.split(moments[1:], 2)
+        for parameter, value in ((mean, first), (running[mean][1], m2 / moments[0])):
+            for array in parameter.list_data():
+                array[:] = value.astype(array.dtype)
 
 
 def _packed(count: float, mean: np.ndarray, var: np.ndarray) -> np.ndarray:
@@ -183,13 +178,16 @@ def _packed(count: float, mean: np.ndarray, var: np.ndarray) -> np.ndarray:
     return np.concatenate([[count], mean.astype(np.float64), count * var.astype(np.float64)])
 
 
-def _of_all_processes(store: Optional[ProcessStore], what: str, moments: List[np.ndarray]) -> List[np.ndarray]:
+def _of_all_processes(
+    store: Optional[ProcessStore], what: str, moments: Dict[Parameter, np.ndarray]
+) -> Dict[Parameter, np.ndarray]:
     """Merges the moments of each layer in the order of the ranks, so that all processes have equal bits."""
     if store is None or not moments:
         return moments
-    ends = np.cumsum([part.size for part in moments])[:-1]
-    everyone = [np.split(part, ends) for part in store.allgather(what, np.concatenate(moments))]
-    return [functools.reduce(merge_moments, parts) for parts in zip(*everyone)]
+    own = list(moments.values())
+    ends = np.cumsum([part.size for part in own])[:-1]
+    everyone = [np.split(part, ends) for part in store.allgather(what, np.concatenate(own))]
+    return {mean: functools.reduce(merge_moments, parts) for mean, parts in zip(moments, zip(*everyone))}
 
 
 # ---- of a population ---------------------------------------------------------------------------------------
@@ -207,25 +205,20 @@ def _layers_to_measure(net: Block) -> Tuple[List[nn.BatchNorm], List[str]]:
             f"net: batch normalisation in the recorded graph of a SymbolBlock ({arguments.some(hidden, ', ')}) was "
             "given, expected layers that a net calls, or frozen ones (gluon_syncbn.freeze)"
         )
-    layers, stay = [], []
-    for block in found:
-        if blocks.is_batch_norm(block) and not block._kwargs["use_global_stats"]:
-            reason = "" if isinstance(block, SyncBatchNorm) else blocks.difference(block)
-            if reason:
-                stay.append(f"{block.name} ({type(block).__name__}: {reason})")
-            else:
-                layers.append(block)
-    return layers, stay
+    layers = [one for one in found if blocks.is_batch_norm(one) and not one._kwargs["use_global_stats"]]
+    reasons = ["" if isinstance(one, SyncBatchNorm) else blocks.difference(one) for one in layers]
+    stay = [f"{one.name} ({type(one).__name__}: {why})" for one, why in zip(layers, reasons) if why]
+    return [one for one, why in zip(layers, reasons) if not why], stay
 
 
 def _population(
-    net: Block, layers: Sequence[nn.BatchNorm], running: Sequence[_Running], batches: Iterator[Any]
-) -> List[np.ndarray]:
+    net: Block, layers: Sequence[nn.BatchNorm], running: Iterable[Parameter], batches: Iterator[Any]
+) -> Dict[Parameter, np.ndarray]:
     """Computes the moments over all values of all batches, for each of ``running``."""
-    contexts = list(dict.fromkeys(context for one in running for context in one.mean.list_ctx()))
+    contexts = list(dict.fromkeys(context for mean in running for context in mean.list_ctx()))
     each_by_itself = Replicas("update_bn_stats", {}, Pooling("local"))
     each_by_itself.set_contexts(contexts, 0)
-    totals = {one.mean: np.zeros(1 + 2 * one.mean.shape[0]) for one in running}
+    totals = {mean: np.zeros(1 + 2 * mean.shape[0]) for mean in running}
     seen: List[Tuple[nn.BatchNorm, int, Tuple[mx.nd.NDArray, mx.nd.NDArray], Optional[mx.nd.NDArray]]] = []
 
     def see(layer: nn.BatchNorm, args: Tuple[Any, ...]) -> None:
@@ -267,7 +260,7 @@ def _population(
             done += 1
     if not done:
         raise ValueError("batches: none was given, expected at least one batch")
-    return list(totals.values())
+    return totals
 
 
 def _check_batch(name: str, batch: Any, contexts: List[mx.Context]) -> None:
