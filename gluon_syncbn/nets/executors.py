@@ -11,7 +11,7 @@ import functools
 import json
 import warnings
 from contextlib import nullcontext
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 
 import mxnet as mx
 from mxnet import autograd
@@ -34,6 +34,9 @@ from .graphs import layer_of
 
 #: Operators of MXNet whose nodes are also synchronised.
 operators: Set[str] = set()
+#: A synchronised node of an executor, which keeps the replicas alive: the name of the running mean, the replicas, and
+#: the number among the layer's nodes.
+_Node = Tuple[str, Replicas, int]
 #: What executors were bound for training by; empty if none was.
 trained: Set[str] = set()
 
@@ -62,7 +65,7 @@ def _grouping(
         group.__class__ = derived(type(group), _Group, type(group))
     construct(group, graph, contexts, *args, **kwargs)
     trained.update(["a Module"] if group.for_training else [])
-    if group.for_training and any(one.replicas.reaches_other_processes() for one in layers):
+    if group.for_training and any(replicas.reaches_other_processes() for _, replicas, _ in layers):
         warnings.warn(
             "the gradients of a Module stay in this process, and its layers share their statistics with others: "
             "train with gluon.Trainer(..., kvstore=kv)",
@@ -136,14 +139,6 @@ def _replicas(node: Json) -> Replicas:
     return replicas
 
 
-class _Node(NamedTuple):
-    """A synchronised node in the graph of an executor, which keeps the replicas alive."""
-
-    mean: str  # the name of the running mean
-    replicas: Replicas
-    number: int  # of the layer's nodes
-
-
 def _synchronised(
     symbol: mx.sym.Symbol, choose: Callable[[Json], Optional[SyncBatchNorm]]
 ) -> Tuple[mx.sym.Symbol, List[_Node]]:
@@ -165,7 +160,7 @@ def _synchronised(
                 chosen[number] = layer
             mean = within["nodes"][node["inputs"][-2][0]]["name"]
             replicas = _replicas(node) if layer is None else layer._replicas
-            layers.append(_Node(mean, replicas, 0 if layer is not None else int(node["attrs"]["node"])))
+            layers.append((mean, replicas, 0 if layer is not None else int(node["attrs"]["node"])))
     if stay:
         warnings.warn(
             f"{arguments.some(stay, ', ')}: mx.sym.contrib.SyncBatchNorm remains MXNet's own operator, because the "
