@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import importlib.metadata
@@ -78,18 +77,13 @@ def stores() -> str:
 
 
 def processes() -> str:
+    # Looked up, and not imported: to import it starts MPI.
+    versions = {package.metadata["Name"]: package.version for package in importlib.metadata.distributions()}
     found = []
     for name, (package, brings) in named.PACKAGES.items():
-        version = _version(package)  # looked up, not imported: importing it starts MPI
+        version = versions.get(package)
         found.append(f"kvstore({name!r}) with {package} {version}" if version else f"no {name} ({brings})")
     return ", ".join(found)
-
-
-def _version(package: str) -> str:
-    """Returns the version of an installed package, and of another one nothing."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return ""
 
 
 def libraries() -> str:
