@@ -75,8 +75,8 @@ class Finder:
     """
 
     def __init__(self, instead: Mapping[str, Any], changes: Mapping[str, Change]) -> None:
-        self._builtins = {**vars(builtins), "__import__": _importer(instead)}
-        self._before = self._give_builtins if instead else None
+        own = {"__builtins__": {**vars(builtins), "__import__": _importer(instead)}}
+        self._before: Optional[Change] = (lambda module: vars(module).update(own)) if instead else None
         self._changes = changes
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Optional[importlib.machinery.ModuleSpec]:
@@ -86,9 +86,6 @@ class Finder:
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             change(spec.loader, self._before, self._changes.get(name))
         return spec
-
-    def _give_builtins(self, module: ModuleType) -> None:
-        vars(module)["__builtins__"] = self._builtins
 
 
 def spec_behind(finder: Any, name: str, path: Any, target: Any) -> Optional[importlib.machinery.ModuleSpec]:

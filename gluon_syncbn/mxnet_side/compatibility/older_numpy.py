@@ -32,28 +32,21 @@ class _Onnx(Names):
     def mapping(self) -> Any:
         helper = importlib.import_module("onnx.helper")
         return SimpleNamespace(
-            NP_TYPE_TO_TENSOR_TYPE=_Table(helper.np_dtype_to_tensor_dtype),
-            TENSOR_TYPE_TO_NP_TYPE=_Table(helper.tensor_dtype_to_np_dtype),
+            NP_TYPE_TO_TENSOR_TYPE=_table(helper.np_dtype_to_tensor_dtype),
+            TENSOR_TYPE_TO_NP_TYPE=_table(helper.tensor_dtype_to_np_dtype),
         )
 
 
-class _Table:
-    """A dictionary whose values a function computes."""
-
-    def __init__(self, value_of: Callable[[Any], Any]) -> None:
-        self._value_of = value_of
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._value_of(key)
+def _table(value_of: Callable[[Any], Any]) -> Any:
+    """Returns a dictionary whose values a function computes."""
+    return type("Table", (dict,), {"__missing__": lambda _, key: value_of(key)})()
 
 
 def modules() -> Dict[str, ModuleType]:
     """Returns what imports give instead; the modules themselves stay as they are."""
     numpy = Names("numpy", np.__doc__)
-    vars(numpy).update(
-        {name: value for name, value in vars(np).items() if name.startswith("__") and name != "__getattr__"}
-    )
-    vars(numpy).update(supplied())
+    own = {name: value for name, value in vars(np).items() if name.startswith("__") and name != "__getattr__"}
+    vars(numpy).update(own, **supplied())
     # Without onnx, its import fails as it does.
     onnx = sys.modules.get("onnx") if "onnx" in sys.modules else importlib.util.find_spec("onnx")
     return {"numpy": numpy, "onnx": _Onnx("onnx")} if onnx else {"numpy": numpy}
