@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
@@ -17,7 +18,7 @@ from .training import BATCH, CLASSES, Training, drawn, network
 NAME = "gluon-syncbn-report.txt"
 SHAPES = ((4, 64, 8, 8), (4, 256, 60, 60), (16, 256, 60, 60))  # of one GPU
 WAYS: Dict[str, Dict[str, bool]] = {"eager": {}, "static": {"static_alloc": True, "static_shape": True}}
-VGG = "a net like VGG"
+STEPS = 20  # of a training
 LENGTH = 10  # layers of a chain, so that the host's work for one overlaps with the device's work for another
 
 #: A layer for this number of channels, and what stands behind it.
@@ -29,14 +30,13 @@ NORMS: Dict[str, Callable[[int], List[nn.HybridBlock]]] = {
 }
 
 
-def trained_on_all(contexts: Sequence[mx.Context], steps: int = 20) -> List[str]:
+def trained_on_all(contexts: Sequence[mx.Context]) -> List[str]:
     """Trains nets on all contexts, and with plain BatchNorm on one, which has all samples. Returns a line for each.
 
     The first needs no kernel of MXNet's. The second is GluonCV's, where that is installed and MXNet has code for all.
     """
-    nets: Dict[str, Callable[[bool], nn.HybridBlock]] = {
-        VGG: lambda ours: network(NORMS["ours with ReLU" if ours else "plain and ReLU"])
-    }
+    vgg = {True: NORMS["ours with ReLU"], False: NORMS["plain and ReLU"]}
+    lines = [_beside_one("a net like VGG", lambda ours: network(vgg[ours]), contexts, False)]
     gpus = [cuda.gpu(context.device_id) for context in contexts if context.device_type == "gpu"]
     without = [f"{gpu.name}, for which MXNet has no code" for gpu in gpus if gpu.capability[0] not in cuda.MAJORS]
     if not without:
@@ -46,16 +46,14 @@ def trained_on_all(contexts: Sequence[mx.Context], steps: int = 20) -> List[str]
             without.append(str(error))
         else:
             norms = {True: SyncBatchNorm, False: nn.BatchNorm}
-            nets["cifar_resnet20_v1"] = lambda ours: cifar_resnet20_v1(classes=CLASSES, norm_layer=norms[ours])
-    lines = [_beside_one(name, net, contexts, steps, name != VGG) for name, net in nets.items()]
+            made = functools.partial(cifar_resnet20_v1, classes=CLASSES)
+            lines.append(_beside_one("cifar_resnet20_v1", lambda ours: made(norm_layer=norms[ours]), contexts, True))
     return lines + [f"no ResNet of GluonCV: {reason}" for reason in without[:1]]
 
 
-def _beside_one(
-    name: str, net: Callable[[bool], Any], contexts: Sequence[mx.Context], steps: int, everywhere: bool
-) -> str:
+def _beside_one(name: str, net: Callable[[bool], Any], contexts: Sequence[mx.Context], everywhere: bool) -> str:
     random = np.random.RandomState(0)
-    batches = [drawn(random) for _ in range(steps)]
+    batches = [drawn(random) for _ in range(STEPS)]
     for images, _ in batches:
         images += np.linspace(0, 3, BATCH, dtype="float32")[:, None, None, None]  # other statistics on each context
 
@@ -70,7 +68,7 @@ def _beside_one(
     loss, weight = abs(got[0] - want[0]) / want[0], float(np.linalg.norm(mine - theirs) / np.linalg.norm(theirs))
     text = (
         f"{name}: after a step {len(contexts)} replicas differ from one by {loss:.0e} (loss), {weight:.0e} (weights); "
-        f"{steps} steps take the loss from {got[0]:.3f} to {got[-1]:.3f}, and from {want[0]:.3f} to {want[-1]:.3f}"
+        f"{STEPS} steps take the loss from {got[0]:.3f} to {got[-1]:.3f}, and from {want[0]:.3f} to {want[-1]:.3f}"
     )
     # TensorFloat-32 has 10 bits. Later steps say less: trainings in float32 drift apart, with plain BatchNorm alone.
     if not max(loss, weight) < 3e-3:
