@@ -77,8 +77,13 @@ def main(arguments: Optional[List[str]] = None) -> int:
     if not getattr(sys.flags, "safe_path", False):  # with python -P, neither a script nor -m adds its folder
         sys.path[0] = os.path.dirname(os.path.realpath(script))
     sys.excepthook = functools.partial(_show, path, sys.excepthook)
+    # `runpy.run_path` would put this path into sys.argv[0], and would drop the module before the exit handlers run.
+    module = ModuleType("__main__")
+    vars(module).update(__file__=path, __builtins__=builtins, __loader__=loader)
+    code = loader.source_to_code(source, path)
+    sys.modules["__main__"] = module
     try:
-        _execute(loader, source)
+        exec(code, vars(module))
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
@@ -110,18 +115,6 @@ def _what_met(script: str, convert: bool) -> Iterator[str]:
         yield f"{script} has trained, and nothing was synchronised: {remedy}"
     if left_alone() and not session.stores:
         yield left_alone()
-
-
-def _execute(loader: SourceFileLoader, source: bytes) -> None:
-    """Runs the script as the module ``__main__``, to the end of the process.
-
-    `runpy.run_path` would put this path into sys.argv[0], and would drop the module before the exit handlers run.
-    """
-    module = ModuleType("__main__")
-    vars(module).update(__file__=loader.path, __builtins__=builtins, __loader__=loader)
-    code = loader.source_to_code(source, loader.path)
-    sys.modules["__main__"] = module
-    exec(code, vars(module))
 
 
 def _show(path: str, hook: Callable[..., Any], kind: Any, error: BaseException, trace: Optional[TracebackType]) -> None:
