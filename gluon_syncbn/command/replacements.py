@@ -27,7 +27,6 @@ from ..system import arguments
 from ..training import steps
 from ..training.session import session
 
-MOST_CPUS = 1024
 HELPERS = "gluoncv.utils.parallel"
 OPERATOR = "_contrib_SyncBatchNorm"
 _OWN = __name__.partition(".")[0]
@@ -83,7 +82,7 @@ def install(cpus: Optional[int] = None, convert: bool = False) -> str:
     """
     convert = arguments.flag("convert", convert)
     if cpus is not None:
-        cpus = arguments.whole("cpus", cpus, 1, MOST_CPUS)
+        cpus = arguments.whole("cpus", cpus, 1, 1024)
     for name, value in (("cpus", cpus), ("convert", convert)):
         before = _settings.setdefault(name, value)
         if value != before:
