@@ -48,7 +48,7 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Optional[List[str]] = None) -> int:
     """Runs the command, by default that of the process. A script's exit code or exception ends it."""
     parser = _Parser(allow_abbrev=False)
-    parser.set_defaults(command="check", report=None)
+    parser.set_defaults(report=None)
     parser.add_argument("--version", action="version", version=f"gluon_syncbn {__version__}")
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("check").add_argument("--report", nargs="?", const=report.NAME)
