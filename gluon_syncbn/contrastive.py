@@ -175,10 +175,8 @@ def shuffle_shards(shards: Sequence[Any], batch_axis: int = 0, *, shuffle: Sampl
     ----------
     shards : list of NDArray
         One for each device, of any length, alike in the other axes.
-    batch_axis : int
-        The axis of the samples.
-    shuffle : SampleShuffle
-        Draws the permutation.
+    batch_axis, shuffle
+        As in `split_and_load`.
 
     Raises
     ------

@@ -76,10 +76,8 @@ class DataParallelCriterion:
     ----------
     module : callable
         The loss. Its arguments are a replica's outputs, then the targets.
-    ctx_list : list of Context, optional
-        The contexts of the `DataParallelModel`. By default the loss is called as it is.
-    sync : bool
-        Whether a call waits for the losses and raises their errors.
+    ctx_list, sync
+        As in `DataParallelModel`. By default the loss is called as it is.
 
     Inputs
         - **inputs**: the outputs of the `DataParallelModel`.
