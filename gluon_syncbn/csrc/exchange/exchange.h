@@ -24,6 +24,7 @@ struct Agreed : Reach {
     std::string name;  // for messages
     size_t channels = 0;
     size_t replicas = 0;  // of this process
+    size_t longest = 0;   // values of a process's vectors, side by side, at most
 };
 
 // Identifies a contribution: `node`, `sequence` and `phase` are the same in every process, and none comes again. Also has

@@ -230,19 +230,15 @@ class Processes::Hops {
         std::vector<Mailbox::Found> parts = wait_->found();
         const auto place = std::lower_bound(hop.from.begin(), hop.from.end(), hop.mail->rank()) - hop.from.begin();
         if (hop.contributes) parts.insert(parts.begin() + place, Mailbox::Found{values_, length_ * sizeof(double)});
-        const auto is_long = [](const Mailbox::Found& part) { return part.length() > Segment::kMostValues; };
-        const bool fits = hop.mail == processes_.job_.get() || std::none_of(parts.begin(), parts.end(), is_long);
-        if (combine_ != Combine::kSideBySide) {
+        if (combine_ == Combine::kSideBySide) {
+            total_ = side_by_side(parts, static_cast<size_t>(place), *id_.agreed);
+        } else {
             wait_->check_lengths(length_);
             Contribution rows{{}, length_};
-            rows.rows.reserve(parts.size());
             for (const Mailbox::Found& part : parts) rows.rows.push_back(part.values);
             reduce(combine_, rows);
-        } else if (fits) {
-            total_ = side_by_side(parts, static_cast<size_t>(place), *id_.agreed);
         }
         wait_->done();
-        if (!fits) hops_.push_back({processes_.job_.get(), 0, hop.readers, hop.from});
     }
 
     Processes& processes_;
@@ -251,7 +247,7 @@ class Processes::Hops {
     const size_t length_;
     const double* values_;  // what this rank has: its row, or a total
     Total total_;
-    std::vector<Hop> hops_;
+    const std::vector<Hop> hops_;
     size_t at_ = 0;
     std::optional<WaitForVectors> wait_;
 };
@@ -313,8 +309,10 @@ std::vector<Processes::Hop> Processes::between(const Ranks& ranks) const {
 std::shared_ptr<const Agreed> Processes::agree(int64_t key, const std::string& name, const Pooling& pooling,
                                                size_t channels, const std::vector<size_t>& replicas) {
     const size_t rank = job_->rank();
-    auto agreed =
-        std::make_shared<const Agreed>(Agreed{reach_of(pooling, replicas, rank), key, name, channels, replicas[rank]});
+    const size_t longest =
+        *std::max_element(replicas.begin(), replicas.end()) * static_cast<size_t>(pooling.slots()) * (1 + 2 * channels);
+    const auto agreed = std::make_shared<const Agreed>(
+        Agreed{reach_of(pooling, replicas, rank), key, name, channels, replicas[rank], longest});
     std::lock_guard<std::mutex> lock(mutex_);
     for (auto it = agreed_.begin(); it != agreed_.end();) it = it->second.expired() ? agreed_.erase(it) : std::next(it);
     agreed_.emplace(key, agreed);
@@ -349,7 +347,8 @@ Underway Processes::begin(Combine combine, const CallId& id, const Contribution&
         }
     }
     Mailbox* mail = job_.get();
-    if (machine_ != nullptr && machine_->ranks() == job_->ranks()) mail = machine_.get();
+    if (machine_ != nullptr && machine_->ranks() == job_->ranks() && agreed->longest <= Segment::kMostValues)
+        mail = machine_.get();
     const Ranks others = without(agreed->ranks.empty() ? mail->everybody : agreed->ranks, mail->rank());
     return begun({{mail, 0, others, others}});
 }

@@ -76,6 +76,8 @@ void Segment::write(const Label& label, const void* values, size_t size, const R
     uint64_t bits = 0;
     for (const size_t reader : readers) bits |= uint64_t{1} << reader;
     Memory::OfRank& own = memory_->of[rank_];
+    if (size > sizeof own.values[0])
+        throw std::runtime_error(std::to_string(size) + " bytes do not fit into the memory of this machine");
     size_t index = 0;  // the lowest free one: the last used is in a cache
     while (index < kOutboxes && own.outboxes[index].readers != 0) ++index;
     if (index == kOutboxes)
@@ -88,8 +90,7 @@ void Segment::write(const Label& label, const void* values, size_t size, const R
     const Label::Words words = label.words();
     for (size_t i = 0; i < words.size(); ++i) box.label[i].store(words[i], std::memory_order_release);
     box.size.store(size, std::memory_order_relaxed);
-    if (size <= kMostValues * sizeof(double))
-        std::copy_n(static_cast<const char*>(values), size, reinterpret_cast<char*>(own.values[index]));
+    std::copy_n(static_cast<const char*>(values), size, reinterpret_cast<char*>(own.values[index]));
     box.readers.store(bits, std::memory_order_relaxed);
     box.stamp.store(stamp + (stamp & 1) + 1);
     if (own.used <= index) own.used = static_cast<uint32_t>(index + 1);

@@ -25,8 +25,7 @@ namespace syncbn {
 class Segment : public Mailbox {
   public:
     static constexpr size_t kMostRanks = 64;  // a reader's mark is a bit
-    // Of a vector; a longer one only shows its length, and goes another way. The kernel gives memory only for the part of
-    // a place that was used.
+    // Of a vector. The kernel gives memory only for the part of a place that was used.
     static constexpr size_t kMostValues = 74240;
 
     // Rank 0 makes it, with this `token`. The others open it at `path`, among the file descriptors of rank 0's process.
