@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <string>
 
+#include "exchange/exchange.h"
 #include "exchange/machines.h"
-#include "exchange/python.h"
 #include "exchange/segment.h"
 #include "operator/tape.h"
 #include "types.h"

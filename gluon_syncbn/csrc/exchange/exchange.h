@@ -82,6 +82,7 @@ std::shared_ptr<Exchange> memory_exchange();
 // reason is in `python_problem`. It must stay as long as the process.
 using AddInPython = bool(const char* contexts, int64_t rows, int64_t length, const double*, double* total);
 std::shared_ptr<Exchange> kvstore_exchange(AddInPython* add);
+inline thread_local std::string python_problem;
 
 // Whether GPUs exchange their statistics by NCCL. If NCCL is missing, `kIfThere` takes the host, with a warning, and
 // exchange/named.py refuses `kRequired`.

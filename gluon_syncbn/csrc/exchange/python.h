@@ -1,5 +1,4 @@
-// Calls exchanges in Python, each of which takes the interpreter lock: MXNet's KVStores, and a transport of messages
-// between processes.
+// The mailbox of a transport in Python, which carries messages between processes.
 #pragma once
 
 #include <chrono>
@@ -11,17 +10,13 @@
 #include <string>
 #include <utility>
 
-#include "exchange/exchange.h"
 #include "exchange/inbox.h"
 #include "lock.h"
 
 namespace syncbn {
 
-inline thread_local std::string python_problem;  // why the last call of this thread has failed
-
-// The mailbox of a transport in Python. A message is the number of its readers and their ranks, as int64, then a Head and
-// what follows it. Python takes what leaves, in a thread of its own. A thread that exchanges never runs Python, where
-// Ctrl-C would come.
+// A message is the number of its readers and their ranks, as int64, then a Head and what follows it. Python takes what
+// leaves, in a thread of its own. A thread that exchanges never runs Python, where Ctrl-C would come.
 class PythonMailbox : public Inbox {
   public:
     using Inbox::Inbox;
