@@ -22,7 +22,7 @@ import time
 from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, List, Optional, Sequence
 
 import mxnet as mx
 import numpy as np
@@ -42,65 +42,55 @@ _STRANGE = OSError, EOFError, ValueError, AssertionError, AuthenticationError
 
 
 class Link:
-    """One end of a connection. Threads of its own send and receive, so that nobody else waits for the other end.
+    """One end of a connection to a process that has the job's key.
 
-    ``following`` returns what is next: empty if nothing comes for a moment, None at the end. ``take`` gets what comes,
-    and at last the ``loss`` of the other end, which is silent, or else has closed the connection.
+    ``proofs`` are given to the other end and taken from it, in waits that have the time limit.
     """
 
-    def __init__(
-        self,
-        connection: Connection,
-        following: Callable[[], Optional[bytes]],
-        take: Callable[[bytes], None],
-        loss: Callable[[bool], bytes],
+    def __init__(self, end: socket.socket, key: bytes, *proofs: Callable[[Connection, bytes], None]) -> None:
+        end.setblocking(True)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small messages leave at once
+        limit = struct.pack("ll", math.ceil(_native.timeout_of()), 0)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        self.connection = Connection(end.detach())
+        for proof in proofs:
+            proof(self.connection, key)
+
+    def start(
+        self, following: Callable[[], Optional[bytes]], take: Callable[[bytes], None], loss: Callable[[bool], bytes]
     ) -> None:
-        self._connection, self._following, self._take, self._loss = connection, following, take, loss
-        self._socket = socket.socket(fileno=os.dup(connection.fileno()))
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small messages leave at once
-        _limit(self._socket, 0)  # from now on, `poll` has a limit
+        """Starts threads that send and receive, so that nobody else waits for the other end.
+
+        ``following`` returns what is next: empty if nothing comes for a moment, None at the end. ``take`` gets what
+        comes, and at last the ``loss`` of the other end, which is silent, or else has closed the connection.
+        """
+        self._following, self._take, self._loss = following, take, loss
+        self._socket = socket.socket(fileno=os.dup(self.connection.fileno()))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))  # `poll` has a limit
         self.sender = threading.Thread(target=self._send, name="gluon_syncbn-link", daemon=True)
         self.receiver = threading.Thread(target=self._receive, name="gluon_syncbn-link", daemon=True)
         self.sender.start()
         self.receiver.start()
 
     def close(self) -> None:
-        self._connection.close()
+        self.connection.close()
         self._socket.close()
 
     def _send(self) -> None:
         with contextlib.suppress(OSError):  # the other thread hears of it, too
             for message in iter(self._following, None):
-                self._connection.send_bytes(message)
+                self.connection.send_bytes(message)
             self._socket.shutdown(socket.SHUT_WR)
 
     def _receive(self) -> None:
         silent = False
         with contextlib.suppress(OSError, EOFError):
-            while self._connection.poll(_native.timeout_of() + _SILENCE):
-                message = self._connection.recv_bytes()
+            while self.connection.poll(_native.timeout_of() + _SILENCE):
+                message = self.connection.recv_bytes()
                 if message:
                     self._take(message)
             silent = True
         self._take(self._loss(silent))
-
-
-def _limit(end: socket.socket, seconds: float) -> None:
-    """Limits each wait for something to read; 0: no more."""
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", math.ceil(seconds), 0))
-
-
-def _introduce(end: socket.socket, *steps: Callable[[Connection], Any]) -> Tuple[Connection, Any]:
-    """Takes the steps of an introduction, whose waits have the time limit. Returns what the last one does."""
-    _limit(end, _native.timeout_of())
-    connection = Connection(end.detach())
-    try:
-        for step in steps:
-            result = step(connection)
-    except BaseException:
-        connection.close()
-        raise
-    return connection, result
 
 
 def readers_of(message: bytes) -> List[int]:
@@ -138,18 +128,17 @@ def relay(towards: str, size: int, links: List[Link]) -> List[Any]:
             outboxes[rank].put(message)
 
     def greet(end: socket.socket, caller: Any) -> None:
-        steps = partial(deliver_challenge, authkey=key), partial(answer_challenge, authkey=key)
         try:
-            connection, name = _introduce(end, *steps, lambda connection: connection.recv_bytes(64))
-            rank, process = json.loads(name)
+            link = Link(end, key, deliver_challenge, answer_challenge)
+            rank, process = json.loads(link.connection.recv_bytes(64))
         except _STRANGE as error:
             log.info("%s:%d connected to the relay of gluon_syncbn and is none of its job: %r", *caller[:2], error)
             return
-        links.append(Link(connection, partial(following, rank), take, partial(_loss, size, rank, process)))
-        if len(links) == size:
-            server.shutdown(socket.SHUT_RDWR)  # ends `accept`
+        link.start(partial(following, rank), take, partial(_loss, size, rank, process))
+        links.append(link)
 
     def run() -> None:
+        server.settimeout(_POLL)
         while len(links) < size:  # a caller that says nothing, such as a scanner of ports, has a thread of its own
             with contextlib.suppress(OSError):
                 threading.Thread(target=greet, args=server.accept(), name="gluon_syncbn-relay", daemon=True).start()
@@ -175,12 +164,10 @@ class BridgedTransport(Transport):
         told = json.dumps(relay(towards, size, self._relayed) if rank == 0 else None).encode().ljust(BYTES)
         heard = spread(np.frombuffer(told, np.uint8)).astype(np.uint8).tobytes()
         host, port, key, self._process = json.loads(heard)  # of rank 0
-        name = json.dumps([rank, os.getpid()]).encode()
-        steps = [partial(proof, authkey=bytes.fromhex(key)) for proof in (answer_challenge, deliver_challenge)]
         try:
             end = socket.create_connection((host, port), _native.timeout_of())
-            end.setblocking(True)
-            self._connection, _ = _introduce(end, *steps, lambda connection: connection.send_bytes(name))
+            self._link = Link(end, bytes.fromhex(key), answer_challenge, deliver_challenge)
+            self._link.connection.send_bytes(json.dumps([rank, os.getpid()]).encode())
         except _STRANGE as error:
             raise mx.MXNetError(
                 f"no connection to rank 0, at {host}:{port} ({error!r}). Every process has to reach any port there."
@@ -188,7 +175,7 @@ class BridgedTransport(Transport):
 
     def open(self, handle: int) -> None:
         super().open(handle)
-        self._link = Link(self._connection, self._following, self._take, partial(_loss, self.size, 0, self._process))
+        self._link.start(self._following, self._take, partial(_loss, self.size, 0, self._process))
 
     def _following(self) -> Optional[bytes]:
         return _native.next_message(self.handle, _PULSE)
