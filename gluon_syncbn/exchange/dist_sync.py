@@ -1,15 +1,7 @@
 """Carries messages between the workers of MXNet's own cluster. MXNet's store introduces them, and a relay carries.
 
 A request to a parameter server cannot be taken back, so a wait for one has no limit. Therefore a thread calls MXNet's
-store, once at the beginning and once at the end. All else goes by the relay in rank 0:
-
-main thread                    store's thread                    servers
-  wait, with a limit ────────►   mx.kv.create
-                                 rank 0 makes the relay
-                                 init: rank 0's address and key ─►
-                        ◄─────   pull, connect                  ◄─
-  messages by the relay
-  close ─────────────────────►   del store                      ─►  they and the scheduler end
+store: at the beginning, to tell all where the relay in rank 0 listens, and at the end, which ends the servers, too.
 """
 
 from __future__ import annotations
