@@ -1,6 +1,5 @@
 // Exchanges between processes, by MPI or a transport in Python, and in levels: those of a machine share memory, and one
-// process of each machine, its leader, exchanges with the other leaders. "Between processes" in docs/architecture.md has
-// pictures.
+// process of each machine, its leader, exchanges with the other leaders: "Between processes" in docs/architecture.md.
 //
 // The total of a machine is rounded before the machines' totals are combined. All ranks have the same bits. They may
 // differ from the bits of a single level in the last digits. An allgather needs the vector of every process, so with
