@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, List, Mapping, Optional
+from typing import Any, Callable, Dict, List, Mapping, Optional, Set
 
 import mxnet as mx
 import numpy as np
@@ -21,7 +21,7 @@ from ..activation import NONE, BatchNormActivation, BatchNormAdd, Computation
 from ..system import arguments, kinds
 from ..training.replicas import Replicas
 from . import blocks
-from .nodes import Entry, Graph, Json, attribute, changed, is_guard, is_ours, json_of, symbol_of, walk
+from .nodes import Json, attribute, bypass, is_guard, is_ours, json_of, symbol_of, walk
 from .op import SYMBOLS
 
 #: Attribute of a ``BatchNorm`` in a file that was a synchronised node: the arguments of the layer, in JSON. In a node
@@ -62,58 +62,57 @@ def with_layers(
     """Returns the graph with the nodes of layers in the places of nodes, given by number in `walk`. Their guards are
     gone, and outputs keep the names of these. A plain layer leaves out a mask. ``marks`` has values of `SYNCHRONISED`.
     """
+    graph: Json = json.loads(json.dumps(recorded))
+    found = [(within, node, layers[number], number) for number, within, node in walk(graph) if number in layers]
+    masked = [
+        node["name"]
+        for within, node, layer, _ in found
+        if within is not graph and node["attrs"].get("masks") == "1" and not hasattr(layer, "_replicas")
+    ]
+    if masked:
+        raise ValueError(
+            f"{arguments.some(masked, ', ')}: a mask was given in the body of F.contrib.foreach, while_loop or "
+            "cond, expected none there: plain operators take none, and MXNet cannot leave out an input of a body"
+        )
+    for within in {id(within): within for within, *_ in found}.values():
+        _drop_guards(within, {id(node) for _, node, *_ in found if is_ours(node)})
+    for within, node, layer, number in found:
+        _write(within["nodes"], node, layer, None if marks is None else marks[number])
+    return symbol_of(graph)
 
-    def change(graph: Json, numbers: List[int]) -> Json:
-        here = {at: number for at, number in enumerate(numbers) if number in layers}
-        own = {at: layers[number] for at, number in here.items()}
-        plain_ones = [graph["nodes"][at] for at, layer in own.items() if not hasattr(layer, "_replicas")]
-        masked = [node["name"] for node in plain_ones if node["attrs"].get("masks") == "1"]
-        if masked and "attrs" not in graph:
-            raise ValueError(
-                f"{arguments.some(masked, ', ')}: a mask was given in the body of F.contrib.foreach, while_loop or "
-                "cond, expected none there: plain operators take none, and MXNet cannot leave out an input of a body"
-            )
-        marked = None if marks is None else {at: marks[number] for at, number in here.items()}
-        return _with_layers(graph, own, marked) if own else graph
 
-    return symbol_of(changed(recorded, change))
+def _drop_guards(graph: Json, ours: Set[int]) -> None:
+    nodes = graph["nodes"]
+    guards = {at for node in nodes if id(node) in ours for at, *_ in node["inputs"] if is_guard(nodes[at])}
+    for number, guard in enumerate(nodes):
+        guarded = nodes[guard["inputs"][0][0]] if is_guard(guard) else {}
+        if id(guarded) in ours:
+            guards.add(number)
+            guarded["name"] = guard["name"]
+    bypass(graph, guards)
 
 
-def _with_layers(recorded: Json, layers: Mapping[int, BatchNorm], marks: Optional[Mapping[int, str]]) -> Json:
-    """Does so in one graph, with nodes given by number there."""
-    nodes = recorded["nodes"]
-    behind = {node["inputs"][0][0]: number for number, node in enumerate(nodes) if is_guard(node)}
-    serving = {at for number in layers for at, *_ in nodes[number]["inputs"]}
-    serving |= {guard for number, guard in behind.items() if number in layers}
-
-    def unfold(number: int, node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
-        if number in serving and is_guard(node):
-            return inputs
-        if number not in layers:
-            return None
-        layer = layers[number]
-        name = nodes[behind.get(number, number)]["name"]
-        attributes = {k: v for k, v in node["attrs"].items() if k.startswith("__") and k != SYNCHRONISED}
-        parameters = [layer._reg_params[parameter].name for parameter in blocks.PARAMETERS]
-        data = _DATA[: len(inputs) - len(parameters)]
-        if not hasattr(layer, "_replicas"):
-            data = data[: 1 + isinstance(layer, BatchNormAdd)]
-        given = dict(zip([data[0], *parameters[:2], *data[1:]], inputs))
-        given.update(zip(parameters[2:], inputs[-2:]))
-        variables = {name: parameter.var() for name, parameter in layer._reg_params.items()}
-        with layer.name_scope():
-            written = json_of(layer.hybrid_forward(SYMBOLS, *map(kinds.variable, data), **variables))
-        last = written["heads"][0][0]
-        for at, part in enumerate(written["nodes"]):
-            if part["op"] != "null":  # an output is called after its node
-                part["name"] = name if at == last else f"{name}_{part['name']}"
-                part["attrs"].update(attributes)
-                if marks and part["op"] == "BatchNorm":
-                    part["attrs"][SYNCHRONISED] = marks[number]
-        return graph.append(written, lambda _, part, __: [given[part["name"]]] if part["op"] == "null" else None)
-
-    graph = Graph()
-    return graph.rewrite(recorded, unfold)
+def _write(nodes: List[Json], node: Json, layer: BatchNorm, mark: Optional[str]) -> None:
+    """Writes a layer in the place of a node, in one graph. What the layer computes before is added to the nodes."""
+    attributes = {k: v for k, v in node["attrs"].items() if k.startswith("__") and k != SYNCHRONISED}
+    parameters = [layer._reg_params[parameter].name for parameter in blocks.PARAMETERS]
+    data = _DATA[: len(node["inputs"]) - len(parameters)]
+    if not hasattr(layer, "_replicas"):
+        data = data[: 1 + isinstance(layer, BatchNormAdd)]
+    given = dict(zip([data[0], *parameters[:2], *data[1:]], node["inputs"]))
+    given.update(zip(parameters[2:], node["inputs"][-2:]))
+    variables = {name: parameter.var() for name, parameter in layer._reg_params.items()}
+    with layer.name_scope():
+        written = json_of(layer.hybrid_forward(SYMBOLS, *map(kinds.variable, data), **variables))["nodes"]
+    for part in written:
+        part["inputs"] = [given.get(written[at]["name"], [len(nodes) + at, *rest]) for at, *rest in part["inputs"]]
+        if part["op"] != "null":
+            part["name"] = f"{node['name']}_{part['name']}"
+            part["attrs"].update(attributes)
+            if mark and part["op"] == "BatchNorm":
+                part["attrs"][SYNCHRONISED] = mark
+    nodes += written
+    node.update(written[-1], name=node["name"])  # an output is called after its node
 
 
 _DATA = [f"input {number} of the layer" for number in range(3)]

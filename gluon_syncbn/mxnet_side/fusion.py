@@ -13,58 +13,60 @@ import mxnet as mx
 from ..activation import RELU, RELU6, SLOPES, Activation, Computation
 from ..system import kinds
 from ..training.replicas import Replicas
-from .nodes import Entry, Graph, Json, attribute, is_guard, is_ours, json_of, symbol_of, uses
+from .nodes import Entry, Json, attribute, bypass, is_guard, is_ours, json_of, symbol_of, uses
 
 
-def fused(symbol: mx.sym.Symbol, recorded: Json, inputs: Dict[str, mx.nd.NDArray]) -> Json:
-    """Returns a graph in which layers with ``fuses`` have absorbed the operators behind them. In the body of a loop or
-    a condition they absorb nothing. ``symbol`` is the same graph.
+def fuse(symbol: mx.sym.Symbol, graph: Json, inputs: Dict[str, mx.nd.NDArray]) -> bool:
+    """Lets layers with ``fuses`` absorb the operators behind them, and says whether there are such layers. In the body
+    of a loop or a condition they absorb nothing. ``symbol`` is the same graph.
     """
-    if not any(is_ours(node) and node["attrs"]["fuses"] == "1" for node in recorded["nodes"]):
-        return recorded
-    casts = _alike(symbol, recorded, inputs, "amp_multicast")
+    if not any(is_ours(node) and node["attrs"]["fuses"] == "1" for node in graph["nodes"]):
+        return False
+    casts = _alike(symbol, graph, inputs, "amp_multicast")
     if casts:
-        recorded = Graph().rewrite(recorded, lambda number, _, given: given if number in casts else None)
-        symbol = symbol_of(recorded)
-    sums = {number for number, node in enumerate(recorded["nodes"]) if node["op"] == "elemwise_add"}
-    sums |= _alike(symbol, recorded, inputs, "_npi_add")  # which may mix shapes or types
-    nodes, used = recorded["nodes"], uses(recorded)
-    given: List[List[Entry]] = []  # the inputs of each node, in the new graph
-    graph = Graph()
+        bypass(graph, casts)
+        symbol = symbol_of(graph)
+        graph.update(json_of(symbol))
+    nodes, used = graph["nodes"], uses(graph)
+    sums = {number for number, node in enumerate(nodes) if node["op"] == "elemwise_add"}
+    sums |= _alike(symbol, graph, inputs, "_npi_add")  # which may mix shapes or types
 
     def only(entry: Entry) -> bool:  # an output that is used elsewhere too is not absorbed
         return used[entry[0], entry[1]] == 1
 
-    def fold(number: int, node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
-        given.append(inputs)
+    def added(node: Json, inputs: List[Entry]) -> Entry:
+        nodes.append({**node, "inputs": inputs})
+        return [len(nodes) - 1, 0, 0]
+
+    for number, node in enumerate(list(nodes)):
         activation = _activation_of(node)
-        if activation is None:  # MXNet drops the copies of absorbed nodes, which no output needs
-            return None
+        if activation is None:
+            continue
         entry = node["inputs"][0]
         addition = entry[0] if entry[0] in sums and only(entry) else None
         for place, summand in enumerate([entry] if addition is None else nodes[addition]["inputs"]):
-            guard = summand[0] if is_guard(nodes[summand[0]]) else None
-            before = summand if guard is None else nodes[guard]["inputs"][0]
-            layer, entries = nodes[before[0]], given[before[0]]
+            guard = nodes[summand[0]] if is_guard(nodes[summand[0]]) else None
+            before = summand if guard is None else guard["inputs"][0]
+            layer = nodes[before[0]]
             if not (only(summand) and only(before) and is_ours(layer) and layer["attrs"].get("fuses") == "1"):
                 continue
+            entries = layer["inputs"]
             if addition is not None:
-                addend = given[addition][1 - place]
-                if guard is not None and not is_guard(graph.nodes[addend[0]]):
-                    addend = [graph.add({**nodes[guard], "name": f"{layer['name']}_addend"}, [addend]), 0, 0]
+                addend = nodes[addition]["inputs"][1 - place]
+                if guard is not None and not is_guard(nodes[addend[0]]):
+                    addend = added({**guard, "name": f"{layer['name']}_addend"}, [addend])
                 entries = [*entries[:3], addend, *entries[3:]]
             computes = Computation.of_attributes(layer["attrs"])
             computes = computes._replace(activation=activation, adds=addition is not None, fuses=False)
             computes = computes._replace(inplace=computes.inplace and computes.invertible())
             attributes = {**layer["attrs"], **computes.attributes()}
-            at = graph.add({**layer, "attrs": attributes}, entries)
+            whole = {**layer, "attrs": attributes, "inputs": entries}
+            nodes[number] = whole if guard is None else {**guard, "inputs": [added(whole, entries)]}
             replicas = Replicas.by_token.get(attributes["layer"])
             if replicas is not None:
                 replicas.taken_in = str(computes)
-            return [[at if guard is None else graph.add(nodes[guard], [[at, 0, 0]]), 0, 0]]
-        return None
-
-    return graph.rewrite(recorded, fold)
+            break
+    return True
 
 
 def _alike(symbol: mx.sym.Symbol, graph: Json, inputs: Dict[str, mx.nd.NDArray], *operators: str) -> Set[int]:

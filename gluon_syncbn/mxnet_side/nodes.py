@@ -1,4 +1,6 @@
-"""Reads and builds graphs in the form that MXNet writes into files."""
+"""Reads and changes graphs in the form that MXNet writes into files. MXNet reads nodes in any order, and drops those
+that no output needs.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Set, Tuple
 
 import mxnet as mx
 
@@ -16,42 +18,6 @@ from .op import NAME
 
 Json = Dict[str, Any]
 Entry = List[int]  # an output: its node, its number there, and the version of the array that the node overwrites
-#: Replaces a node, given its number, the node and its inputs: an entry for each output; None copies the node.
-Rule = Callable[[int, Json, List[Entry]], Optional[List[Entry]]]
-
-
-class Graph:
-    """A graph that is being built, in the form of MXNet's files."""
-
-    def __init__(self) -> None:
-        self.nodes: List[Json] = []
-
-    def add(self, node: Json, inputs: List[Entry]) -> int:
-        self.nodes.append({**node, "inputs": inputs})
-        return len(self.nodes) - 1
-
-    def append(self, graph: Json, rule: Rule) -> List[Entry]:
-        """Adds the nodes of another graph, or their replacements. Returns the entries of its outputs here."""
-        found: List[Optional[List[Entry]]] = []
-        copies: Dict[int, int] = {}
-
-        def here(entry: Entry) -> Entry:
-            number, output, version = entry
-            entries = found[number]
-            return [copies[number], output, version] if entries is None else entries[output]
-
-        for number, node in enumerate(graph["nodes"]):
-            inputs = [here(entry) for entry in node["inputs"]]
-            found.append(rule(number, node, inputs))
-            if found[number] is None:
-                copies[number] = self.add(node, inputs)
-        return [here(entry) for entry in graph["heads"]]
-
-    def rewrite(self, graph: Json, rule: Rule) -> Json:
-        """Returns another graph with the replacements."""
-        heads = self.append(graph, rule)
-        variables = [number for number, node in enumerate(self.nodes) if node["op"] == "null"]
-        return {**graph, "nodes": self.nodes, "arg_nodes": variables, "heads": heads}
 
 
 def walk(graph: Json, numbers: Optional[Iterator[int]] = None) -> Iterator[Tuple[int, Json, Json]]:
@@ -64,23 +30,6 @@ def walk(graph: Json, numbers: Optional[Iterator[int]] = None) -> Iterator[Tuple
         for body in node.get("subgraphs", ()):
             yield from walk(body, numbers)
         yield next(numbers), graph, node
-
-
-def changed(graph: Json, change: Callable[[Json, List[int]], Json]) -> Json:
-    """Returns the graph with what ``change`` makes of each body and of the graph itself. ``change`` also gets the
-    numbers of the nodes in `walk`. It must keep the inputs of a body in their order, which the node that runs it knows.
-    """
-    numbers = itertools.count()
-
-    def within(one: Json) -> Json:
-        nodes, own = [], []
-        for node in one["nodes"]:
-            bodies = {"subgraphs": [within(body) for body in node["subgraphs"]]} if "subgraphs" in node else {}
-            nodes.append({**node, **bodies})
-            own.append(next(numbers))
-        return change({**one, "nodes": nodes}, own)
-
-    return within(graph)
 
 
 def json_of(symbol: mx.sym.Symbol) -> Json:
@@ -123,10 +72,20 @@ def symbol_of(graph: Json) -> mx.sym.Symbol:
     return mx.sym.load_json(json.dumps(graph))
 
 
+def _entries(graph: Json) -> List[Entry]:
+    return [entry for node in graph["nodes"] for entry in node["inputs"]] + graph["heads"]
+
+
 def uses(graph: Json) -> Counter:
     """Counts the uses of each output, by node and number there."""
-    entries = [entry for node in graph["nodes"] for entry in node["inputs"]] + graph["heads"]
-    return Counter((number, output) for number, output, *_ in entries)
+    return Counter((number, output) for number, output, *_ in _entries(graph))
+
+
+def bypass(graph: Json, numbers: Set[int]) -> None:
+    """Lets all users of nodes whose outputs are their inputs use the inputs."""
+    for entry in _entries(graph):
+        while entry[0] in numbers:
+            entry[:] = graph["nodes"][entry[0]]["inputs"][entry[1]]
 
 
 def layers_of(graph: Json) -> List[Tuple[Replicas, Dict[str, str]]]:

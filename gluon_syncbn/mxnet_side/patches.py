@@ -17,7 +17,7 @@ from ..training import steps
 from ..training.replicas import IN_GRAPH, executing, followers_of
 from ..training.session import session
 from . import blocks, trainer
-from .fusion import fused
+from .fusion import fuse
 from .nodes import Json, json_of, layers_of, number_nodes, symbol_of
 
 #: By the owner and the name of a function: what runs in its place, and MXNet's, or None if the owner inherits it.
@@ -256,10 +256,9 @@ def running_graph(block: gluon.HybridBlock, *args: Any) -> Tuple[List[mx.sym.Sym
     if _has_loaded_graph(block):
         _forget_loaded(block)
     inputs, symbol = block._get_graph(*args)
-    recorded = json_of(symbol)
-    is_other = number_nodes(recorded)
-    graph = fused(symbol, recorded, dict(zip([one.name for one in inputs], kinds.arrays_of(args))))
-    if is_other or graph is not recorded:
+    graph = json_of(symbol)
+    is_other = number_nodes(graph)
+    if fuse(symbol, graph, dict(zip([one.name for one in inputs], kinds.arrays_of(args)))) or is_other:
         symbol = kinds.like(symbol_of(graph), symbol)
         graph = json_of(symbol)  # without the nodes that were absorbed
     return inputs, symbol, graph
