@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any, Callable, ContextManager, Dict, Iterator, List, Tuple
+from typing import Any, Callable, ContextManager, Dict, List, Tuple
 
 import mxnet as mx
 from mxnet import autograd, gluon
@@ -14,7 +14,7 @@ from mxnet import autograd, gluon
 from .. import _native
 from ..system import arguments, kinds
 from ..training import steps
-from ..training.replicas import IN_GRAPH, executing, followers_of
+from ..training.replicas import IN_GRAPH, executing, followers_of, setting
 from ..training.session import session
 from . import blocks, trainer
 from .fusion import fuse
@@ -131,27 +131,18 @@ def for_replica(call: Callable, block: gluon.Block, *args: Any) -> Any:
     operators take temporary space that is free: that of the replica may be held by operators that wait for a layer.
     """
     if not isinstance(block, gluon.HybridBlock) and not _has_parameters(block):
-        with _spare_space(True):
+        with setting(_native.use_spare_space, True):
             return call(block, *args)
     is_inner = getattr(_of_thread, "issues", False) or not autograd.is_training()
     if is_inner or not any(isinstance(x, mx.nd.NDArray) and _native.issue_for(x) for x in kinds.arrays_of(args)):
         return call(block, *args)
     _of_thread.issues = True
     try:
-        with _spare_space(False):
+        with setting(_native.use_spare_space, False):
             return call(block, *args)
     finally:
         _of_thread.issues = False
         _native.issue_on(-1)
-
-
-@contextmanager
-def _spare_space(uses: bool) -> Iterator[None]:
-    before = _native.use_spare_space(uses)
-    try:
-        yield
-    finally:
-        _native.use_spare_space(before)
 
 
 def _has_parameters(block: gluon.Block) -> bool:

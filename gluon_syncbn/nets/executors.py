@@ -28,7 +28,7 @@ from ..mxnet_side.nodes import Json, gives_moments, is_ours, json_of, number_nod
 from ..system import arguments, kinds
 from ..system.classes import derived
 from ..training import steps
-from ..training.replicas import IN_GRAPH, Replicas, executing, issuing
+from ..training.replicas import IN_GRAPH, Replicas, executing, setting
 from ..training.session import session
 from .graphs import layer_of
 
@@ -81,7 +81,8 @@ def _binding(bind: Callable, symbol: mx.sym.Symbol, /, ctx: Context, *args: Any,
     choose = functools.partial(_beside_others, ctx, kwargs.get("grad_req") != "null")
     graph, layers = _synchronised(symbol, choose)
     # A step may be open, but no operator that is made here is a call of it.
-    with issuing(ctx) if layers else nullcontext(), executing(ctx), autograd.predict_mode():
+    on = ctx.device_id if ctx.device_type == "cpu" else -1
+    with setting(_native.issue_on, on) if layers else nullcontext(), executing(ctx), autograd.predict_mode():
         executor = bind(graph, ctx, *args, **kwargs)
     if layers:
         executor.__class__, executor.layers = _Executor, layers

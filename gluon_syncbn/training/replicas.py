@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from contextlib import contextmanager
-from typing import Any, ClassVar, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, ClassVar, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 from mxnet import autograd
 from mxnet.context import Context
@@ -29,13 +29,13 @@ _ONE_EACH = (
 
 
 @contextmanager
-def issuing(context: Context) -> Iterator[None]:
-    """Within the block, operators that this thread issues take the resources of the replica on this context."""
-    before = _native.issue_on(context.device_id if context.device_type == "cpu" else -1)
+def setting(change: Callable[[Any], Any], value: Any) -> Iterator[None]:
+    """Within the block, a setting has another value. ``change`` sets it, and returns the value before."""
+    before = change(value)
     try:
         yield
     finally:
-        _native.issue_on(before)
+        change(before)
 
 
 @contextmanager
