@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import weakref
-from typing import Any, Callable, List, Tuple
-
-_all: List[Tuple[Any, str, Callable[[], Any]]] = []
+from typing import Any, Callable
 
 
 def give(owner: Any, **made: Callable[[], Any]) -> None:
@@ -13,14 +12,11 @@ def give(owner: Any, **made: Callable[[], Any]) -> None:
 
     The thread that forks leaves a lock that it holds as it has entered it.
     """
-    for name, make in made.items():
-        setattr(owner, name, make())
-        _all.append((weakref.ref(owner), name, make))
+    reference = weakref.ref(owner)
 
+    def make() -> None:
+        for name, new in made.items() if reference() is not None else ():
+            setattr(reference(), name, new())
 
-def forked() -> None:
-    """Called in the child of a fork."""
-    for reference, name, make in _all:
-        owner = reference()
-        if owner is not None:
-            setattr(owner, name, make())
+    make()
+    os.register_at_fork(after_in_child=make)

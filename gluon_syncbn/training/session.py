@@ -116,7 +116,6 @@ class Session:
         thread = threading.current_thread()
         self.open = {one: depth for one, depth in self.open.items() if one is thread}
         self._has_room = False
-        locks.forked()
         for store in self.stores:
             store.forked()
 

@@ -172,6 +172,7 @@ def test_one_place_for_handlers():
             found[path.relative_to(PACKAGE).as_posix()] = len(hits)
     assert found == {
         "mxnet_side/lifetime.py": 2,
+        "system/locks.py": 1,
         "exchange/horovod.py": 2,
         "command/replacements.py": 1,
         "command/run.py": 1,
