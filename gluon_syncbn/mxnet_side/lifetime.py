@@ -46,7 +46,7 @@ _JOINS = ("join", "_wait_for_tstate_lock")  # of Python 3.13, and before
 def _at_exit() -> None:
     # At interpreter exit, MXNet drops queued operators and waits for running ones. A running replica would wait for a
     # queued one for ever. This handler runs before MXNet's own. It lets a healthy step finish and ends a stuck one.
-    steps.end()
+    session.ending = True
     _stop_daemons()
     _native.exiting(True)
     steps.drain()

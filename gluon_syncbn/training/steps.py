@@ -79,11 +79,6 @@ def told() -> None:
     session.raised = _native.failure()
 
 
-def end() -> None:
-    """No step begins any more, because the exit handlers run."""
-    session.ending = True
-
-
 def reset() -> None:
     """Forgets a failed step, so that the next one starts afresh.
 
@@ -167,9 +162,8 @@ def break_off(what: str) -> None:
     session.tell_others(session.raised)
 
 
-def failure_seen(error: BaseException) -> bool:
-    """Whether an error that reaches the program is the step's failure. Then the next step does not report it."""
+def failure_seen(error: BaseException) -> None:
+    """An error reaches the program: if it is the step's failure, the next step does not report it."""
     reason = _native.failure()
-    seen = bool(reason) and reason in str(error)
-    session.raised = reason if seen else session.raised
-    return seen
+    if reason and reason in str(error):
+        session.raised = reason
