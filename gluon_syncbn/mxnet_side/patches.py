@@ -197,19 +197,6 @@ class _Issuing(mx.nd.CachedOp):
         )
 
 
-class _Draft:
-    """Stands in for a block while MXNet makes the operator of its graph: other threads call that as soon as they see it
-    in the block.
-    """
-
-    def __init__(self, block: gluon.HybridBlock, graph: Tuple[List[mx.sym.Symbol], mx.sym.Symbol]) -> None:
-        self._block = block
-        self._get_graph = lambda *args: graph
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._block, name)
-
-
 def _building(build: Callable, block: gluon.HybridBlock, *args: Any) -> None:
     """Records a graph once, in one thread at a time, numbers its nodes, and fuses. MXNet makes its operator of the
     result. The block keeps the graph that was recorded, which files are written from.
@@ -224,19 +211,21 @@ def _building(build: Callable, block: gluon.HybridBlock, *args: Any) -> None:
         if block._cached_op is not before:
             return
         inputs, symbol, graph = running_graph(block, *args)
-        draft = _Draft(block, (inputs, symbol))
+        # In the place of the block, because other threads call MXNet's operator as soon as they see it there.
+        draft = object.__new__(type(block))
+        vars(draft).update(vars(block), _get_graph=lambda *args: (inputs, symbol))
         build(draft, *args)
-        made = {name: value for name, value in vars(draft).items() if name.startswith("_cached")}
-        if "_cached_graph" in made:  # the parts that a backend has made of it
-            symbol = made["_cached_graph"][1]
+        if draft._cached_graph is not block._cached_graph:  # the parts that a backend has made of it
+            block._cached_graph = draft._cached_graph
+            symbol = draft._cached_graph[1]
             graph = json_of(symbol)
         flags = [("data_indices", []), ("param_indices", []), *block._flags]
-        for place, (is_input, _) in enumerate(made["_cached_op_args"]):
+        for place, (is_input, _) in enumerate(draft._cached_op_args):
             flags[0 if is_input else 1][1].append(place)
         if layers_of(graph) or (dict(flags).get("static_shape") and symbol.list_inputs()):
-            made["_cached_op"] = _Issuing(symbol, flags, graph)
-        for name in sorted(made, key="_cached_op".__eq__):  # which other threads look for comes last
-            setattr(block, name, made[name])
+            draft._cached_op = _Issuing(symbol, flags, graph)
+        block._cached_op_args = draft._cached_op_args
+        block._cached_op = draft._cached_op  # last, because other threads look for it
         blocks.with_graph[id(block)] = block
 
 
@@ -244,8 +233,11 @@ def running_graph(block: gluon.HybridBlock, *args: Any) -> Tuple[List[mx.sym.Sym
     """Returns the inputs of the graph that a block records, and the graph that it runs for these arguments, in the form
     of files too.
     """
-    if _has_loaded_graph(block):
-        _forget_loaded(block)
+    if block._cached_graph and not isinstance(block, gluon.SymbolBlock):
+        parameters = block.collect_params()
+        means = [node.inputs[3] for node in blocks.recorded(block) if node.operator in blocks.OPERATORS]
+        if followers_of(parameters[mean] for mean in means if mean in parameters):
+            _forget_loaded(block)
     inputs, symbol = block._get_graph(*args)
     graph = json_of(symbol)
     is_other = number_nodes(graph)
@@ -255,17 +247,10 @@ def running_graph(block: gluon.HybridBlock, *args: Any) -> Tuple[List[mx.sym.Sym
     return inputs, symbol, graph
 
 
-def _has_loaded_graph(block: gluon.HybridBlock) -> bool:
-    """Whether an operator of MXNet's stands for a synchronised layer, as in a graph that ``Block.load`` has read."""
-    if isinstance(block, gluon.SymbolBlock) or not block._cached_graph:
-        return False
-    parameters = block.collect_params()
-    means = [node.inputs[3] for node in blocks.recorded(block) if node.operator in blocks.OPERATORS]
-    return bool(followers_of(parameters[mean] for mean in means if mean in parameters))
-
-
 def _forget_loaded(net: gluon.Block) -> None:
-    """Lets a net record its own graph again. ``Block.load`` has renamed its entries, and not its parameters."""
+    """Lets a net record its own graph again, in place of that of ``Block.load``, which has plain operators for its
+    synchronised layers. It has renamed the net's entries, and not its parameters.
+    """
     for one in blocks.iterate(net):
         entries = one.params._params
         parameters = {parameter.name: parameter for parameter in entries.values()}
