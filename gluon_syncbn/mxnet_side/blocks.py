@@ -21,32 +21,27 @@ OPERATORS = ("BatchNorm", "_contrib_SyncBatchNorm", "_contrib_BatchNormWithReLU"
 _CUDNN_OFF = ("gluoncv.nn.block", "BatchNormCudnnOff")  # which changes no result
 
 
-def iterate(net: Block, seen: Optional[Set[int]] = None) -> Iterator[Block]:
-    """Yields every block once, ``net`` first.
+def iterate(value: Any, seen: Optional[Set[int]] = None) -> Iterator[Block]:
+    """Yields every block of a net once, the net first.
 
     These are children, and blocks in lists, tuples, sets or dictionaries of an attribute, which Gluon does not
     register.
     """
     seen = set() if seen is None else seen
-    if id(net) in seen:
+    if id(value) in seen:
         return
-    seen.add(id(net))
-    yield net
-    attributes: List[Any] = [vars(net)]
-    for cls in type(net).__mro__:
-        slots = vars(cls).get("__slots__", ())
-        attributes += [getattr(net, name, None) for name in ([slots] if isinstance(slots, str) else slots)]
-    for block in [*net._children.values(), *_within(attributes, set())]:
-        yield from iterate(block, seen)
-
-
-def _within(value: Any, seen: Set[int]) -> Iterator[Block]:
     if isinstance(value, Block):
         yield value
-    elif isinstance(value, (list, tuple, set, frozenset, dict)) and id(value) not in seen:
-        seen.add(id(value))
-        for entry in list(value.values()) if isinstance(value, dict) else list(value):
-            yield from _within(entry, seen)
+        entries = [*value._children.values(), *vars(value).values()]
+        for cls in type(value).__mro__:
+            slots = vars(cls).get("__slots__", ())
+            entries += [getattr(value, name, None) for name in ([slots] if isinstance(slots, str) else slots)]
+    else:
+        entries = list(value.values()) if isinstance(value, dict) else list(value)
+    seen.add(id(value))
+    for entry in entries:
+        if isinstance(entry, (Block, list, tuple, set, frozenset, dict)):
+            yield from iterate(entry, seen)
 
 
 def is_batch_norm(block: Block) -> bool:
