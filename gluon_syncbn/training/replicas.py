@@ -187,10 +187,8 @@ class Replicas:
             return
         meets = bool(self.contexts) and self.pooling.mode != "local" and not self.kwargs["use_global_stats"]
         between = isinstance(store, ProcessStore)
-        with session.counting:
-            if self.ran == NEVER:
-                session.ran[tuple(self.contexts) if meets and not between else ()] += 1
-            self.ran = how
+        session.ran.setdefault(self.id, tuple(self.contexts) if meets and not between else ())
+        self.ran = how
         while between and meets and self.store is not store:
             more = any(not one.contexts and one.pooling.mode != "local" for one in list(self.by_token.values()))
             counted = [one for one in list(self.placed.values()) if one.pooling.mode != "local"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from typing import Any, Callable, DefaultDict, Dict, List, Literal, Optional, Tuple
 
 import mxnet as mx
@@ -36,12 +36,11 @@ class Session:
         self.open: Dict[threading.Thread, int] = {}  # scopes, of threads that have any
         self.beginning: Any  # held by a thread that enters its first scope, or forgets a failed step
         self.tracing: Any  # held by a thread that records the graph of a net
-        locks.give(self, beginning=threading.RLock, tracing=threading.RLock, counting=threading.Lock)
+        locks.give(self, beginning=threading.RLock, tracing=threading.RLock)
         locks.give(self, _issuing=lambda: defaultdict(threading.Lock))
         self.training_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that have opened a scope
-        #: How many layers have trained, by the contexts on which they meet if that is in this process alone.
-        self.ran: Counter[Tuple[Context, ...]] = Counter()
-        self.counting: Any  # held while `ran` changes
+        #: By the number of a layer that has trained: the contexts on which it meets, if that is in this process alone.
+        self.ran: Dict[int, Tuple[Context, ...]] = {}
         self.trainers: weakref.WeakSet[Any] = weakref.WeakSet()  # of Gluon
         self.raised = ""  # the last failure that went through a scope as an exception
         self.ending = False  # exit handlers have begun
