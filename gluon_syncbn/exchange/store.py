@@ -109,6 +109,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         self._transport = transport
         self.layers = 0  # on which the processes have agreed
         self.replicas = 0  # of such a layer, in all processes
+        self.joins = 0  # blocks of `join` that the program is in
         self._collected = self._warned = False  # of layers that some processes do not have
         self._rounds: Dict[str, Iterator[int]] = {}  # of exchanges, by their names
         self._trainers: weakref.WeakKeyDictionary[Any, _TrainerState] = weakref.WeakKeyDictionary()

@@ -13,7 +13,6 @@ from mxnet import autograd, nd
 from .. import _native
 from ..exchange.store import ProcessStore
 from ..system import arguments
-from . import join
 from .replicas import Replicas
 from .session import session
 
@@ -91,7 +90,7 @@ _TYPES = (np.float16, np.float32, np.float64)
 def _of_all_processes(own: nd.NDArray, name: str, store: ProcessStore) -> nd.NDArray:
     """Returns the rows of all processes, recorded so that their gradients are added."""
     title = f"gather {name!r}"
-    if join.is_open():
+    if store.joins:
         raise mx.MXNetError(
             f"{title}: gather does not work within gluon_syncbn.join, because a process without a batch has no rows. "
             "Give all processes the same number of batches, and train without join."

@@ -12,8 +12,6 @@ from .. import _native
 from ..exchange.store import ProcessStore
 from ..system import arguments, kinds
 
-_open: List[ProcessStore] = []  # of the blocks that a program is in
-
 
 @contextmanager
 def join(net: gluon.Block, trainer: gluon.Trainer) -> Iterator[None]:
@@ -96,7 +94,7 @@ def join(net: gluon.Block, trainer: gluon.Trainer) -> Iterator[None]:
 
     hook = net.register_forward_pre_hook(call)
     take_step, trainer.step = trainer.step, step
-    _open.append(store)
+    store.joins += 1
     try:
         yield
         if in_step:
@@ -122,11 +120,7 @@ def join(net: gluon.Block, trainer: gluon.Trainer) -> Iterator[None]:
             del trainer.step
             if own_step is not None:
                 trainer.step = own_step
-        _open.remove(store)
-
-
-def is_open() -> bool:
-    return bool(_open)
+        store.joins -= 1
 
 
 def _repeat_without_samples(net: gluon.Block, calls: List[Tuple[Any, ...]]) -> None:
