@@ -256,13 +256,12 @@ def _tell_who_meets(parameters: Iterable[gluon.Parameter]) -> None:
         return  # the store tells what the processes have agreed on
     replicas = len(meeting[0].contexts)
     log.info("the statistics of %d layers meet within this process: %d replicas", len(meeting), replicas)
-    _warn(left_alone())
-
-
-@functools.lru_cache(maxsize=None)  # a process warns once
-def _warn(text: str) -> None:
+    text = left_alone()
     if text:
-        log.warning(text)
+        _warn_once(text)
+
+
+_warn_once = functools.lru_cache(maxsize=None)(log.warning)
 
 
 def left_alone() -> str:

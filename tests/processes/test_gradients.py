@@ -12,7 +12,7 @@ from places import SUPPORT
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
-from gluon_syncbn.mxnet_side.trainer import _warn, update_of
+from gluon_syncbn.mxnet_side.trainer import _warn_once, update_of
 from gluon_syncbn.training.session import session
 
 WORKER = SUPPORT / "gradients_worker.py"
@@ -157,7 +157,7 @@ def test_a_process_that_meets_nobody(mode, variables, monkeypatch, caplog):
     """One warning, and only where others were started and the layers would meet."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    _warn.cache_clear()
+    _warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "gluon_syncbn"):
         for _ in range(2):
             layer = gluon_syncbn.SyncBatchNorm(in_channels=3, mode=mode)
