@@ -33,18 +33,14 @@ def of_plain_graph(remove: Callable[..., int], handle: Any, copy: Any) -> int:
     """All functions that write a graph call this first, by default: `export`, `save` and `tojson`. They have no hook,
     and a layer within a net cannot know of them.
     """
-    symbol = plain(SimpleNamespace(handle=handle))
-    return remove(symbol.handle, copy)
-
-
-def plain(symbol: mx.sym.Symbol) -> mx.sym.Symbol:
-    """Returns the graph with the nodes of plain layers in the places of synchronised ones, which say so."""
-    recorded = json_of(symbol)
+    recorded = json_of(SimpleNamespace(handle=handle))
     ours = {number: node["attrs"] for number, _, node in walk(recorded) if is_ours(node)}
     if not ours:
-        return symbol
+        return remove(handle, copy)
     marks = {number: json.dumps(_arguments(attributes)) for number, attributes in ours.items()}
-    return with_layers(recorded, {number: _plain_layer(attributes) for number, attributes in ours.items()}, marks)
+    layers = {number: _plain_layer(attributes) for number, attributes in ours.items()}
+    plain = with_layers(recorded, layers, marks)
+    return remove(plain.handle, copy)
 
 
 def _plain_layer(attributes: Dict[str, str]) -> BatchNorm:
