@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import warnings
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Callable, ClassVar, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
+import mxnet as mx
 from mxnet import autograd
 from mxnet.context import Context
 from mxnet.gluon import Parameter
@@ -22,6 +25,7 @@ from .session import session
 #: How a layer was called in training: not yet, by itself, by itself although it was to fuse operators, in a graph.
 NEVER, EAGER, UNFUSED, IN_GRAPH = "", "eager", "unfused", "graph"
 
+_ROOM = 256  # errors, before somebody calls `mx.nd.waitall`
 _ONE_EACH = (
     "A context has one replica, with one batch: give it the samples of several. virtual_devices has the statistics of "
     "several devices on one, and several processes may share a GPU"
@@ -67,6 +71,21 @@ def stores_of(parameters: Iterable[Any]) -> List[ProcessStore]:
     """Returns the stores of several processes that are the default, or that the layers of these parameters name."""
     used = [session.exchange, *(replicas.exchange for replicas in followers_of(parameters))]
     return list(dict.fromkeys(one for one in used if isinstance(one, ProcessStore)))
+
+
+@functools.lru_cache(maxsize=None)
+def _make_room_for_errors(process: int) -> None:
+    """Lets MXNet's list of errors grow before it has one.
+
+    MXNet keeps the errors of operators in a list that has no lock (`AddToGlobalExceptions` in
+    src/engine/threaded_engine.h). Each operator behind an error looks through the list. If several replicas fail,
+    the list may get an error of another thread meanwhile. If it has to move for that, the process ends.
+    """
+    arrays = [mx.nd.empty(1, ctx=mx.cpu()) for _ in range(_ROOM)]
+    _native.fail_arrays(arrays)
+    for array in arrays:
+        with suppress(mx.MXNetError):  # who reads an error removes it, and its place stays
+            array.wait_to_read()
 
 
 class Replicas:
@@ -148,7 +167,7 @@ class Replicas:
                 )
         self.placed[self.id] = self
         if len(contexts) > 1:
-            session.make_room_for_errors()
+            _make_room_for_errors(os.getpid())
         _native.layer_place(self.id, [str(context) for context in contexts], misplaced)
 
     def problem_on(self, contexts: List[Context]) -> str:

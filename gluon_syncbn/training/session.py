@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from collections import defaultdict
 from typing import Any, Callable, DefaultDict, Dict, List, Literal, Optional, Tuple
 
-import mxnet as mx
 from mxnet.context import Context
 
 from .. import _native
@@ -19,7 +17,6 @@ from ..system import arguments, locks
 
 _UNCHANGED: Any = type("_Unchanged", (), {"__repr__": lambda _: "unchanged"})()
 NONFINITE = ("propagate", "skip", "error")  # the order is that of `Nonfinite` in csrc/meeting/meeting.h
-_ROOM = 256  # errors, before somebody calls `mx.nd.waitall`
 
 
 class Session:
@@ -44,7 +41,6 @@ class Session:
         self.trainers: weakref.WeakSet[Any] = weakref.WeakSet()  # of Gluon
         self.raised = ""  # the last failure that went through a scope as an exception
         self.ending = False  # exit handlers have begun
-        self._has_room = False  # for errors, in MXNet's list
 
     def exchange_of(self, kvstore: Any) -> Optional[Exchange]:
         """Returns the exchange for the argument ``kvstore``; ValueError if there is none."""
@@ -72,22 +68,6 @@ class Session:
         for store in self.stores:
             store.fail(reason)
 
-    def make_room_for_errors(self) -> None:
-        """Lets MXNet's list of errors grow before it has one.
-
-        MXNet keeps the errors of operators in a list that has no lock (`AddToGlobalExceptions` in
-        src/engine/threaded_engine.h). Each operator behind an error looks through the list. If several replicas fail,
-        the list may get an error of another thread meanwhile. If it has to move for that, the process ends.
-        """
-        if self._has_room:
-            return
-        self._has_room = True
-        arrays = [mx.nd.empty(1, ctx=mx.cpu()) for _ in range(_ROOM)]
-        _native.fail_arrays(arrays)
-        for array in arrays:
-            with contextlib.suppress(mx.MXNetError):  # who reads an error removes it, and its place stays
-                array.wait_to_read()
-
     def issuing(self, context: Context) -> threading.Lock:
         """Returns the lock of a thread that issues operators of a layer on this context.
 
@@ -114,7 +94,6 @@ class Session:
         """Resets the scopes in the child of a fork, which has one thread."""
         thread = threading.current_thread()
         self.open = {one: depth for one, depth in self.open.items() if one is thread}
-        self._has_room = False
         for store in self.stores:
             store.forked()
 
