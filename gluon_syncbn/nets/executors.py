@@ -218,7 +218,7 @@ class _Group(DataParallelExecutorGroup):
             with autograd.train_mode():  # whose scope is a step
                 super().forward(data_batch, is_train)
         except BaseException:
-            steps.told()
+            session.raised = _native.failure()
             raise
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
@@ -230,7 +230,7 @@ class _Group(DataParallelExecutorGroup):
         except BaseException as error:
             if not session.depth():
                 steps.break_off(f"{type(error).__name__} left the backward of a Module ({error})")
-                steps.told()
+                session.raised = _native.failure()
             raise
         _native.gate(kinds.arrays_of(self.grad_arrays))
 

@@ -74,11 +74,6 @@ def tell() -> None:
         raise _native.StepError(reason)
 
 
-def told() -> None:
-    """The program gets the failure as the exception of the caller."""
-    session.raised = _native.failure()
-
-
 def reset() -> None:
     """Forgets a failed step, so that the next one starts afresh.
 
