@@ -65,6 +65,13 @@ class _Follows(gluon.Trainer):
     # The divisor then: the object, because a new one may be as large. None: the next sum compares weights first.
     _summed_for: Optional[float] = None
 
+    @functools.cached_property
+    def _in_order(self) -> List[gluon.Parameter]:
+        """The parameters in an order that is the same in all processes. Gluon's counters may begin elsewhere in another
+        one, where the Trainer puts ``dense10_weight`` before ``dense9_weight``.
+        """
+        return sorted(self._params, key=lambda parameter: numbered(parameter.name))
+
     def _init_kvstore(self) -> None:
         """Before the first step: the layers may have got their store since the Trainer was made. The Trainer sees the
         whole net now, and warns of layers that compute something else than they were asked for.
@@ -92,7 +99,7 @@ class _Follows(gluon.Trainer):
         if isinstance(store, ProcessStore):
             if self._summed_for is None:
                 _compare_beginning(self, store)
-            gradients = {p.name: p.list_grad() for p in _in_order(self) if p.grad_req != "null"}
+            gradients = {p.name: p.list_grad() for p in self._in_order if p.grad_req != "null"}
             store.add_gradients(self, gradients, "\n".join(update_of(self) + _loaded(self)))
             self._summed_for = self._optimizer.rescale_grad
         else:
@@ -156,7 +163,7 @@ def _compare_beginning(trainer: gluon.Trainer, store: ProcessStore) -> None:
     """Compares the weights with those of the other processes, and the states of the optimizer that were loaded. MXNet
     would copy rank 0's weights, after a forward and a backward with others.
     """
-    ordered = _in_order(trainer)
+    ordered = trainer._in_order
     for one, following in zip(ordered, ordered[1:]):
         if one.name == following.name:  # the gradients go by their names
             arguments.refuse("params", one.name, "parameters with different names: give the nets other prefixes")
@@ -166,7 +173,7 @@ def _compare_beginning(trainer: gluon.Trainer, store: ProcessStore) -> None:
 
 def _states(trainer: gluon.Trainer) -> List[bytes]:
     """Returns the states of the optimizer for each parameter, in the order of `_in_order`."""
-    states, places = trainer._updaters[0].states, (trainer._param2idx[p.name] for p in _in_order(trainer))
+    states, places = trainer._updaters[0].states, (trainer._param2idx[p.name] for p in trainer._in_order)
     return [b"".join(array.asnumpy().tobytes() for array in kinds.arrays_of(states.get(at))) for at in places]
 
 
@@ -181,23 +188,13 @@ def _loaded(trainer: gluon.Trainer) -> List[str]:
     return [f"loaded states {hashlib.blake2b(b' '.join(_states(trainer)), digest_size=7).hexdigest()}"]
 
 
-def _in_order(trainer: gluon.Trainer) -> List[gluon.Parameter]:
-    """Returns the parameters in an order that is the same in all processes. Gluon's counters may begin elsewhere in
-    another one, where the Trainer puts ``dense10_weight`` before ``dense9_weight``.
-    """
-    if not hasattr(trainer, "_in_order"):
-        trainer._in_order = sorted(trainer._params, key=lambda parameter: numbered(parameter.name))
-    ordered: List[gluon.Parameter] = trainer._in_order
-    return ordered
-
-
 #: Of a parameter in a step.
 _USUAL = {"lr_mult": 1, "wd_mult": 1, "grad_req": "write", "new gradient": True}
 
 
 def update_of(trainer: gluon.Trainer) -> List[str]:
     """Describes all that the update of this step depends on: the processes compare it."""
-    optimizer, ordered = trainer._optimizer, _in_order(trainer)
+    optimizer, ordered = trainer._optimizer, trainer._in_order
     lines = [type(optimizer).__name__, f"learning rate {optimizer.learning_rate}"]
     numbers = {name: value for name, value in vars(optimizer).items() if isinstance(value, Real) and name[0] != "_"}
     lines += [f"{name} {value}" for name, value in numbers.items()]
