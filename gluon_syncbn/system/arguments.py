@@ -44,14 +44,12 @@ def is_a(kind: type, value: Any) -> bool:
 
 
 def whole(name: str, value: Any, low: int, high: int, expected: str = "") -> int:
-    """An integer from ``low`` to ``high``."""
     if not is_a(numbers.Integral, value) or not low <= value <= high:
         refuse(name, value, expected or f"a whole number from {low} to {high}")
     return int(value)
 
 
 def number(name: str, value: Any, low: float, high: float, expected: str) -> float:
-    """A finite number from ``low`` to ``high``."""
     if isinstance(value, np.floating):  # NumPy 2 would round `high` to the value's type before it compares
         value = float(value)
     if not is_a(numbers.Real, value) or not low <= value <= high:
