@@ -47,7 +47,13 @@ def _at_exit() -> None:
     # At interpreter exit, MXNet drops queued operators and waits for running ones. A running replica would wait for a
     # queued one for ever. This handler runs before MXNet's own. It lets a healthy step finish and ends a stuck one.
     session.ending = True
-    _stop_daemons()
+    # A daemon thread that trains may be anywhere in its step. An operator that it issues during MXNet's exit handler
+    # waits for ever, or uses memory that MXNet has freed. Such a thread ends where its next step would begin, because
+    # `scope_entered` raises SystemExit there. A thread that waits for something else stays.
+    ends = time.monotonic() + DAEMONS_END_WITHIN
+    for thread in list(session.training_threads):
+        if thread.daemon and thread is not threading.current_thread():
+            thread.join(max(0.0, ends - time.monotonic()))
     _native.exiting(True)
     steps.drain()
     _native.close()
@@ -62,16 +68,6 @@ def _at_exit() -> None:
         session.tell_others(_native.failure())
     for store in session.stores:
         store.close()
-
-
-def _stop_daemons() -> None:
-    # A daemon thread that trains may be anywhere in its step. An operator that it issues during MXNet's exit handler
-    # waits for ever, or uses memory that MXNet has freed. Such a thread ends where its next step would begin, because
-    # `scope_entered` raises SystemExit there. A thread that waits for something else stays.
-    ends = time.monotonic() + DAEMONS_END_WITHIN
-    for thread in list(session.training_threads):
-        if thread.daemon and thread is not threading.current_thread():
-            thread.join(max(0.0, ends - time.monotonic()))
 
 
 def _watch_callers() -> None:
