@@ -1,6 +1,4 @@
-"""Runs in the places of methods of ``gluon.Trainer`` that begin a training, add gradients and update weights. A Trainer
-and the layers use the same store of processes, and the first step tells who takes part.
-"""
+"""Runs in the places of methods of ``gluon.Trainer`` that begin a training, add gradients and update weights."""
 
 from __future__ import annotations
 

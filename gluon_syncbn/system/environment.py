@@ -1,7 +1,4 @@
-"""Reads variables of the environment; nothing else does. docs/state.md has all of them, and their defaults.
-
-The native core reads ``MXNET_ENGINE_TYPE``.
-"""
+"""Reads variables of the environment; nothing else does. docs/state.md has all of them, and their defaults."""
 
 from __future__ import annotations
 
