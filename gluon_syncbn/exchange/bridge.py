@@ -100,7 +100,7 @@ def readers_of(message: bytes) -> List[int]:
 def _loss(size: int, rank: int, process: int, silent: bool) -> bytes:
     """Returns the message to all ranks that one is lost, unless it has said that it ends."""
     text = f"nothing was heard of it for {_native.timeout_of() + _SILENCE:.0f} s".encode() * silent
-    numbers = [size, *range(size), *[0] * 5, _FAILED if silent else _DIED, rank, len(text), 0, 0, process]
+    numbers = [size, *range(size), *[0] * 5, _FAILED if silent else _DIED, rank, len(text), process]
     return np.array(numbers, np.int64).tobytes() + text + bytes(-len(text) % 8)
 
 
