@@ -59,7 +59,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
     given = parser.parse_args(arguments)
     if given.command != "run":
         return selfcheck.main(given.report)
-    script, *own = given.script
+    script, *own = given.script[1:] if given.script[0] == "--" else given.script
     path = os.path.abspath(script) if sys.version_info >= (3, 9) else script  # Python's own value of __file__
     loader = SourceFileLoader("__main__", path)
     try:
