@@ -53,7 +53,7 @@ Wu, Xie and Girshick, "Momentum Contrast for Unsupervised Visual Representation 
 section 3.3. The paper shuffles samples; this layer shuffles statistics.
 """
 
-from typing import List, NamedTuple, Optional, Sequence, Tuple
+from typing import List, NamedTuple, Optional, Sequence
 
 import numpy as np
 
@@ -72,7 +72,11 @@ class Pool(NamedTuple):
 
     mean: np.ndarray  # [C]
     var: np.ndarray  # [C], biased
+    r: np.ndarray  # [C], 1 / sqrt(var + epsilon)
     n: int  # values per channel; 0 for the running statistics
+
+    def normalised(self, x: np.ndarray) -> np.ndarray:
+        return (x - self.mean) * self.r
 
 
 class Forward(NamedTuple):
@@ -84,10 +88,9 @@ class Forward(NamedTuple):
     pools: List[Pool]
     slots: List[Slot]  # the slots that hold a value, in order
     axis: int
-    epsilon: float
     scale: bool
     slopes: List[np.ndarray]  # dy/dz of each value of a shard, channels last
-    counts: List[np.ndarray]  # whether each position of a shard counts: one channel, channels last
+    counts: List[np.ndarray]  # whether each position of a shard counts
 
 
 class Gradients(NamedTuple):
@@ -145,13 +148,13 @@ def forward(
     **Raises:** `ValueError` for arrays that do not fit, a batch without a value, a `permutation` of other slots
     or with a fixed point, and, with ``nonfinite='error'``, statistics that are not finite. The layer checks all else.
     """
-    arrays, axis = _channels_last(shards, axis)
+    arrays = _channels_last(shards, axis)
     channels = arrays[0].shape[-1]
     vectors = {"gamma": gamma, "beta": beta, "running_mean": running_mean, "running_var": running_var}
     for name, vector in vectors.items():
         if np.shape(vector) != (channels,):
             raise ValueError(f"{name} has shape {np.shape(vector)}, expected ({channels},), one per channel")
-    old_mean, old_var = np.asarray(running_mean, np.float64), np.asarray(running_var, np.float64)
+    old = np.array([running_mean, running_var], np.float64)
     if addends is not None:
         _check_shapes("addends", addends, shards)
 
@@ -170,7 +173,7 @@ def forward(
             group_of[device] = number
     if use_global_stats:
         slots = [Slot(device, samples, None, 0) for device, samples in parts]
-        pools = [Pool(old_mean.copy(), old_var.copy(), 0)]
+        statistics = [(*old, 0)]
     else:
         feeding = [counts[device][samples].any() for device, samples in parts]
         if not any(feeding):
@@ -191,39 +194,38 @@ def forward(
             Slot(device, samples, k if feeds else None, u)
             for (device, samples), k, feeds, u in zip(parts, own, feeding, uses)
         ]
-        pools = [
-            _moments(
-                [arrays[slot.device][slot.samples] for slot in slots if slot.feeds == k],
-                [counts[slot.device][slot.samples] for slot in slots if slot.feeds == k],
-            )
-            for k in range(len(present))
-        ]
+        statistics = []
+        for k in range(len(present)):
+            feeders = [(slot.device, slot.samples) for slot in slots if slot.feeds == k]
+            x = np.concatenate([arrays[device][samples][counts[device][samples]] for device, samples in feeders])
+            statistics.append((x.mean(0), x.var(0), len(x)))
 
-    if nonfinite == "error" and not all(np.isfinite(part).all() for pool in pools for part in pool):
+    if nonfinite == "error" and not all(np.isfinite(part).all() for statistic in statistics for part in statistic):
         raise ValueError("the statistics are not finite")
+    pools = [Pool(mean, var, 1 / np.sqrt(var + epsilon), n) for mean, var, n in statistics]
 
     outputs = [np.zeros_like(x) for x in arrays]
     weight = np.asarray(gamma, np.float64) if scale else np.ones(channels)
     for device, samples, _, u in slots:
-        xhat = 0.0 if u is None else _normalised(arrays[device][samples], pools[u], epsilon)
+        xhat = 0.0 if u is None else pools[u].normalised(arrays[device][samples])
         outputs[device][samples] = weight * xhat + np.asarray(beta, np.float64)
     if addends is not None:
-        outputs = [z + a for z, a in zip(outputs, _channels_last(addends, axis)[0])]
+        outputs = [z + a for z, a in zip(outputs, _channels_last(addends, axis))]
     slopes = [np.where(z > 0, (z < ceiling) | np.isinf(ceiling), slope) for z in outputs]
     outputs = [np.where(z <= 0, slope * z if slope else 0.0, np.minimum(z, ceiling)) for z in outputs]
 
-    new_means, new_vars = [], []
+    running = []
     for device in range(len(arrays)):
         fed = {slot.feeds for slot in slots if group_of[slot.device] == group_of[device]}
-        batch = [pools[k] for k in sorted(k for k in fed if k is not None)]
-        if nonfinite == "skip" and not all(np.isfinite(part).all() for pool in batch for part in pool):
-            batch = []
-        new_means.append(_updated(old_mean, [pool.mean for pool in batch], momentum))
-        unbiased = [pool.n / max(pool.n - 1, 1) if running_variance == "unbiased" else 1 for pool in batch]
-        new_vars.append(_updated(old_var, [pool.var * k for pool, k in zip(batch, unbiased)], momentum))
+        tracked = [pools[k] for k in sorted(k for k in fed if k is not None)]
+        unbiased = [pool.n / max(pool.n - 1, 1) if running_variance == "unbiased" else 1 for pool in tracked]
+        batch = np.array([(pool.mean, pool.var * factor) for pool, factor in zip(tracked, unbiased)])
+        moves = len(batch) > 0 and (nonfinite != "skip" or np.isfinite(batch).all())
+        running.append(momentum * old + (1 - momentum) * batch.mean(0) if moves else old.copy())
 
     outputs = [np.moveaxis(y, -1, axis) for y in outputs]
-    return Forward(outputs, new_means, new_vars, pools, slots, axis, epsilon, scale, slopes, counts)
+    means, variances = ([pair[i] for pair in running] for i in range(2))
+    return Forward(outputs, means, variances, pools, slots, axis, scale, slopes, counts)
 
 
 def backward(
@@ -242,52 +244,43 @@ def backward(
     **Raises:** `ValueError` where a head gradient is missing or has another shape than its shard.
     """
     _check_shapes("head_grads", head_grads, shards)
-    arrays, axis = _channels_last(shards, state.axis)
-    heads = [dy * slopes for dy, slopes in zip(_channels_last(head_grads, state.axis)[0], state.slopes)]
+    arrays = _channels_last(shards, state.axis)
+    heads = [dy * slopes for dy, slopes in zip(_channels_last(head_grads, state.axis), state.slopes)]
 
     channels = arrays[0].shape[-1]
     dgammas, dbetas = np.zeros((len(arrays), channels)), np.zeros((len(arrays), channels))
     s1, s2 = np.zeros((len(state.pools), channels)), np.zeros((len(state.pools), channels))
     for device, samples, _, u in state.slots:
         dz = heads[device][samples]
+        dbetas[device] += _sum(dz)
         if u is None:
-            dbetas[device] += _sum(dz)
             continue
-        dz_xhat = dz * _normalised(arrays[device][samples], state.pools[u], state.epsilon)
-        for total, values in [(dbetas[device], dz), (s1[u], dz), (dgammas[device], dz_xhat), (s2[u], dz_xhat)]:
-            total += _sum(values)
+        dz_xhat = dz * state.pools[u].normalised(arrays[device][samples])
+        dgammas[device] += _sum(dz_xhat)
+        s1[u] += _sum(dz)
+        s2[u] += _sum(dz_xhat)
 
     dxs = [np.zeros_like(x) for x in arrays]
     weight = np.asarray(gamma, np.float64) if state.scale else np.ones(channels)
     for device, samples, f, u in state.slots:
         if u is None:
             continue
-        dx = _inverse(state.pools[u], state.epsilon) * heads[device][samples]
+        dx = state.pools[u].r * heads[device][samples]
         if f is not None:
-            own = _normalised(arrays[device][samples], state.pools[f], state.epsilon)
-            through = _inverse(state.pools[f], state.epsilon) / state.pools[f].n * (s1[f] + own * s2[f])
-            dx -= np.where(state.counts[device][samples], through, 0)
+            pool = state.pools[f]
+            through = pool.r / pool.n * (s1[f] + pool.normalised(arrays[device][samples]) * s2[f])
+            dx -= np.where(state.counts[device][samples][..., None], through, 0)
         dxs[device][samples] = weight * dx
     if not state.scale:
         dgammas[:] = 0
-    dxs, daddends = ([np.moveaxis(part, -1, axis) for part in parts] for parts in (dxs, heads))
+    dxs, daddends = ([np.moveaxis(part, -1, state.axis) for part in parts] for parts in (dxs, heads))
     return Gradients(dxs, list(dgammas), list(dbetas), daddends)
-
-
-def _moments(arrays: Sequence[np.ndarray], counts: Sequence[np.ndarray]) -> Pool:
-    """Of the positions that count, with the channels last. A second pass squares the centred values, so that a large
-    offset costs no digits.
-    """
-    count = sum(int(where.sum()) for where in counts)
-    mean = np.sum([_sum(np.where(where, x, 0)) for x, where in zip(arrays, counts)], axis=0) / count
-    var = np.sum([_sum(np.where(where, x - mean, 0) ** 2) for x, where in zip(arrays, counts)], axis=0) / count
-    return Pool(mean, var, count)
 
 
 def _counts(
     shards: Sequence[np.ndarray], masks: Optional[Sequence[Optional[np.ndarray]]], axis: int
 ) -> List[np.ndarray]:
-    """Whether each position counts, with a channel axis of extent 1 at the end."""
+    """Whether each position counts."""
     counts = []
     for x, mask in zip(map(np.asarray, shards), [None] * len(shards) if masks is None else masks):
         extents = np.delete(x.shape, axis)
@@ -300,19 +293,19 @@ def _counts(
                 f"a mask has shape {shape}, expected that of its shard, {x.shape}, with 1 along axis {axis} or without "
                 "that axis; any extent may be 1"
             )
-        counts.append(np.broadcast_to(where, extents)[..., None])
+        counts.append(np.broadcast_to(where, extents))
     return counts
 
 
-def _channels_last(shards: Sequence[np.ndarray], axis: int) -> Tuple[List[np.ndarray], int]:
-    """Returns the shards in float64 with the channels at the end, and the axis counted from the front."""
+def _channels_last(shards: Sequence[np.ndarray], axis: int) -> List[np.ndarray]:
+    """Returns the shards in float64 with the channels at the end."""
     arrays = [np.moveaxis(np.asarray(x, np.float64), axis, -1) for x in shards]
     if len({(x.ndim, x.shape[-1]) for x in arrays}) != 1:
         raise ValueError(
             f"shards have shapes {[np.shape(x) for x in shards]}, expected at least one, all of the same number of "
             f"dimensions and the same extent along axis {axis}"
         )
-    return arrays, axis % arrays[0].ndim
+    return arrays
 
 
 def _check_shapes(name: str, arrays: Sequence[np.ndarray], shards: Sequence[np.ndarray]) -> None:
@@ -324,15 +317,3 @@ def _check_shapes(name: str, arrays: Sequence[np.ndarray], shards: Sequence[np.n
 def _sum(x: np.ndarray) -> np.ndarray:
     """[..., C] -> [C]."""
     return x.sum(tuple(range(x.ndim - 1)))
-
-
-def _inverse(pool: Pool, epsilon: float) -> np.ndarray:
-    return 1 / np.sqrt(pool.var + epsilon)
-
-
-def _normalised(x: np.ndarray, pool: Pool, epsilon: float) -> np.ndarray:
-    return (x - pool.mean) * _inverse(pool, epsilon)
-
-
-def _updated(running: np.ndarray, batch: List[np.ndarray], momentum: float) -> np.ndarray:
-    return momentum * running + (1 - momentum) * np.mean(batch, axis=0) if batch else running.copy()
