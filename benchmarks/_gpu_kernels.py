@@ -51,7 +51,7 @@ class Ours:
         self.out, self.partial = cupy.empty(shape, dtype), cupy.empty(chunks * (1 + 2 * channels), "float64")
         moments = random.rand(REPLICAS, 1 + 2 * channels) + 0.5
         self.moments_of_all, self.sums = (on_gpu(values, "float64") for values in (moments, moments[:, 1:]))
-        self.kept = on_gpu(random.rand(1 + 4 * channels) + 0.5, "float64")
+        self.kept = on_gpu(random.rand(5 * channels) + 0.5, "float64")
         vectors = (on_gpu(random.rand(channels) + 0.5, "float32") for _ in range(6))
         self.gamma, self.beta, self.mean, self.var, self.dgamma, self.dbeta = vectors
         self.told = on_gpu(np.zeros(3), "int64")

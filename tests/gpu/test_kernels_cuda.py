@@ -209,7 +209,7 @@ class Kernels:
     def normalise(self, source, pools, gamma, beta, fix_gamma, start=None, running=(None, None),
                   momentum=0.9, given_up=0, unbiased=0, watch=0, activation=None, addend=None):  # fmt: skip
         """`source`: gathered moments, or None for the running statistics. Returns the output and what is kept."""
-        out, kept = self.output(start), self.gpu.empty(self.slots * (1 + 4 * self.channels), "float64")
+        out, kept = self.output(start), self.gpu.empty(self.slots * self.channels * 5, "float64")
         told = self.gpu.upload(np.array([(given_up, -1, 0.0)], STATUS).view("uint8"))
         own, gathered, own_moments = self._own(pools), None, None
         if source is not None:
@@ -224,7 +224,7 @@ class Kernels:
             status=told,
         )  # fmt: skip
         self.told = self.gpu.download(told).view(STATUS)[0]
-        kept = self.gpu.download(kept).reshape(self.slots, -1)
+        kept = self.gpu.download(kept).reshape(self.slots, self.channels, 5)
         return self.gpu.download(out).reshape(self.x.shape), kept
 
     def grad_sums(self, dy, kept, gamma=None, beta=None, fix_gamma=False, activation=None, y=None):
@@ -449,7 +449,7 @@ def check(gpu, shape, dtype, slots, chunks, width, shifts, segment=512, blocks=5
         behind = {"activation": way.activation, "addend": added}
         y, kept = kernels.normalise(moments, pooling, gamma, beta, way.fix_gamma, base, **behind)
         want_kept = [
-            np.concatenate([[1 / f[0]], u[1], (u[2] + EPSILON) ** -0.5, f[1], (f[2] + EPSILON) ** -0.5])
+            np.stack([np.full(channels, 1 / f[0]), u[1], (u[2] + EPSILON) ** -0.5, f[1], (f[2] + EPSILON) ** -0.5], 1)
             for u, f in zip(of_used, of_fed)
         ]
         np.testing.assert_allclose(kept, want_kept, rtol=1e-12)
@@ -534,7 +534,7 @@ def test_recover(gpu, shape, dtype, slots, chunks, width, shifts):
 def test_a_gamma_that_recovers_nothing(gpu, channels):
     """The first such channel is told, whichever thread finds it."""
     x, _, _, gamma, beta = case((2, 1, channels, 4), "float32", 1)
-    kernels, kept = Kernels(gpu, x), np.ones((1, 1 + 4 * channels))
+    kernels, kept = Kernels(gpu, x), np.ones((1, channels, 5))
     gamma, beta = np.ones(channels), np.zeros(channels)
 
     def told(fix_gamma=False):
@@ -589,7 +589,7 @@ def test_offset(gpu, shape, dtype):
 @pytest.mark.parametrize("shape", [(3, 1, 5, 77), (2, 1, 2, 9000), (70, 10, 33, 1)], ids=str)
 def test_same_bits_every_time(gpu, shape, dtype):
     x, dy, *_ = case(shape, dtype, 2)
-    kept = np.random.RandomState(0).rand(2, 1 + 4 * shape[2])
+    kept = np.random.RandomState(0).rand(2, shape[2], 5)
     first, again = (
         np.concatenate([Kernels(gpu, x, 2, 3).moments(), Kernels(gpu, x, 2, 3).grad_sums(dy, kept)], 1)
         for _ in range(2)
@@ -603,7 +603,7 @@ def test_empty_slots(gpu, chunks):
     kernels = Kernels(gpu, x, 5, chunks)
     packed = kernels.moments()
     np.testing.assert_array_equal(packed[:, 0], [16, 16, 0, 0, 0])
-    assert not packed[2:].any() and not kernels.grad_sums(dy, np.ones((5, 13)))[2:].any()
+    assert not packed[2:].any() and not kernels.grad_sums(dy, np.ones((5, 3, 5)))[2:].any()
 
 
 @pytest.mark.parametrize("empty", [(0,), (1, 2), (0, 1, 2, 3)], ids=str)
@@ -615,8 +615,8 @@ def test_pools_with_empty_slots(gpu, empty):
     mean, var = (kernels.parameters(np.full(3, v)) for v in (5.0, 7.0))
     _, kept = kernels.normalise(moments, Pools(SHARED, 0, 0, 4), gamma, beta, False, running=(mean, var))
     count, want_mean, want_var = pooled(moments, range(4), 3)
-    np.testing.assert_allclose(kept[0, 1:4], want_mean, rtol=1e-13)
-    np.testing.assert_allclose(kept[0, 0], 1 / count if count else 0)
+    np.testing.assert_allclose(kept[0, :, 1], want_mean, rtol=1e-13)
+    np.testing.assert_allclose(kept[0, :, 0], 1 / count if count else 0)
     moved = 0.1 if count else 0
     np.testing.assert_allclose(gpu.download(mean), 5 + moved * (want_mean - 5), rtol=1e-13)
     np.testing.assert_allclose(gpu.download(var), 7 + moved * (want_var - 7), rtol=1e-13)
@@ -670,7 +670,7 @@ def test_running_statistics(gpu, shape, dtype):
     invstd = 1 / np.sqrt(old.astype(dtype).astype("float64")[1] + EPSILON)
     want = joined(x, 1, lambda i, part: (part - old[0]) * invstd * gamma + beta)
     close(y, want, TOLERANCE[dtype])
-    np.testing.assert_allclose(kept[0, :1], 0)
+    np.testing.assert_allclose(kept[0, :, 0], 0)
     for values, before in zip(running, old):
         np.testing.assert_array_equal(gpu.download(values), before.astype(dtype))
 

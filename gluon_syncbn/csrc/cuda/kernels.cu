@@ -447,23 +447,6 @@ __device__ inline ChannelStatistic statistic(const double* gathered, const Lists
     return {share, origin + apart, m2 * share};
 }
 
-// The backward's data of a slot: [share, used mean[C], used invstd[C], fed mean[C], fed invstd[C]].
-__device__ inline Index kept_length(Index channels) { return 1 + 4 * channels; }
-
-// Those of one channel.
-struct Kept {
-    double share, used_mean, used_invstd, mean, invstd;
-
-    __device__ Kept(const double* kept, Index slot, Index channel, Index channels) {
-        kept += slot * kept_length(channels);
-        share = kept[0];
-        used_mean = kept[1 + channel];
-        used_invstd = kept[1 + channels + channel];
-        mean = kept[1 + 2 * channels + channel];
-        invstd = kept[1 + 3 * channels + channel];
-    }
-};
-
 // ---- elementwise ---------------------------------------------------------------------------------------------
 
 // The number of packs that a thread reads before it writes.
@@ -618,7 +601,7 @@ struct GradInput {
     __device__ static constexpr bool adds() { return false; }
     __device__ void use(Index slot, Index channel) {
         const Index channels = with.tiling.channels;
-        const Kept kept(with.kept, slot, channel, channels);
+        const Kept kept = with.kept[slot * channels + channel];
         const double weight = gamma<P>(with.affine, channel);
         scale = static_cast<Wide<T>>(weight * kept.used_invstd);
         mean = Split<Wide<T>>(kept.mean);
@@ -656,7 +639,7 @@ struct Recover {
 
     __device__ static constexpr bool adds() { return false; }
     __device__ void use(Index slot, Index channel) {
-        const Kept kept(with.kept, slot, channel, with.tiling.channels);
+        const Kept kept = with.kept[slot * with.tiling.channels + channel];
         const double shift = beta<P>(with.affine, channel);
         normal = Normal<Wide<T>>(kept.used_mean, kept.used_invstd * gamma<P>(with.affine, channel), shift);
         if (kept.used_invstd == 0)
@@ -735,17 +718,12 @@ __device__ void keep(const NormaliseArguments& with) {
     const Index channels = with.tiling.channels;
     for (Index i = any_thread(); i < with.tiling.slots * channels; i += all_threads()) {
         const Index slot = i / channels, channel = i % channels;
-        double* kept = with.kept + slot * kept_length(channels);
         const ChannelStatistic used = statistic<P>(with, with.used, slot, channel);
         const Range of_used = range_of(with.used, slot), of_fed = range_of(with.fed, slot);
         const bool same =
             with.used.members == with.fed.members && of_used.begin == of_fed.begin && of_used.end == of_fed.end;
         const ChannelStatistic fed = same ? used : statistic<P>(with, with.fed, slot, channel);
-        if (channel == 0) kept[0] = fed.share;
-        kept[1 + channel] = used.mean;
-        kept[1 + channels + channel] = invstd(with, used);
-        kept[1 + 2 * channels + channel] = fed.mean;
-        kept[1 + 3 * channels + channel] = invstd(with, fed);
+        with.kept[i] = {fed.share, used.mean, invstd(with, used), fed.mean, invstd(with, fed)};
     }
 }
 
@@ -832,7 +810,7 @@ template <typename T, typename P, class A>
 __device__ void grad_sums(const GradSumsArguments& with) {
     const Spread spread(with.tiling);
     const Index channel = channel_of(spread);
-    const Kept kept(with.kept, blockIdx.y, channel, spread.channels);
+    const Kept kept = with.kept[blockIdx.y * spread.channels + channel];
     Normal<Wide<T>> normal;
     if (A::kChanges && with.y == nullptr)
         normal = Normal<Wide<T>>(kept.used_mean, kept.used_invstd * gamma<P>(with.affine, channel),

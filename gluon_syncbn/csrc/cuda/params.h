@@ -35,6 +35,13 @@ struct Affine {
     double slope, ceiling;  // of the activation
 };
 
+// What the backward needs of the forward, for a slot and a channel.
+struct Kept {
+    double share;                   // 1 / count of the pool that the slot feeds; 0: none
+    double used_mean, used_invstd;  // of the pool that normalises it
+    double mean, invstd;            // of the pool that it feeds
+};
+
 // Memory of the host that a running launch reads and writes.
 struct Status {
     int given_up;  // the step has failed: work on the stream shall leave no results
@@ -79,7 +86,7 @@ struct NormaliseArguments {
     const double* gathered;  // [slots of all replicas][1 + 2C]
     Lists used, fed;
     double epsilon;
-    double* kept;       // [slots][1 + 4C]
+    Kept* kept;         // [slots][channels]
     Lists tracked;      // the pools that update the running statistics
     int pools;          // their number
     const double* own;  // the packed moments of this replica's slots
@@ -98,7 +105,7 @@ struct GradSumsArguments {
     const void *dy, *x, *y;
     void* dz;
     Affine affine;
-    const double* kept;
+    const Kept* kept;
     double* partial;
 };
 
@@ -109,7 +116,7 @@ struct GradInputArguments {
     const void *dy, *x;
     void* dx;
     Affine affine;
-    const double* kept;
+    const Kept* kept;
     const double* gathered;  // packed gradients of all replicas
     Lists users;
     const double* own;  // those of this replica
@@ -125,7 +132,7 @@ struct RecoverArguments {
     const void* y;
     void* x;
     Affine affine;
-    const double* kept;
+    const Kept* kept;
     Invertible invertible;
     Status* status;
 };

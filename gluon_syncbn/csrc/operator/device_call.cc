@@ -70,7 +70,7 @@ class DeviceCall : public Call {
         }
         const Plan plan = this->plan();
         kept_ = Memory();  // the memory of the last execution may serve again
-        kept_ = memory(plan.slots * (1 + 4 * channels()));
+        kept_ = memory(doubles_for(plan.slots * channels() * static_cast<int64_t>(sizeof(cuda::Kept))));
         cuda::NormaliseArguments with{};
         with.tiling = plan;
         with.x = data(arrays_[kX]);
@@ -78,7 +78,7 @@ class DeviceCall : public Call {
         with.y = target(kY);
         with.affine = affine();
         with.epsilon = node_->epsilon;
-        with.kept = kept_.data();
+        with.kept = kept();
         with.add = arrays_.adds(kY);
         with.frozen = frozen_;
         if (!frozen_) {
@@ -111,7 +111,7 @@ class DeviceCall : public Call {
         with.dy = data(arrays_[kDy]);
         with.x = data(x_);
         with.affine = affine(by_input());
-        with.kept = kept_.data();
+        with.kept = kept();
         // The sign of y does not matter without an activation.
         if (node_->adds) with.y = node_->activation.any() ? data(arrays_[kY]) : with.dy;
         if (dz_.handle != arrays_[kDy].handle) with.dz = data(dz_);
@@ -129,7 +129,7 @@ class DeviceCall : public Call {
         with.x = data(x_);
         with.dx = target(kDx);
         with.affine = affine(by_input());
-        with.kept = kept_.data();
+        with.kept = kept();
         with.gathered = work_->gathered->values();
         if (!frozen_) with.users = list(pools_->users, 2);
         with.own = work_->gathered->own.data();
@@ -240,6 +240,7 @@ class DeviceCall : public Call {
         work();
         return Memory(device(), size);
     }
+    cuda::Kept* kept() const { return reinterpret_cast<cuda::Kept*>(kept_.data()); }
     // Returns so much float64 memory, until the execution ends.
     double* doubles(int64_t size) {
         work().scratch.push_back(memory(size));
@@ -267,7 +268,7 @@ class DeviceCall : public Call {
     void recover() {
         const Plan plan = this->plan();
         run(kernel_of("recover", tensor_.type, node_->activation), plan.each(),
-            cuda::RecoverArguments{plan, data(arrays_[kY]), data(x_), affine(), kept_.data(),
+            cuda::RecoverArguments{plan, data(arrays_[kY]), data(x_), affine(), kept(),
                                    invertible_by(tensor_.type, node_->activation.slope), work().lease.status()});
     }
 
