@@ -60,7 +60,7 @@ class Ours:
         plain = (int, float, dict)
         numbers = {field: value if isinstance(value, plain) else value.data.ptr for field, value in fields.items()}
         arguments = filled(structure, tiling=self.tiling, **numbers)
-        self.module.get_function(f"{name}_{self.type}")(grid, (BLOCK,), (arguments,))
+        self.module.get_function(f"{name}_identity_{self.type}")(grid, (BLOCK,), (arguments,))
 
     def copy(self) -> None:
         self.out.data.copy_from_device_async(self.x.data, self.x.nbytes)
@@ -74,17 +74,17 @@ class Ours:
         running = {"momentum": 0.9, "running_mean": self.mean, "running_var": self.var, "status": self.told}
         arrays = {"x": self.x, "y": self.out, "kept": self.kept, "affine": self.affine()}
         arguments: Dict[str, Any] = {**arrays, **statistics, **running, "epsilon": 1e-5}
-        self._launch("normalise_identity", self.each, "NormaliseArguments", **arguments)
+        self._launch("normalise", self.each, "NormaliseArguments", **arguments)
 
     def grad_sums(self) -> None:
         arrays = {"dy": self.dy, "x": self.x, "kept": self.kept, "partial": self.partial}
-        self._launch("grad_sums_identity", self.reduce, "GradSumsArguments", **arrays)
+        self._launch("grad_sums", self.reduce, "GradSumsArguments", **arrays)
 
     def grad_input(self) -> None:
         arrays = {"dy": self.dy, "x": self.x, "dx": self.out, "kept": self.kept, "gathered": self.sums}
         parameters = {"own": self.sums, "dgamma": self.dgamma, "dbeta": self.dbeta, "affine": self.affine()}
         users = few([(0, REPLICAS)])
-        self._launch("grad_input_identity", self.each, "GradInputArguments", users=users, **arrays, **parameters)
+        self._launch("grad_input", self.each, "GradInputArguments", users=users, **arrays, **parameters)
 
     def affine(self) -> Dict[str, int]:
         return {"gamma": self.gamma.data.ptr, "beta": self.beta.data.ptr}

@@ -5,6 +5,7 @@ import functools
 import re
 import subprocess
 import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Any, Dict, List, Sequence
 
@@ -13,6 +14,8 @@ import numpy as np
 CSRC = Path(__file__).resolve().parents[1] / "gluon_syncbn" / "csrc"
 PARAMS = CSRC / "cuda" / "params.h"
 (BLOCK,) = map(int, re.findall(r"constexpr int kBlock = (\d+);", PARAMS.read_text(encoding="utf-8")))
+ACTIVATED = ("normalise", "grad_sums", "grad_input", "masked_grad_input", "recover")
+OTHERS = ("moments", "masked_moments", "merge_moments", "merge_sums", "expand_mask", "copy", "widen", "narrow")
 NUMBERS = {"int": "i4", "Index": "i8", "double": "f8"}
 
 
@@ -58,7 +61,7 @@ def few(ranges: Sequence[Sequence[int]]) -> Dict[str, np.ndarray]:
 
 def source() -> str:
     """kernels.cu with the headers that it includes in their places, each once, and all kernels, which
-    csrc/cuda/compiler.cc has in parts."""
+    csrc/cuda/driver.cc adds one by one."""
     seen = set()
 
     def text(name: str) -> str:
@@ -68,8 +71,10 @@ def source() -> str:
         lines = (CSRC / name).read_text(encoding="utf-8").replace("#pragma once\n", "")
         return re.sub(r'^#include "(.*)"\n', lambda found: text(found[1]), lines, flags=re.MULTILINE)
 
-    kernels = "SYNCBN_KERNELS({0})\nSYNCBN_ACTIVATED_KERNELS(rectifier, {0})\nSYNCBN_MASKED_KERNELS({0})\n"
-    return text("cuda/kernels.cu") + "".join(map(kernels.format, ("float16", "float32", "float64")))
+    kernels = [*product(ACTIVATED, ("identity", "rectifier")), *product(OTHERS, ("identity",))]
+    types = ("float16", "float32", "float64")
+    lines = (f"SYNCBN_KERNEL({stem}, {name}, {kind})\n" for (stem, name), kind in product(kernels, types))
+    return text("cuda/kernels.cu") + "".join(lines)
 
 
 PLAN = """

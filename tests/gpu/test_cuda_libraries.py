@@ -228,5 +228,5 @@ def test_the_real_run_time_compiler_takes_the_kernels(packages):
     kernels = set(re.findall(r"\.entry (\w+)", text))
     for kernel in ("moments", "normalise", "grad_sums", "grad_input", "masked_moments", "masked_grad_input"):
         for type_ in ("float16", "float32", "float64"):
-            for activation in ("",) if kernel.endswith("moments") else ("identity_", "rectifier_"):
-                assert f"{kernel}_{activation}{type_}" in kernels
+            for activation in ("identity",) if kernel.endswith("moments") else ("identity", "rectifier"):
+                assert f"{kernel}_{activation}_{type_}" in kernels

@@ -159,10 +159,9 @@ class Kernels:
         tiles = self.channels if self.inner > 1 else -(-self.channels // self.width)
         return tiles, self.slots, self.chunks
 
-    def launch(self, kernel, grid, structure, activation="", **fields):
+    def launch(self, kernel, grid, structure, activation="identity", **fields):
         """Arrays are given by their addresses; None is a null pointer."""
-        name = f"{kernel}_{activation}_{self.type}" if activation else f"{kernel}_{self.type}"
-        run(self.gpu, name, grid, structure, **fields)
+        run(self.gpu, f"{kernel}_{activation}_{self.type}", grid, structure, **fields)
 
     def _affine(self, gamma, beta, fix_gamma, activation):
         """Without an activation, the kernel does not look at its arguments."""
@@ -180,7 +179,7 @@ class Kernels:
         if self.chunks > 1:
             grid = (-(-self.slots * self.channels // (BLOCK // 32)), 1, 1)
             sizes = {"slots": self.slots, "channels": self.channels, "chunks": self.chunks}
-            run(self.gpu, f"{merge}_{self.type}", grid, "MergeArguments", partial=partial, out=out, **sizes)
+            self.launch(merge, grid, "MergeArguments", partial=partial, out=out, **sizes)
         return self.gpu.download(out).reshape(self.slots, length)
 
     def _each(self):
@@ -501,7 +500,7 @@ def test_an_expanded_mask(gpu, dtype):
     layout = {"extents": [1, 3, 4, 5], "strides": [0, 5, 0, 1], "bytes": values.itemsize}
     layout["floating"] = dtype.startswith("float")
     fields = {"mask": layout, "from": mask, "to": out, "positions": 60}
-    run(gpu, "expand_mask_float32", (1, 1, 1), "ExpandArguments", **fields)
+    run(gpu, "expand_mask_identity_float32", (1, 1, 1), "ExpandArguments", **fields)
     got = gpu.download(out).view("uint8").reshape(3, 4, 5)
     np.testing.assert_array_equal(got, np.broadcast_to(values != 0, (3, 4, 5)))
 
@@ -707,13 +706,13 @@ def test_small_kernels(gpu):
     random = np.random.RandomState(0)
     for dtype, value in (("float16", np.nan), ("float32", 2.5), ("float64", -1.0)):
         out = gpu.empty(300, dtype)
-        run(gpu, f"copy_{dtype}", (2, 1, 1), "CopyArguments", to=out, value=value, n=300)
+        run(gpu, f"copy_identity_{dtype}", (2, 1, 1), "CopyArguments", to=out, value=value, n=300)
         np.testing.assert_array_equal(gpu.download(out), np.full(300, value, dtype))
         for add in (0, 1):
             values = random.randn(300).astype(dtype)
             out = gpu.upload(np.full(300, 2, dtype))
             arrays = {"from": gpu.upload(values), "to": out}
-            run(gpu, f"copy_{dtype}", (2, 1, 1), "CopyArguments", add=add, n=300, **arrays)
+            run(gpu, f"copy_identity_{dtype}", (2, 1, 1), "CopyArguments", add=add, n=300, **arrays)
             np.testing.assert_allclose(gpu.download(out), values + 2 * add, rtol=1e-3)
 
 

@@ -95,17 +95,17 @@ void keep(const std::string& path, const std::string& image) {
 
 }  // namespace
 
-const std::string& compiled(int capability, const std::string& part, bool anew) {
+const std::string& compiled(int capability, const std::string& line, bool anew) {
     static Mutex mutex;
-    static auto& images = *new std::map<std::pair<int, std::string>, std::string>;  // by architecture and part
+    static auto& images = *new std::map<std::pair<int, std::string>, std::string>;  // by architecture and line
     std::lock_guard<std::mutex> lock(mutex);
     const int target = architecture(capability);
-    std::string& image = images[{target, part}];
+    std::string& image = images[{target, line}];
     if (!image.empty() && !anew) return image;
     std::set<std::string> seen;
     std::string text;
     append("cuda/kernels.cu", &seen, &text);
-    text += part + '\n';
+    text += line + '\n';
     int major = 0, minor = 0;
     call("nvrtcVersion", &major, &minor);
     std::ostringstream key, path;

@@ -82,22 +82,16 @@ Device::Device(int id) : id(id) {
 }
 
 void* Device::kernel(const Kernel& kernel) {
-    const std::string& type = kernel.type;
-    const std::string name = kernel.stem + "_" + kernel.activation + (kernel.activation.empty() ? "" : "_") + type;
+    const std::string name = kernel.stem + "_" + kernel.activation + "_" + kernel.type;
     std::lock_guard<std::mutex> lock(mutex_);
     void*& found = kernels_[name];
     if (found != nullptr) return found;
-    const bool activated = !kernel.activation.empty() && kernel.activation != name_of(Activation::Kind::kIdentity);
-    const std::string part = kernel.stem.rfind("masked_", 0) == 0 ? "SYNCBN_MASKED_KERNELS(" + type + ")"
-                             : activated ? "SYNCBN_ACTIVATED_KERNELS(" + kernel.activation + ", " + type + ")"
-                                         : "SYNCBN_KERNELS(" + type + ")";
-    void*& module = modules_[part];
-    if (module == nullptr) {
-        const auto load = [&](const std::string& image) { return driver().module_load(&module, image.c_str()); };
-        int status = load(compiled(capability_, part));
-        if (status != 0) status = load(compiled(capability_, part, true));  // the kept file may be damaged
-        check(status, "cuModuleLoadData");
-    }
+    const std::string line = "SYNCBN_KERNEL(" + kernel.stem + ", " + kernel.activation + ", " + kernel.type + ")";
+    void* module = nullptr;
+    const auto load = [&](const std::string& image) { return driver().module_load(&module, image.c_str()); };
+    int status = load(compiled(capability_, line));
+    if (status != 0) status = load(compiled(capability_, line, true));  // the kept file may be damaged
+    check(status, "cuModuleLoadData");
     check(driver().module_get_function(&found, module, name.c_str()), "cuModuleGetFunction");
     return found;
 }

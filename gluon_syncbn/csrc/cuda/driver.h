@@ -31,9 +31,9 @@ struct Grid {
     int64_t x = 1, y = 1, z = 1;
 };
 
-// A kernel of kernels.cu; `activation` is empty if it depends on none.
+// A kernel of kernels.cu.
 struct Kernel {
-    std::string stem, type, activation = "";
+    std::string stem, type, activation = "identity";
 };
 
 class Device {
@@ -55,8 +55,7 @@ class Device {
     void* context_ = nullptr;               // never released: MXNet keeps it for as long as the process lives
     int capability_ = 0;                    // 80 for 8.0
     Mutex mutex_;                           // guards the rest
-    std::map<std::string, void*> modules_;  // by the part of kernels.cu
-    std::map<std::string, void*> kernels_;
+    std::map<std::string, void*> kernels_;  // by name
     std::vector<std::pair<Stream, Status*>> streams_;  // free ones, each with its `Status`
     std::map<int64_t, std::vector<void*>> memory_;     // free memory, by its room
 };
@@ -120,9 +119,9 @@ class Memory {
 
 void fill_with_zeros(void* to, int64_t bytes, Stream stream);
 
-// Compiles a part of the kernels, which a macro of kernels.cu defines, "SYNCBN_KERNELS(float32)", with NVRTC: once for
-// each architecture, and keeps the results on disk. Returns intermediate code. `anew` ignores the kept results.
-const std::string& compiled(int capability, const std::string& part, bool anew = false);
+// Compiles kernels.cu and this line, "SYNCBN_KERNEL(copy, identity, float32)", with NVRTC: once for each architecture,
+// and keeps the results on disk. Returns intermediate code. `anew` ignores the kept results.
+const std::string& compiled(int capability, const std::string& line, bool anew = false);
 
 // Launches a kernel. `arguments` is its structure of params.h, which may end at once.
 void launch(Device& device, Stream stream, const Kernel& kernel, Grid grid, const void* arguments);

@@ -423,8 +423,8 @@ struct ChannelStatistic {
 
 // Merges about the first slot's mean, which is close to all, so that a large offset costs no digit. It divides once,
 // because consumer GPUs take 32 times as long for float64 as for float32.
-__device__ inline ChannelStatistic statistic(const double* gathered, const Lists& lists, const Range& range,
-                                             Index channel, Index channels) {
+__device__ inline ChannelStatistic pooled(const double* gathered, const Lists& lists, const Range& range, Index channel,
+                                          Index channels) {
     const Index length = Moments::length(channels);
     double count = 0, apart = 0, m2 = 0;
     each_of(lists, range, [&](int slot) { count += gathered[slot * length]; });
@@ -532,126 +532,6 @@ __device__ void each(Map map, const Tiling& tiling) {
         over_rows<T, 1>(map, spread);
 }
 
-// The statistics that normalise: those of a batch, or the running ones if `frozen`.
-template <typename P>
-__device__ inline ChannelStatistic statistic(const NormaliseArguments& with, const Lists& lists, Index slot,
-                                             Index channel) {
-    if (with.frozen == 0) return statistic(with.gathered, lists, range_of(lists, slot), channel, with.tiling.channels);
-    return {0, static_cast<double>(static_cast<const P*>(with.running_mean)[channel]),
-            static_cast<double>(static_cast<const P*>(with.running_var)[channel])};
-}
-__device__ inline double invstd(const NormaliseArguments& with, const ChannelStatistic& of) {
-    // Where no value counts, xhat is 0.
-    return with.frozen == 0 && of.share == 0 ? 0.0 : rsqrt(of.variance + with.epsilon);
-}
-
-// Gamma, unless it is fixed, and beta.
-template <typename P>
-__device__ inline double gamma(const Affine& affine, Index channel) {
-    return affine.fix_gamma ? 1.0 : static_cast<double>(static_cast<const P*>(affine.gamma)[channel]);
-}
-template <typename P>
-__device__ inline double beta(const Affine& affine, Index channel) {
-    return static_cast<double>(static_cast<const P*>(affine.beta)[channel]);
-}
-
-// Computes y = (x - mean) * scale + shift, then the addition and the activation if there are any.
-template <typename T, typename P, class A>
-struct Normalise {
-    static constexpr int kInputs = 2, kNeeded = 1;
-    static constexpr bool kMasked = false;
-    const NormaliseArguments& with;
-    const void* const from[kInputs] = {with.x, A::kChanges ? with.addend : nullptr};
-    void* const to = with.y;
-    const typename A::template On<Wide<T>> activation = {with.affine.slope, with.affine.ceiling};
-    Normal<Wide<T>> normal = Normal<Wide<T>>();
-
-    __device__ bool adds() const { return with.add != 0; }
-    __device__ void use(Index slot, Index channel) {
-        const ChannelStatistic used = statistic<P>(with, with.used, slot, channel);
-        normal = Normal<Wide<T>>(used.mean, invstd(with, used) * gamma<P>(with.affine, channel),
-                                 beta<P>(with.affine, channel));
-    }
-    __device__ Wide<T> value(const Wide<T> (&in)[kInputs], Index) const {
-        Wide<T> z = normal.of(in[0]);
-        if (A::kChanges) z += in[1];
-        activation.apply(&z);
-        return z;
-    }
-};
-
-// Computes dx = scale * dz - (shift + (x - mean) * slope): the direct gradient, and that through the statistics.
-//
-//     dx = gamma * invstd_u * dz - gamma * invstd_f / n_f * (S1 + (x - mean_f) * invstd_f * S2)
-//
-// The slot uses pool u and feeds pool f. S1 = sum dz and S2 = sum dz*xhat go over the slots that use f. The gradient dz
-// is dy or, if A::kChanges, dy after the backward of the activation.
-template <typename T, typename P, class A, bool kAdd, bool kMasks>
-struct GradInput {
-    static constexpr int kInputs = kAdd ? 3 : 2, kNeeded = kInputs;
-    static constexpr bool kMasked = kMasks;
-    const GradInputArguments& with;
-    const void* const from[3] = {with.dy, with.x, with.dx};  // the old dx, if kAdd
-    void* const to = with.dx;
-    const typename A::template On<Wide<T>> activation = {with.affine.slope, with.affine.ceiling};
-    Split<Wide<T>> mean = Split<Wide<T>>(0);
-    Wide<T> scale = 0, shift = 0, slope = 0;
-    Normal<Wide<T>> normal = Normal<Wide<T>>();
-
-    __device__ static constexpr bool adds() { return false; }
-    __device__ void use(Index slot, Index channel) {
-        const Index channels = with.tiling.channels;
-        const Kept kept = with.kept[slot * channels + channel];
-        const double weight = gamma<P>(with.affine, channel);
-        scale = static_cast<Wide<T>>(weight * kept.used_invstd);
-        mean = Split<Wide<T>>(kept.mean);
-        if (A::kChanges)
-            normal = Normal<Wide<T>>(kept.used_mean, weight * kept.used_invstd, beta<P>(with.affine, channel));
-        shift = slope = 0;
-        if (kept.share == 0) return;  // running statistics get no gradient
-        GradSums sums = {};
-        each_of(with.users, range_of(with.users, slot), [&](int user) {
-            sums.merge(GradSums::at(with.gathered + user * GradSums::length(channels), channel, channels));
-        });
-        const double share = weight * kept.invstd * kept.share;
-        shift = static_cast<Wide<T>>(share * sums.dy);
-        slope = static_cast<Wide<T>>(share * kept.invstd * sums.dy_xhat);
-    }
-    __device__ Wide<T> value(const Wide<T> (&in)[kInputs], Index position) const {
-        Wide<T> dz = in[0], through = shift + mean.below(in[1]) * slope;
-        if (kMasked && !counts_at(with.mask, position)) through = 0;
-        activation.through(&dz, normal.of(in[1]));
-        const Wide<T> value = scale * dz - through;
-        return kAdd ? in[kInputs - 1] + value : value;
-    }
-};
-
-// Computes x from the y of `Normalise`.
-template <typename T, typename P, class A>
-struct Recover {
-    static constexpr int kInputs = 1, kNeeded = 1;
-    static constexpr bool kMasked = false;
-    const RecoverArguments& with;
-    const void* const from[kInputs] = {with.y};
-    void* const to = with.x;
-    const typename A::template On<Wide<T>> activation = {with.affine.slope, with.affine.ceiling};
-    Normal<Wide<T>> normal = Normal<Wide<T>>();
-
-    __device__ static constexpr bool adds() { return false; }
-    __device__ void use(Index slot, Index channel) {
-        const Kept kept = with.kept[slot * with.tiling.channels + channel];
-        const double shift = beta<P>(with.affine, channel);
-        normal = Normal<Wide<T>>(kept.used_mean, kept.used_invstd * gamma<P>(with.affine, channel), shift);
-        if (kept.used_invstd == 0)
-            normal = Normal<Wide<T>>(kept.mean, rsqrt(0.0), shift);  // x is the mean, for every y
-    }
-    __device__ Wide<T> value(const Wide<T> (&in)[kInputs], Index) const {
-        Wide<T> z = in[0];
-        activation.undo(&z);
-        return normal.back(z);
-    }
-};
-
 __device__ inline Index thread() { return Index(blockIdx.x) * kBlock + threadIdx.x; }
 
 // The threads of a launch and this one's number, for any grid: for work once per channel in a kernel of another
@@ -668,220 +548,325 @@ __device__ inline Index not_finite(const double* moments, Index begin, Index end
     return -1;
 }
 
-// The running statistics of one channel.
-template <typename P>
-__device__ inline void move(void* running, Index channel, double momentum, double to) {
-    P* const values = static_cast<P*>(running);
-    values[channel] = static_cast<P>(momentum * values[channel] + (1 - momentum) * to);
-}
-
-// Computes the mean over the pools that the replica tracks.
-template <typename P>
-__device__ void track(const NormaliseArguments& with) {
-    const Index channels = with.tiling.channels, length = Moments::length(channels);
-    volatile Status* const status = with.status;
-    if (with.watch != 0 && any_thread() == 0) {
-        const Index at = not_finite(with.own, 0, with.tiling.slots * length);
-        if (at >= 0) {
-            status->value = with.own[at];
-            status->at = at;
-        }
-    }
-    for (Index channel = any_thread(); channel < channels; channel += all_threads()) {
-        double mean = 0, variance = 0, parts = 0;
-        bool finite = true;
-        for (int pool = 0; pool < with.pools; ++pool) {
-            const ChannelStatistic part = statistic<P>(with, with.tracked, pool, channel);
-            if (part.share == 0) continue;
-            mean += part.mean;
-            variance += with.unbiased != 0 && part.share < 1 ? part.variance / (1 - part.share) : part.variance;
-            parts += 1;
-            if (with.watch == 0) continue;
-            // Each thread looks by itself: it is rarely requested, and the data is in the cache.
-            each_of(with.tracked, range_of(with.tracked, pool), [&](int slot) {
-                finite = finite && not_finite(with.gathered, slot * length, (slot + 1) * length) < 0;
-            });
-        }
-        if (parts > 1) {
-            mean /= parts;
-            variance /= parts;
-        }
-        if (with.running_mean != nullptr && parts > 0 && finite && !status->given_up) {
-            move<P>(with.running_mean, channel, with.momentum, mean);
-            move<P>(with.running_var, channel, with.momentum, variance);
-        }
-    }
-}
-
-template <typename P>
-__device__ void keep(const NormaliseArguments& with) {
-    const Index channels = with.tiling.channels;
-    for (Index i = any_thread(); i < with.tiling.slots * channels; i += all_threads()) {
-        const Index slot = i / channels, channel = i % channels;
-        const ChannelStatistic used = statistic<P>(with, with.used, slot, channel);
-        const Range of_used = range_of(with.used, slot), of_fed = range_of(with.fed, slot);
-        const bool same =
-            with.used.members == with.fed.members && of_used.begin == of_fed.begin && of_used.end == of_fed.end;
-        const ChannelStatistic fed = same ? used : statistic<P>(with, with.fed, slot, channel);
-        with.kept[i] = {fed.share, used.mean, invstd(with, used), fed.mean, invstd(with, fed)};
-    }
-}
-
-// Finds the first channel whose gamma hides x, in the first block.
-template <typename P>
-__device__ void report_hidden(const RecoverArguments& with) {
-    if (blockIdx.x + blockIdx.y + blockIdx.z > 0) return;
-    const Index channels = with.tiling.channels;
-    __shared__ Index first[kBlock];
-    first[threadIdx.x] = channels;
-    for (Index channel = threadIdx.x; channel < channels && first[threadIdx.x] == channels; channel += kBlock)
-        if (!with.invertible(gamma<P>(with.affine, channel), beta<P>(with.affine, channel)))
-            first[threadIdx.x] = channel;
-    __syncthreads();
-    if (threadIdx.x > 0) return;
-    Index found = channels;
-    for (int i = 0; i < kBlock; ++i) found = first[i] < found ? first[i] : found;
-    if (found < channels) static_cast<volatile Status*>(with.status)->at = found;
-}
-
-// Adds up this replica's own slots, each [2][channels].
-template <typename P>
-__device__ void parameter_gradients(const GradInputArguments& with) {
-    const Index channels = with.tiling.channels;
-    const auto put = [](void* to, Index channel, int add, double value) {
-        if (to == nullptr) return;
-        P& out = static_cast<P*>(to)[channel];
-        out = static_cast<P>((add ? static_cast<double>(out) : 0.0) + value);
-    };
-    for (Index channel = any_thread(); channel < channels; channel += all_threads()) {
-        GradSums sums = {};
-        for (Index slot = 0; slot < with.tiling.slots; ++slot)
-            sums.merge(GradSums::at(with.own + slot * GradSums::length(channels), channel, channels));
-        put(with.dgamma, channel, with.add_dgamma, with.affine.fix_gamma ? 0.0 : sums.dy_xhat);
-        put(with.dbeta, channel, with.add_dbeta, sums.dy);
-    }
-}
-
-// ---- the kernels ---------------------------------------------------------------------------------------------
-//
-// For a type of data T and the type P of its parameters and running statistics: see params.h. A slot without a sample
-// leaves zeros, and the other slots skip it.
-
 // The channel of this thread of a reduction; the last one if it has none.
 __device__ inline Index channel_of(const Spread& spread) {
     const Index channel = spread.inner > 1 ? blockIdx.x : Index(blockIdx.x) * spread.width + threadIdx.x % spread.width;
     return channel < spread.channels ? channel : spread.channels - 1;
 }
 
-template <typename T, bool kMasked = false>
-__device__ void moments(const MomentsArguments& with) {
-    const Spread spread(with.tiling);
-    const Index row = spread.first_outer(blockIdx.y) * spread.channels + channel_of(spread);
-    const bool any = !kMasked && spread.outer_of(blockIdx.y) > 0;
-    const Wide<T> origin = any ? static_cast<const T*>(with.x)[row * spread.inner] : Wide<T>(0);
-    MomentsOf<T, kMasked> reduction = {with, origin};
-    reduce<T>(reduction, spread, with.partial, aligned(with.x));
-}
+// ---- the kernels ---------------------------------------------------------------------------------------------
+//
+// See params.h. A slot without a sample leaves zeros, and the other slots skip it.
 
-// Of numbers in the order of bytes of GPUs, the last byte has the sign.
-__device__ inline void expand(const ExpandArguments& with) {
-    const Mask& mask = with.mask;
-    const Index position = thread();
-    if (position >= with.positions) return;
-    Index at = 0, rest = position;
-    for (int i = 3; i >= 0; --i) {
-        at += rest % mask.extents[i] * mask.strides[i];
-        rest /= mask.extents[i];
+// Those for a type of data, the type of its parameters and running statistics, and an activation.
+template <typename T, typename P, class A>
+struct Kernels {
+    typedef Wide<T> V;
+
+    // The statistics that normalise: those of a batch, or the running ones if `frozen`.
+    __device__ static ChannelStatistic statistic(const NormaliseArguments& with, const Lists& lists, Index slot,
+                                                 Index channel) {
+        if (with.frozen == 0)
+            return pooled(with.gathered, lists, range_of(lists, slot), channel, with.tiling.channels);
+        return {0, static_cast<double>(static_cast<const P*>(with.running_mean)[channel]),
+                static_cast<double>(static_cast<const P*>(with.running_var)[channel])};
     }
-    const unsigned char* const value = static_cast<const unsigned char*>(with.from) + at * mask.bytes;
-    int any = value[mask.bytes - 1] & (mask.floating != 0 ? 0x7f : 0xff);
-    for (int i = 0; i + 1 < mask.bytes; ++i) any |= value[i];
-    static_cast<unsigned char*>(with.to)[position] = any != 0;
-}
-
-template <typename T, typename P, class A>
-__device__ void normalise(const NormaliseArguments& with) {
-    if (with.y != nullptr && with.tiling.samples > 0) each<T>(Normalise<T, P, A>{with}, with.tiling);
-    keep<P>(with);
-    if (with.frozen == 0) track<P>(with);
-}
-
-template <typename T, typename P, class A>
-__device__ void grad_sums(const GradSumsArguments& with) {
-    const Spread spread(with.tiling);
-    const Index channel = channel_of(spread);
-    const Kept kept = with.kept[blockIdx.y * spread.channels + channel];
-    Normal<Wide<T>> normal;
-    if (A::kChanges && with.y == nullptr)
-        normal = Normal<Wide<T>>(kept.used_mean, kept.used_invstd * gamma<P>(with.affine, channel),
-                                 beta<P>(with.affine, channel));
-    SumsOf<T, A> reduction = {with, Split<Wide<T>>(kept.used_mean), kept.used_invstd,
-                              with.y != nullptr ? with.y : with.x, normal};
-    reduce<T>(reduction, spread, with.partial,
-              aligned(with.x) && aligned(with.dy) && aligned(with.y) && aligned(with.dz));
-}
-
-template <typename T, typename P, class A, bool kMasked = false>
-__device__ void grad_input(const GradInputArguments& with) {
-    if (with.dx != nullptr && with.tiling.samples > 0) {
-        if (with.add)
-            each<T>(GradInput<T, P, A, true, kMasked>{with}, with.tiling);
-        else
-            each<T>(GradInput<T, P, A, false, kMasked>{with}, with.tiling);
+    __device__ static double invstd(const NormaliseArguments& with, const ChannelStatistic& of) {
+        // Where no value counts, xhat is 0.
+        return with.frozen == 0 && of.share == 0 ? 0.0 : rsqrt(of.variance + with.epsilon);
     }
-    parameter_gradients<P>(with);
-}
 
-template <typename T, typename P, class A>
-__device__ void recover(const RecoverArguments& with) {
-    each<T>(Recover<T, P, A>{with}, with.tiling);
-    report_hidden<P>(with);
-}
+    // Gamma, unless it is fixed, and beta.
+    __device__ static double gamma(const Affine& affine, Index channel) {
+        return affine.fix_gamma ? 1.0 : static_cast<double>(static_cast<const P*>(affine.gamma)[channel]);
+    }
+    __device__ static double beta(const Affine& affine, Index channel) {
+        return static_cast<double>(static_cast<const P*>(affine.beta)[channel]);
+    }
 
-template <typename From, typename To>
-__device__ void copy(const CopyArguments& with) {
-    const Index i = thread();
-    if (i >= with.n) return;
-    Wide<To> from = static_cast<Wide<To>>(with.value);
-    if (with.from != nullptr) from = static_cast<const From*>(with.from)[i];
-    To& to = static_cast<To*>(with.to)[i];
-    to = static_cast<To>(with.add ? to + from : from);
-}
+    // Computes y = (x - mean) * scale + shift, then the addition and the activation if there are any.
+    struct Normalise {
+        static constexpr int kInputs = 2, kNeeded = 1;
+        static constexpr bool kMasked = false;
+        const NormaliseArguments& with;
+        const void* const from[kInputs] = {with.x, A::kChanges ? with.addend : nullptr};
+        void* const to = with.y;
+        const typename A::template On<V> activation = {with.affine.slope, with.affine.ceiling};
+        Normal<V> normal = Normal<V>();
 
-// For each type of data: the type itself and the type of its parameters.
+        __device__ bool adds() const { return with.add != 0; }
+        __device__ void use(Index slot, Index channel) {
+            const ChannelStatistic used = statistic(with, with.used, slot, channel);
+            normal =
+                Normal<V>(used.mean, invstd(with, used) * gamma(with.affine, channel), beta(with.affine, channel));
+        }
+        __device__ V value(const V (&in)[kInputs], Index) const {
+            V z = normal.of(in[0]);
+            if (A::kChanges) z += in[1];
+            activation.apply(&z);
+            return z;
+        }
+    };
+
+    // Computes dx = scale * dz - (shift + (x - mean) * slope): the direct gradient, and that through the statistics.
+    //
+    //     dx = gamma * invstd_u * dz - gamma * invstd_f / n_f * (S1 + (x - mean_f) * invstd_f * S2)
+    //
+    // The slot uses pool u and feeds pool f. S1 = sum dz and S2 = sum dz*xhat go over the slots that use f. The gradient
+    // dz is dy or, if A::kChanges, dy after the backward of the activation.
+    template <bool kAdd, bool kMasks>
+    struct GradInput {
+        static constexpr int kInputs = kAdd ? 3 : 2, kNeeded = kInputs;
+        static constexpr bool kMasked = kMasks;
+        const GradInputArguments& with;
+        const void* const from[3] = {with.dy, with.x, with.dx};  // the old dx, if kAdd
+        void* const to = with.dx;
+        const typename A::template On<V> activation = {with.affine.slope, with.affine.ceiling};
+        Split<V> mean = Split<V>(0);
+        V scale = 0, shift = 0, slope = 0;
+        Normal<V> normal = Normal<V>();
+
+        __device__ static constexpr bool adds() { return false; }
+        __device__ void use(Index slot, Index channel) {
+            const Index channels = with.tiling.channels;
+            const Kept kept = with.kept[slot * channels + channel];
+            const double weight = gamma(with.affine, channel);
+            scale = static_cast<V>(weight * kept.used_invstd);
+            mean = Split<V>(kept.mean);
+            if (A::kChanges)
+                normal = Normal<V>(kept.used_mean, weight * kept.used_invstd, beta(with.affine, channel));
+            shift = slope = 0;
+            if (kept.share == 0) return;  // running statistics get no gradient
+            GradSums sums = {};
+            each_of(with.users, range_of(with.users, slot), [&](int user) {
+                sums.merge(GradSums::at(with.gathered + user * GradSums::length(channels), channel, channels));
+            });
+            const double share = weight * kept.invstd * kept.share;
+            shift = static_cast<V>(share * sums.dy);
+            slope = static_cast<V>(share * kept.invstd * sums.dy_xhat);
+        }
+        __device__ V value(const V (&in)[kInputs], Index position) const {
+            V dz = in[0], through = shift + mean.below(in[1]) * slope;
+            if (kMasked && !counts_at(with.mask, position)) through = 0;
+            activation.through(&dz, normal.of(in[1]));
+            const V value = scale * dz - through;
+            return kAdd ? in[kInputs - 1] + value : value;
+        }
+    };
+
+    // Computes x from the y of `Normalise`.
+    struct Recover {
+        static constexpr int kInputs = 1, kNeeded = 1;
+        static constexpr bool kMasked = false;
+        const RecoverArguments& with;
+        const void* const from[kInputs] = {with.y};
+        void* const to = with.x;
+        const typename A::template On<V> activation = {with.affine.slope, with.affine.ceiling};
+        Normal<V> normal = Normal<V>();
+
+        __device__ static constexpr bool adds() { return false; }
+        __device__ void use(Index slot, Index channel) {
+            const Kept kept = with.kept[slot * with.tiling.channels + channel];
+            const double shift = beta(with.affine, channel);
+            normal = Normal<V>(kept.used_mean, kept.used_invstd * gamma(with.affine, channel), shift);
+            if (kept.used_invstd == 0)
+                normal = Normal<V>(kept.mean, rsqrt(0.0), shift);  // x is the mean, for every y
+        }
+        __device__ V value(const V (&in)[kInputs], Index) const {
+            V z = in[0];
+            activation.undo(&z);
+            return normal.back(z);
+        }
+    };
+
+    // The running statistics of one channel.
+    __device__ static void move(void* running, Index channel, double momentum, double to) {
+        P* const values = static_cast<P*>(running);
+        values[channel] = static_cast<P>(momentum * values[channel] + (1 - momentum) * to);
+    }
+
+    // Computes the mean over the pools that the replica tracks.
+    __device__ static void track(const NormaliseArguments& with) {
+        const Index channels = with.tiling.channels, length = Moments::length(channels);
+        volatile Status* const status = with.status;
+        if (with.watch != 0 && any_thread() == 0) {
+            const Index at = not_finite(with.own, 0, with.tiling.slots * length);
+            if (at >= 0) {
+                status->value = with.own[at];
+                status->at = at;
+            }
+        }
+        for (Index channel = any_thread(); channel < channels; channel += all_threads()) {
+            double mean = 0, variance = 0, parts = 0;
+            bool finite = true;
+            for (int pool = 0; pool < with.pools; ++pool) {
+                const ChannelStatistic part = statistic(with, with.tracked, pool, channel);
+                if (part.share == 0) continue;
+                mean += part.mean;
+                variance += with.unbiased != 0 && part.share < 1 ? part.variance / (1 - part.share) : part.variance;
+                parts += 1;
+                if (with.watch == 0) continue;
+                // Each thread looks by itself: it is rarely requested, and the data is in the cache.
+                each_of(with.tracked, range_of(with.tracked, pool), [&](int slot) {
+                    finite = finite && not_finite(with.gathered, slot * length, (slot + 1) * length) < 0;
+                });
+            }
+            if (parts > 1) {
+                mean /= parts;
+                variance /= parts;
+            }
+            if (with.running_mean != nullptr && parts > 0 && finite && !status->given_up) {
+                move(with.running_mean, channel, with.momentum, mean);
+                move(with.running_var, channel, with.momentum, variance);
+            }
+        }
+    }
+
+    __device__ static void keep(const NormaliseArguments& with) {
+        const Index channels = with.tiling.channels;
+        for (Index i = any_thread(); i < with.tiling.slots * channels; i += all_threads()) {
+            const Index slot = i / channels, channel = i % channels;
+            const ChannelStatistic used = statistic(with, with.used, slot, channel);
+            const Range of_used = range_of(with.used, slot), of_fed = range_of(with.fed, slot);
+            const bool same =
+                with.used.members == with.fed.members && of_used.begin == of_fed.begin && of_used.end == of_fed.end;
+            const ChannelStatistic fed = same ? used : statistic(with, with.fed, slot, channel);
+            with.kept[i] = {fed.share, used.mean, invstd(with, used), fed.mean, invstd(with, fed)};
+        }
+    }
+
+    // Finds the first channel whose gamma hides x, in the first block.
+    __device__ static void report_hidden(const RecoverArguments& with) {
+        if (blockIdx.x + blockIdx.y + blockIdx.z > 0) return;
+        const Index channels = with.tiling.channels;
+        __shared__ Index first[kBlock];
+        first[threadIdx.x] = channels;
+        for (Index channel = threadIdx.x; channel < channels && first[threadIdx.x] == channels; channel += kBlock)
+            if (!with.invertible(gamma(with.affine, channel), beta(with.affine, channel)))
+                first[threadIdx.x] = channel;
+        __syncthreads();
+        if (threadIdx.x > 0) return;
+        Index found = channels;
+        for (int i = 0; i < kBlock; ++i) found = first[i] < found ? first[i] : found;
+        if (found < channels) static_cast<volatile Status*>(with.status)->at = found;
+    }
+
+    // Adds up this replica's own slots, each [2][channels].
+    __device__ static void parameter_gradients(const GradInputArguments& with) {
+        const Index channels = with.tiling.channels;
+        const auto put = [](void* to, Index channel, int add, double value) {
+            if (to == nullptr) return;
+            P& out = static_cast<P*>(to)[channel];
+            out = static_cast<P>((add ? static_cast<double>(out) : 0.0) + value);
+        };
+        for (Index channel = any_thread(); channel < channels; channel += all_threads()) {
+            GradSums sums = {};
+            for (Index slot = 0; slot < with.tiling.slots; ++slot)
+                sums.merge(GradSums::at(with.own + slot * GradSums::length(channels), channel, channels));
+            put(with.dgamma, channel, with.add_dgamma, with.affine.fix_gamma ? 0.0 : sums.dy_xhat);
+            put(with.dbeta, channel, with.add_dbeta, sums.dy);
+        }
+    }
+
+    __device__ static void moments(const MomentsArguments& with) { moments_of<false>(with); }
+    __device__ static void masked_moments(const MomentsArguments& with) { moments_of<true>(with); }
+    __device__ static void merge_moments(const MergeArguments& with) { merge<Moments>(with); }
+    __device__ static void merge_sums(const MergeArguments& with) { merge<GradSums>(with); }
+    __device__ static void grad_input(const GradInputArguments& with) { grad_input_of<false>(with); }
+    __device__ static void masked_grad_input(const GradInputArguments& with) { grad_input_of<true>(with); }
+    __device__ static void copy(const CopyArguments& with) { copy_as<T, T>(with); }
+    __device__ static void widen(const CopyArguments& with) { copy_as<T, V>(with); }
+    __device__ static void narrow(const CopyArguments& with) { copy_as<V, T>(with); }
+
+    template <bool kMasked>
+    __device__ static void moments_of(const MomentsArguments& with) {
+        const Spread spread(with.tiling);
+        const Index row = spread.first_outer(blockIdx.y) * spread.channels + channel_of(spread);
+        const bool any = !kMasked && spread.outer_of(blockIdx.y) > 0;
+        const V origin = any ? static_cast<const T*>(with.x)[row * spread.inner] : V(0);
+        MomentsOf<T, kMasked> reduction = {with, origin};
+        reduce<T>(reduction, spread, with.partial, aligned(with.x));
+    }
+
+    // Of numbers in the order of bytes of GPUs, the last byte has the sign.
+    __device__ static void expand_mask(const ExpandArguments& with) {
+        const Mask& mask = with.mask;
+        const Index position = thread();
+        if (position >= with.positions) return;
+        Index at = 0, rest = position;
+        for (int i = 3; i >= 0; --i) {
+            at += rest % mask.extents[i] * mask.strides[i];
+            rest /= mask.extents[i];
+        }
+        const unsigned char* const value = static_cast<const unsigned char*>(with.from) + at * mask.bytes;
+        int any = value[mask.bytes - 1] & (mask.floating != 0 ? 0x7f : 0xff);
+        for (int i = 0; i + 1 < mask.bytes; ++i) any |= value[i];
+        static_cast<unsigned char*>(with.to)[position] = any != 0;
+    }
+
+    __device__ static void normalise(const NormaliseArguments& with) {
+        if (with.y != nullptr && with.tiling.samples > 0) each<T>(Normalise{with}, with.tiling);
+        keep(with);
+        if (with.frozen == 0) track(with);
+    }
+
+    __device__ static void grad_sums(const GradSumsArguments& with) {
+        const Spread spread(with.tiling);
+        const Index channel = channel_of(spread);
+        const Kept kept = with.kept[blockIdx.y * spread.channels + channel];
+        Normal<V> normal;
+        if (A::kChanges && with.y == nullptr)
+            normal = Normal<V>(kept.used_mean, kept.used_invstd * gamma(with.affine, channel),
+                                     beta(with.affine, channel));
+        SumsOf<T, A> reduction = {with, Split<V>(kept.used_mean), kept.used_invstd,
+                                  with.y != nullptr ? with.y : with.x, normal};
+        reduce<T>(reduction, spread, with.partial,
+                  aligned(with.x) && aligned(with.dy) && aligned(with.y) && aligned(with.dz));
+    }
+
+    template <bool kMasked>
+    __device__ static void grad_input_of(const GradInputArguments& with) {
+        if (with.dx != nullptr && with.tiling.samples > 0) {
+            if (with.add)
+                each<T>(GradInput<true, kMasked>{with}, with.tiling);
+            else
+                each<T>(GradInput<false, kMasked>{with}, with.tiling);
+        }
+        parameter_gradients(with);
+    }
+
+    __device__ static void recover(const RecoverArguments& with) {
+        each<T>(Recover{with}, with.tiling);
+        report_hidden(with);
+    }
+
+    template <typename From, typename To>
+    __device__ static void copy_as(const CopyArguments& with) {
+        const Index i = thread();
+        if (i >= with.n) return;
+        Wide<To> from = static_cast<Wide<To>>(with.value);
+        if (with.from != nullptr) from = static_cast<const From*>(with.from)[i];
+        To& to = static_cast<To*>(with.to)[i];
+        to = static_cast<To>(with.add ? to + from : from);
+    }
+};
+
 typedef Half Data_float16;
 typedef float Data_float32, Parameter_float16, Parameter_float32;
 typedef double Data_float64, Parameter_float64;
 #define SYNCBN_ACTIVATION(NAME, A) typedef syncbn::A Activation_##NAME;
 SYNCBN_ACTIVATIONS(SYNCBN_ACTIVATION)
 
+template <class Arguments>
+__device__ Arguments arguments_of(void (*kernel)(const Arguments&));
+
 }  // namespace
 
-#define SYNCBN_KERNEL(NAME, Arguments, ...) \
-    extern "C" __global__ void __launch_bounds__(kBlock) NAME(const Arguments with) { __VA_ARGS__(with); }
-#define SYNCBN_KERNEL_OF(KERNEL, ACTIVATION, TYPE, Arguments) \
-    SYNCBN_KERNEL(KERNEL##_##ACTIVATION##_##TYPE, Arguments,  \
-                  KERNEL<Data_##TYPE, Parameter_##TYPE, Activation_##ACTIVATION>)
-
-#define SYNCBN_MASKED_KERNEL(ACTIVATION, A, TYPE)                              \
-    SYNCBN_KERNEL(masked_grad_input_##ACTIVATION##_##TYPE, GradInputArguments, \
-                  grad_input<Data_##TYPE, Parameter_##TYPE, syncbn::A, true>)
-
-// Compiling all kernels takes too long for a first step. So csrc/cuda/compiler.cc adds a line with one of these.
-#define SYNCBN_ACTIVATED_KERNELS(ACTIVATION, TYPE)                     \
-    SYNCBN_KERNEL_OF(normalise, ACTIVATION, TYPE, NormaliseArguments)  \
-    SYNCBN_KERNEL_OF(grad_sums, ACTIVATION, TYPE, GradSumsArguments)   \
-    SYNCBN_KERNEL_OF(grad_input, ACTIVATION, TYPE, GradInputArguments) \
-    SYNCBN_KERNEL_OF(recover, ACTIVATION, TYPE, RecoverArguments)
-#define SYNCBN_KERNELS(TYPE)                                                         \
-    SYNCBN_ACTIVATED_KERNELS(identity, TYPE)                                         \
-    SYNCBN_KERNEL(moments_##TYPE, MomentsArguments, moments<Data_##TYPE>)            \
-    SYNCBN_KERNEL(merge_moments_##TYPE, MergeArguments, merge<Moments>)              \
-    SYNCBN_KERNEL(merge_sums_##TYPE, MergeArguments, merge<GradSums>)                \
-    SYNCBN_KERNEL(expand_mask_##TYPE, ExpandArguments, expand)                       \
-    SYNCBN_KERNEL(copy_##TYPE, CopyArguments, copy<Data_##TYPE, Data_##TYPE>)        \
-    SYNCBN_KERNEL(widen_##TYPE, CopyArguments, copy<Data_##TYPE, Wide<Data_##TYPE>>) \
-    SYNCBN_KERNEL(narrow_##TYPE, CopyArguments, copy<Wide<Data_##TYPE>, Data_##TYPE>)
-#define SYNCBN_MASKED_KERNELS(TYPE)                                                    \
-    SYNCBN_KERNEL(masked_moments_##TYPE, MomentsArguments, moments<Data_##TYPE, true>) \
-    SYNCBN_ACTIVATIONS(SYNCBN_MASKED_KERNEL, TYPE)
+// Compiling all kernels takes too long for a first step. So csrc/cuda/driver.cc adds a line with this for each that it
+// needs.
+#define SYNCBN_KERNEL(STEM, ACTIVATION, TYPE)                                                          \
+    extern "C" __global__ void __launch_bounds__(kBlock) STEM##_##ACTIVATION##_##TYPE(                  \
+        const decltype(arguments_of(                                                                   \
+            &Kernels<Data_##TYPE, Parameter_##TYPE, Activation_##ACTIVATION>::STEM)) with) {           \
+        Kernels<Data_##TYPE, Parameter_##TYPE, Activation_##ACTIVATION>::STEM(with);                   \
+    }

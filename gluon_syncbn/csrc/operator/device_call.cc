@@ -37,10 +37,8 @@ constexpr double kWatchAfter = 0.05;  // seconds after which a wait checks for o
 // The number of float64 values that have space for so many bytes.
 int64_t doubles_for(int64_t bytes) { return ceil_div(bytes, sizeof(double)); }
 
-Kernel kernel_of(const char* stem, Type type) { return {stem, name_of(type)}; }
-
-// The kernel for a call. An addition needs an activation too: none is a slope of 1 there.
-Kernel kernel_of(const char* stem, Type type, const Activation& activation, bool adds = false) {
+// An addition needs an activation too: none is a slope of 1 there.
+Kernel kernel_of(const char* stem, Type type, const Activation& activation = {}, bool adds = false) {
     using Kind = Activation::Kind;
     return {stem, name_of(type), name_of(adds && !activation.any() ? Kind::kRectifier : activation.kind)};
 }
