@@ -33,11 +33,6 @@ struct NcclFunctions {
     int (*get_id)(UniqueId*) = find("ncclGetUniqueId");
     int (*init_rank)(Communicator*, int, UniqueId, int) = find("ncclCommInitRank");
     int (*all_reduce)(const void*, void*, size_t, int, int, Communicator, Stream) = find("ncclAllReduce");
-
-    bool complete() const {
-        return error_string && init_all && destroy && abort && group_start && group_end && all_gather && get_id &&
-               init_rank && all_reduce;
-    }
 };
 
 const NcclFunctions& nccl() {
@@ -89,7 +84,7 @@ void post(const std::vector<int>& devices, const std::vector<OnDevice>& parts,
 }  // namespace
 
 std::string why_no_collective() {
-    return nccl().complete() ? "" : "this build of MXNet is not linked against NCCL 2.4 or later";
+    return nccl().abort != nullptr ? "" : "this build of MXNet is not linked against NCCL 2.4 or later";
 }
 
 void post_allgather(const std::vector<OnDevice>& parts, const std::string& layer, double timeout) {
@@ -132,11 +127,10 @@ std::string new_id() {
 struct AllReduce::Member {
     // The device has to be current.
     Member(Device& device, size_t bucket)
-        : device(device), lease(device), memory(device, static_cast<int64_t>(bucket / sizeof(double))) {}
+        : lease(device), memory(device, static_cast<int64_t>(bucket / sizeof(double))) {}
 
     char* bucket() const { return reinterpret_cast<char*>(memory.data()); }
 
-    Device& device;
     const Lease lease;
     const Memory memory;
     Communicator communicator = nullptr;
@@ -182,14 +176,14 @@ void AllReduce::post(Type wide, size_t bytes, const std::vector<Part>& parts) {
     const auto convert = [&](bool into_bucket) {
         for (size_t i = 0; i < members_.size(); ++i) {
             const Member& member = *members_[i];
-            const Current current(member.device);
+            const Current current(member.lease.device);
             for (const Part& part : parts) {
                 char* const values = static_cast<char*>(part.values[i]) + part.begin * size_of(part.type);
                 char* const place = member.bucket() + part.offset;
                 const auto n = static_cast<Index>(part.count);
                 const CopyArguments with{n, into_bucket ? values : place, into_bucket ? place : values, 0, 0};
-                launch(member.device, member.lease.stream(), {into_bucket ? "widen" : "narrow", name_of(part.type)},
-                       {ceil_div(n, kBlock)}, &with);
+                launch(member.lease.device, member.lease.stream(),
+                       {into_bucket ? "widen" : "narrow", name_of(part.type)}, {ceil_div(n, kBlock)}, &with);
             }
         }
     };
@@ -206,7 +200,7 @@ void AllReduce::post(Type wide, size_t bytes, const std::vector<Part>& parts) {
 bool AllReduce::idle() {
     if (!ready()) return false;
     return std::all_of(members_.begin(), members_.end(), [](const auto& member) {
-        const Current current(member->device);
+        const Current current(member->lease.device);
         return member->lease.idle();
     });
 }
@@ -217,7 +211,7 @@ void AllReduce::abort() noexcept {
     // What is behind the collectives still writes to arrays that their owners may free. It ends soon, if it ends at all.
     const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(1);
     for (const auto& member : members_) try {
-            const Current current(member->device);
+            const Current current(member->lease.device);
             while (!member->lease.idle() && std::chrono::steady_clock::now() < end) std::this_thread::sleep_for(kSlice);
         } catch (const std::exception&) {  // the GPU has failed, and so nothing runs on it
         }

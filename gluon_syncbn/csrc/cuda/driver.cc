@@ -105,7 +105,7 @@ Current::~Current() {
 
 // ---- streams -----------------------------------------------------------------------------------------------------
 
-Lease::Lease(Device& device) : device_(device) {
+Lease::Lease(Device& device) : device(device) {
     {
         std::lock_guard<std::mutex> lock(device.mutex_);
         if (!device.streams_.empty()) {
@@ -123,10 +123,9 @@ Lease::Lease(Device& device) : device_(device) {
 }
 
 Lease::~Lease() {
-    if (stream_ == nullptr) return;
-    std::lock_guard<std::mutex> lock(device_.mutex_);
+    std::lock_guard<std::mutex> lock(device.mutex_);
     try {
-        device_.streams_.emplace_back(stream_, status_);
+        device.streams_.emplace_back(stream_, status_);
     } catch (const std::bad_alloc&) {  // then the stream is lost
     }
 }

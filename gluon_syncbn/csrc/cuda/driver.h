@@ -82,11 +82,10 @@ class Lease {
     // Whether all work on the stream is done; throws the error of the device.
     bool idle() const;
     Status* status() const { return status_; }
-    // Gives up a hanging stream: the stream and its memory are never used again.
-    void abandon() { stream_ = nullptr; }
+
+    Device& device;
 
   private:
-    Device& device_;
     Stream stream_ = nullptr;
     Status* status_ = nullptr;
 };
@@ -108,8 +107,6 @@ class Memory {
     void upload(const void* values, Stream stream) const;
     // From there; they are there when this returns. It waits in the driver, so the lease should be idle.
     void download(double* values, const Lease& lease) const;
-    // Gives up memory that a hanging kernel still uses.
-    void abandon() { data_ = nullptr; }
 
   private:
     Device* device_ = nullptr;

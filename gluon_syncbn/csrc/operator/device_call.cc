@@ -178,18 +178,15 @@ class DeviceCall : public Call {
         try {
             idle = idle_within(kWatchAfter);
             if (!idle) {
-                cuda::abort_collectives(device().id);
+                cuda::abort_collectives(work_->lease.device.id);
                 idle = idle_within(kGrace);
             }
         } catch (const Failure&) {  // the device's own error is reported already
         }
-        if (!idle || work_->may_be_posted) {
-            work_->lease.abandon();
-            for (Memory& one : work_->scratch) one.abandon();
-            work_->gathered->own.abandon();
-            work_->gathered->all.abandon();
-            kept_.abandon();
-            lists_.abandon();
+        if (!idle || work_->may_be_posted) {  // then nobody gets the stream and its memory again
+            work_->kept = std::move(kept_);
+            work_->lists = std::move(lists_);
+            work_.release()->current.reset();
         }
         work_.reset();
     }
@@ -207,19 +204,17 @@ class DeviceCall : public Call {
         cuda::Lease lease;
         std::shared_ptr<Gathered> gathered = std::make_shared<Gathered>();
         std::vector<Memory> scratch;
+        Memory kept, lists;          // of the call, if it hangs
         bool may_be_posted = false;  // other work may have been put on the stream
         explicit Running(cuda::Device& device) : current(std::in_place, device), lease(device) {}
     };
 
-    cuda::Device& device() {
-        if (device_ == nullptr) device_ = &cuda::Device::get(std::stoi(context_.substr(4)));
-        return *device_;
-    }
     Running& work() {
-        if (!work_) work_.emplace(device());
-        if (!work_->current) work_->current.emplace(device());
+        if (!work_) work_ = std::make_unique<Running>(cuda::Device::get(std::stoi(context_.substr(4))));
+        if (!work_->current) work_->current.emplace(work_->lease.device);
         return *work_;
     }
+    cuda::Device& device() { return work().lease.device; }
     Plan plan() const { return Plan(tensor_.shape, tensor_.samples, static_cast<int64_t>(tensor_.slots.size())); }
 
     template <typename Arguments>
@@ -234,10 +229,7 @@ class DeviceCall : public Call {
 
     // ---- memory ----------------------------------------------------------------------------------------------
 
-    Memory memory(int64_t size) {
-        work();
-        return Memory(device(), size);
-    }
+    Memory memory(int64_t size) { return Memory(device(), size); }
     cuda::Kept* kept() const { return reinterpret_cast<cuda::Kept*>(kept_.data()); }
     // Returns so much float64 memory, until the execution ends.
     double* doubles(int64_t size) {
@@ -384,8 +376,7 @@ class DeviceCall : public Call {
         return out;
     }
 
-    std::optional<Running> work_;
-    cuda::Device* device_ = nullptr;
+    std::unique_ptr<Running> work_;
     Memory kept_;   // for the backward
     Memory lists_;  // [members][4 times the ranges]; empty if they travel with a launch
 };
