@@ -102,7 +102,7 @@ def steps(library: ctypes.CDLL, case: _measuring.Cell) -> Dict[str, Callable[[],
     calls: Dict[str, Callable[[Any, Any, Any], Any]] = {
         "copy": lambda x, dy, y: np.copyto(y, x),
         "moments": lambda x, dy, y: library.moments(pointer(x), *shape, *out),
-        "normalise": lambda x, dy, y: library.normalise(pointer(x), *shape, *z, None, pointer(y), 0),
+        "normalise": lambda x, dy, y: library.normalise(pointer(x), *shape, *z, None, pointer(y)),
         "grad_sums": lambda x, dy, y: library.grad_sums(
             pointer(dy), pointer(x), *shape, *z, pointer(ones), None, None, *out
         ),

@@ -205,10 +205,10 @@ class Kernels:
         kernel, mask = ("moments", None) if mask is None else ("masked_moments", self.gpu.upload(mask.astype("uint8")))
         return self._packed(kernel, "merge_moments", 1 + 2 * self.channels, "MomentsArguments", mask=mask)
 
-    def normalise(self, source, pools, gamma, beta, fix_gamma, start=None, running=(None, None),
+    def normalise(self, source, pools, gamma, beta, fix_gamma, running=(None, None),
                   momentum=0.9, given_up=0, unbiased=0, watch=0, activation=None, addend=None):  # fmt: skip
         """`source`: gathered moments, or None for the running statistics. Returns the output and what is kept."""
-        out, kept = self.output(start), self.gpu.empty(self.slots * self.channels * 5, "float64")
+        out, kept = self.output(None), self.gpu.empty(self.slots * self.channels * 5, "float64")
         told = self.gpu.upload(np.array([(given_up, -1, 0.0)], STATUS).view("uint8"))
         own, gathered, own_moments = self._own(pools), None, None
         if source is not None:
@@ -218,7 +218,7 @@ class Kernels:
             addend=None if addend is None else self.upload(addend, 1), y=out,
             affine=self._affine(gamma, beta, fix_gamma, activation), gathered=gathered,
             used=self._lists(pools), fed=own, tracked=own, pools=1 if pools.kind == SHARED else self.slots,
-            own=own_moments, epsilon=EPSILON, kept=kept, add=start is not None, frozen=source is None,
+            own=own_moments, epsilon=EPSILON, kept=kept, frozen=source is None,
             momentum=momentum, running_mean=running[0], running_var=running[1], unbiased=unbiased, watch=watch,
             status=told,
         )  # fmt: skip
@@ -446,7 +446,7 @@ def check(gpu, shape, dtype, slots, chunks, width, shifts, segment=512, blocks=5
         xhat = xhat_of(of_used)
 
         behind = {"activation": way.activation, "addend": added}
-        y, kept = kernels.normalise(moments, pooling, gamma, beta, way.fix_gamma, base, **behind)
+        y, kept = kernels.normalise(moments, pooling, gamma, beta, way.fix_gamma, **behind)
         want_kept = [
             np.stack([np.full(channels, 1 / f[0]), u[1], (u[2] + EPSILON) ** -0.5, f[1], (f[2] + EPSILON) ** -0.5], 1)
             for u, f in zip(of_used, of_fed)
@@ -454,7 +454,7 @@ def check(gpu, shape, dtype, slots, chunks, width, shifts, segment=512, blocks=5
         np.testing.assert_allclose(kept, want_kept, rtol=1e-12)
         z = joined(x, slots, xhat) * weight[:, None] + beta[:, None] + (0 if added is None else added)
         want = np.where(z > 0, np.minimum(z, ceiling), slope * z)
-        close(y, want + before, TOLERANCE[dtype])
+        close(y, want, TOLERANCE[dtype])
 
         seen = z if added is None else want.astype(dtype)
         dz = np.where(seen > 0, seen < ceiling, slope) * dy.astype("float64")

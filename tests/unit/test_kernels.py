@@ -68,9 +68,9 @@ class Kernels:
         self._call("moments", self.x, *self._shape(), mean, m2)
         return mean, m2
 
-    def normalise(self, mean, scale, shift, out, add, activation=NOTHING, addend=None):
+    def normalise(self, mean, scale, shift, out, activation=NOTHING, addend=None):
         constants = mean, scale, shift, *map(ctypes.c_double, activation)
-        self._call("normalise", self.x, *self._shape(), *constants, addend, out, int(add))
+        self._call("normalise", self.x, *self._shape(), *constants, addend, out)
         return out
 
     def grad_sums(self, dy, mean, invstd, scale=None, shift=None, activation=NOTHING, y=None, dz=None):
@@ -163,12 +163,11 @@ def check(library, shape, dtype, block, activation, masked):
         """Where no rounding decides on which side of a kink a value is."""
         return (np.abs(z) > edge) & (np.abs(z - ceiling) > edge) if activation != NOTHING else np.ones(shape, bool)
 
+    close(kernels.normalise(mean, scale, shift, start.copy(), activation), rectified(z), TOLERANCE[dtype])
+    y = kernels.normalise(mean, scale, shift, start.copy(), activation, addend)
+    close(y, rectified(z + addend), 2 * TOLERANCE[dtype])
     for add in (False, True):
         base = wide_start * add
-        y = kernels.normalise(mean, scale, shift, start.copy(), add, activation)
-        close(y, base + rectified(z), TOLERANCE[dtype])
-        y = kernels.normalise(mean, scale, shift, start.copy(), add, activation, addend)
-        close(y, base + rectified(z + addend), 2 * TOLERANCE[dtype])
         of_pool = (wide - per_channel(fed_mean)) * per_channel(slope)
         want = base + per_channel(scale) * (through(z) - np.where(counts, per_channel(mean_dz) + of_pool, 0))
         constants = {"shift": shift, "activation": activation, "fed_mean": fed_mean}
@@ -180,7 +179,7 @@ def check(library, shape, dtype, block, activation, masked):
     for got, want in zip(sums, (through(z), through(z) * centred * per_channel(slope))):
         close(got, want.sum((0, 2)), 1e-12 if activation == NOTHING else 10 * TOLERANCE[dtype])
     if activation != NOTHING:
-        y, dz = kernels.normalise(mean, scale, shift, start.copy(), False, activation, addend), np.empty_like(dy)
+        y, dz = kernels.normalise(mean, scale, shift, start.copy(), activation, addend), np.empty_like(dy)
         sums, wanted = kernels.grad_sums(dy, mean, slope, activation=activation, y=y, dz=dz), dz.astype("float64")
         for got, want in zip(sums, (wanted, wanted * centred * per_channel(slope))):
             close(got, want.sum((0, 2)), 1e-11)
@@ -205,7 +204,7 @@ def test_x_from_y(library, shape, dtype, block, activation):
     scale = np.where(scale > 0, 0.5, -0.5) + scale
     kernels = Kernels(library, x, threads=2, block=block, dtype=dtype)
     mean, _ = kernels.moments()
-    y = kernels.normalise(mean, scale, shift, np.empty_like(x), False, activation)
+    y = kernels.normalise(mean, scale, shift, np.empty_like(x), activation)
     found = kernels.recover(y, mean, scale, shift, np.empty_like(x), activation)
     close(found, x, 4 * TOLERANCE[dtype])
 
@@ -223,7 +222,7 @@ def test_what_stands_behind_values_that_are_not_finite(library, shape, dtype, bl
     zero, one = np.zeros(shape[1]), np.ones(shape[1])
     for activation, want in (("relu", [np.nan, 0, np.inf, 0, 1]), ("leaky", [np.nan, -np.inf, np.inf, -0.1, 1])):
         kernels = Kernels(library, x, block=block, dtype=dtype)
-        y = kernels.normalise(zero, one, zero, np.empty_like(x), False, ACTIVATIONS[activation])
+        y = kernels.normalise(zero, one, zero, np.empty_like(x), ACTIVATIONS[activation])
         np.testing.assert_allclose(y, np.resize(want, shape), rtol=TOLERANCE[dtype])
 
 
@@ -234,7 +233,7 @@ def test_offset(library, shape, dtype, block):
     mean, m2 = kernels.moments()
     centred = x.astype("float64") - per_channel(mean)
     close(m2, (centred**2).sum((0, 2)), 1e-9)
-    y = kernels.normalise(mean, scale, shift, start, False)
+    y = kernels.normalise(mean, scale, shift, start)
     close(y, centred * per_channel(scale) + per_channel(shift), 1e-6)
 
 
@@ -249,8 +248,8 @@ def test_same_bits_for_any_number_of_threads_and_alignment(library, shape, dtype
         kernels = Kernels(library, moved[0], threads, block, at, dtype)
         mean, m2 = kernels.moments()
         sums = kernels.grad_sums(moved[1], mean, scale)
-        y = kernels.normalise(mean, scale, shift, moved[2].copy(), True)
-        dx = kernels.grad_input(moved[1], mean, scale, mean_dy, slope, moved[2].copy(), False)
+        y = kernels.normalise(mean, scale, shift, moved[2].copy())
+        dx = kernels.grad_input(moved[1], mean, scale, mean_dy, slope, moved[2].copy(), True)
         dz = np.empty_like(dx)
         behind = kernels.grad_sums(moved[1], mean, scale, activation=ACTIVATIONS["relu"], y=y, dz=dz)
         results.append((mean, m2, *sums, y, dx, dz, *behind))
@@ -265,7 +264,7 @@ def test_empty(library, block):
         nothing = np.empty(shape, "float32")
         kernels, ones = Kernels(library, nothing, block=block), np.ones(16)
         sums = kernels.grad_sums(nothing, ones, ones)
-        kernels.normalise(ones, ones, ones, nothing, False)
+        kernels.normalise(ones, ones, ones, nothing)
         kernels.grad_input(nothing, ones, ones, ones, ones, nothing, False)
         for values in (*kernels.moments(), *sums):
             assert not values.any()

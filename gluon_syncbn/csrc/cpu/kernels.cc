@@ -16,15 +16,6 @@ constexpr int64_t kWorthAThread = 1 << 15;  // values; another thread would take
 
 // ---- the formulas ----------------------------------------------------------------------------------------------
 
-// With `Add`, the old value is added.
-template <bool Add, typename T, typename V>
-SYNCBN_INLINE void put(const V& value, T* to) {
-    if (!Add) return store(value, to);
-    V before;
-    load(to, &before);
-    store(before + value, to);
-}
-
 template <typename V, class K>
 SYNCBN_INLINE void z_of(const K& k, const V& x, V* z) {
     *z = ((x - k[kHigh]) - k[kLow]) * k[kScale] + k[kShift];
@@ -93,7 +84,7 @@ struct GradSumsOf {
     }
 };
 
-template <class A, bool Add, bool Addend, typename T>
+template <class A, bool Addend, typename T>
 struct NormaliseOf {
     using Data = T;
     static constexpr int kConstants = 4;
@@ -112,7 +103,7 @@ struct NormaliseOf {
             value = value + other;
         }
         Behind<A, V>(activation).apply(&value);
-        put<Add>(value, y + at);
+        store(value, y + at);
     }
 };
 
@@ -136,7 +127,12 @@ struct GradInputOf {
         }
         const V whole = (dz - k[kMeanDz]) - ((value - k[kFedHigh]) - k[kFedLow]) * k[kSlope];
         if (!Masked || counts) dz = whole;
-        put<Add>(k[kScale] * dz, dx + at);
+        dz = k[kScale] * dz;
+        if (Add) {
+            load(dx + at, &value);
+            dz = value + dz;
+        }
+        store(dz, dx + at);
     }
 };
 
@@ -175,12 +171,10 @@ struct RecoverOf {
                       add_up<WIDTH>(GradSumsOf<A, kByOutput, T>{from, with}, tile, z, sum_dz, sum_dz_xc);))          \
     }                                                                                                                \
     SET void micro_normalise(const Run& run, const Column<Compute<T>>& k, const T* x, const T* addend, T* y,         \
-                             const Activation& with, bool add) {                                                     \
+                             const Activation& with) {                                                               \
         SYNCBN_ACTIVATION(with, A,                                                                                   \
-                          SYNCBN_IF(add, kAdd,                                                                       \
-                                    SYNCBN_IF(addend != nullptr, kAddend,                                            \
-                                              for_each_value<WIDTH>(                                                 \
-                                                  NormaliseOf<A, kAdd, kAddend, T>{x, addend, y, with}, run, k);)))  \
+                          SYNCBN_IF(addend != nullptr, kAddend,                                                      \
+                                    for_each_value<WIDTH>(NormaliseOf<A, kAddend, T>{x, addend, y, with}, run, k);)) \
     }                                                                                                                \
     SET void micro_grad_input(const Run& run, const Column<Compute<T>>& k, const T* dy, const T* x, T* dx,           \
                               const Activation& with, bool add) {                                                    \
@@ -366,7 +360,7 @@ void normalise(const Work& work, const void* x, const Normalise& with, void* y) 
         table.put_z(with.with);
         for_runs(work, [&](const Run& run) {
             micro_normalise(run, table.from(0), static_cast<const T*>(x), static_cast<const T*>(with.addend),
-                            static_cast<T*>(y), with.with.activation, with.add);
+                            static_cast<T*>(y), with.with.activation);
         });
     });
 }

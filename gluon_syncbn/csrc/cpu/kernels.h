@@ -26,11 +26,10 @@ struct Rectified {
     Activation activation;
 };
 
-// y = z [+ addend], after the activation; added to y if `add`.
+// y = z [+ addend], after the activation.
 struct Normalise {
     Rectified with;
     const void* addend;  // null: none
-    bool add;
 };
 
 // How to find dz, the gradient with respect to z. If y is given, dz is found from y and written; an addition requires

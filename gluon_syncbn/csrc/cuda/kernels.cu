@@ -454,8 +454,7 @@ template <int kUnit>
 constexpr int kBatch = kUnit > 1 ? 4 : 8;
 
 // Writes map.value(inputs, position) for n packs, `stride` apart, from those of map.from. Of these, the ones behind
-// kNeeded may be null, and count as 0. If map.adds(), which is rare, the old values wait: they must not take registers
-// from the others.
+// kNeeded may be null, and count as 0.
 template <typename T, int kUnit, class Map>
 __device__ inline void apply(const Map& map, Index offset, Index stride, int n) {
     Pack<T, kUnit> in[Map::kInputs][kBatch<kUnit>] = {};
@@ -469,15 +468,13 @@ __device__ inline void apply(const Map& map, Index offset, Index stride, int n) 
     for (int j = 0; j < kBatch<kUnit>; ++j) {
         const Index at = offset + (j < n ? j * stride : 0);
         const Index position = Map::kMasked ? position_of(map.with.tiling, at) : 0;
-        Pack<T, kUnit> out = {};
-        if (map.adds()) out = load<T, kUnit>(map.to, at);
+        Pack<T, kUnit> out;
 #pragma unroll
         for (int i = 0; i < kUnit; ++i) {
             Wide<T> values[Map::kInputs];
 #pragma unroll
             for (int k = 0; k < Map::kInputs; ++k) values[k] = in[k][j].values[i];
-            const Wide<T> value = map.value(values, position + i);
-            out.values[i] = static_cast<T>(map.adds() ? out.values[i] + value : value);
+            out.values[i] = static_cast<T>(map.value(values, position + i));
         }
         if (j < n) store(map.to, at, out);
     }
@@ -594,7 +591,6 @@ struct Kernels {
         const typename A::template On<V> activation = {with.affine.slope, with.affine.ceiling};
         Normal<V> normal = Normal<V>();
 
-        __device__ bool adds() const { return with.add != 0; }
         __device__ void use(Index slot, Index channel) {
             const ChannelStatistic used = statistic(with, with.used, slot, channel);
             normal =
@@ -626,7 +622,6 @@ struct Kernels {
         V scale = 0, shift = 0, slope = 0;
         Normal<V> normal = Normal<V>();
 
-        __device__ static constexpr bool adds() { return false; }
         __device__ void use(Index slot, Index channel) {
             const Index channels = with.tiling.channels;
             const Kept kept = with.kept[slot * channels + channel];
@@ -664,7 +659,6 @@ struct Kernels {
         const typename A::template On<V> activation = {with.affine.slope, with.affine.ceiling};
         Normal<V> normal = Normal<V>();
 
-        __device__ static constexpr bool adds() { return false; }
         __device__ void use(Index slot, Index channel) {
             const Kept kept = with.kept[slot * with.tiling.channels + channel];
             const double shift = beta(with.affine, channel);

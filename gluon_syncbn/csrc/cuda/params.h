@@ -74,9 +74,9 @@ struct MergeArguments {
     int chunks;
 };
 
-// y = (x - mean) * invstd * gamma + beta [+ addend], then the activation; added to y if `add`. The statistics come from
-// the gathered moments of the pools or, if `frozen`, are the running ones. `y` may be null. The data for the backward
-// goes to `kept`; then the running statistics move. Grid: any number of blocks (inner > 1), or tiles; slots; chunks.
+// y = (x - mean) * invstd * gamma + beta [+ addend], then the activation. The statistics come from the gathered moments
+// of the pools or, if `frozen`, are the running ones. `y` may be null. The data for the backward goes to `kept`; then the
+// running statistics move. Grid: any number of blocks (inner > 1), or tiles; slots; chunks.
 struct NormaliseArguments {
     Tiling tiling;
     const void* x;
@@ -90,7 +90,7 @@ struct NormaliseArguments {
     Lists tracked;      // the pools that update the running statistics
     int pools;          // their number
     const double* own;  // the packed moments of this replica's slots
-    int add, frozen;
+    int frozen;
     int unbiased;  // selects the variance that updates the running one
     int watch;     // leaves moments that are not finite out of the running statistics, and reports the first
     double momentum;

@@ -61,6 +61,7 @@ struct Arrays {
     int64_t block = 1;  // channels in a block, of arrays with the data's shape: see `Shape`
     Array operator[](Role role) const { return of[role]; }
     bool wants(Role role) const { return requests[role] != kNull; }
+    // MXNet adds gradients alone (src/executor/inplace_addto_detect_pass.cc).
     bool adds(Role role) const { return requests[role] == kAdd; }
 };
 

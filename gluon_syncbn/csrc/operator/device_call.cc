@@ -77,7 +77,6 @@ class DeviceCall : public Call {
         with.affine = affine();
         with.epsilon = node_->epsilon;
         with.kept = kept();
-        with.add = arrays_.adds(kY);
         with.frozen = frozen_;
         if (!frozen_) {
             put_lists();
