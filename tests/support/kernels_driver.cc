@@ -29,7 +29,7 @@ void normalise(const void* x, int type, int64_t outer, int64_t channels, int64_t
                const double* mean, const double* scale, const double* shift, double slope, double ceiling,
                const void* addend, void* y) {
     syncbn::cpu::normalise(Work{Type(type), Shape{outer, channels, inner, block}, threads}, x,
-                           {{mean, scale, shift, behind(slope, ceiling)}, addend}, y);
+                           {mean, scale, shift, behind(slope, ceiling)}, addend, y);
 }
 void grad_sums(const void* dy, const void* x, int type, int64_t outer, int64_t channels, int64_t inner, int64_t block,
                int threads, const double* mean, const double* scale, const double* shift, double slope, double ceiling,

@@ -353,14 +353,14 @@ int64_t moments(const Work& work, const void* data, double* mean, double* m2) {
     return n;
 }
 
-void normalise(const Work& work, const void* x, const Normalise& with, void* y) {
+void normalise(const Work& work, const void* x, const Rectified& with, const void* addend, void* y) {
     with_type(work.type, [&](auto* t) {
         using T = std::remove_pointer_t<decltype(t)>;
         Table<Compute<T>> table(View(work), work.shape.channels, 4);
-        table.put_z(with.with);
+        table.put_z(with);
         for_runs(work, [&](const Run& run) {
-            micro_normalise(run, table.from(0), static_cast<const T*>(x), static_cast<const T*>(with.addend),
-                            static_cast<T*>(y), with.with.activation);
+            micro_normalise(run, table.from(0), static_cast<const T*>(x), static_cast<const T*>(addend),
+                            static_cast<T*>(y), with.activation);
         });
     });
 }

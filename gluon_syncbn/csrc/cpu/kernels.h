@@ -26,12 +26,6 @@ struct Rectified {
     Activation activation;
 };
 
-// y = z [+ addend], after the activation.
-struct Normalise {
-    Rectified with;
-    const void* addend;  // null: none
-};
-
 // How to find dz, the gradient with respect to z. If y is given, dz is found from y and written; an addition requires
 // this. Otherwise z is computed from x.
 struct GradSums {
@@ -54,7 +48,8 @@ struct GradInput {
 // mean[c] = mean of x over the channel, m2[c] = sum of (x - mean)^2; both 0 without a position that counts. Returns the
 // number of these.
 int64_t moments(const Work& work, const void* x, double* mean, double* m2);
-void normalise(const Work& work, const void* x, const Normalise& with, void* y);
+// y = z [+ addend], after the activation. `addend`: null for none.
+void normalise(const Work& work, const void* x, const Rectified& with, const void* addend, void* y);
 // sum_dz[c] = sum of dz, sum_dz_xhat[c] = sum of dz * (x - mean) * invstd.
 void grad_sums(const Work& work, const void* dy, const void* x, const GradSums& with, double* sum_dz,
                double* sum_dz_xhat);

@@ -287,7 +287,7 @@ class HostCall : public Call {
             if (!slot.used) continue;
             const Vector scale = this->scale(slot);
             cpu::normalise(work(slot), at(data(arrays_[kX]), slot),
-                           {{slot.used->mean.data(), scale.data(), shift.data(), node_->activation}, at(addend, slot)},
+                           {slot.used->mean.data(), scale.data(), shift.data(), node_->activation}, at(addend, slot),
                            at(data(arrays_[kY]), slot));
         }
     }
