@@ -9,10 +9,7 @@
 // a block or a warp stays in one channel. If inner = 1, neighbours are different channels. A block then takes a tile of
 // `width` channels, a power of two up to 32. Each of its threads stays in one channel and goes down the rows.
 //
-// Replicas contribute packed vectors of float64, as in csrc/pooling/statistics.h, one for each of their slots:
-//
-//     moments    [count, mean[C], m2[C]]       gradients  [sum dy[C], sum dy*xhat[C]], of dz where z is rectified
-//
+// Replicas contribute packed vectors of float64, as in csrc/pooling/statistics.h, one for each of their slots.
 // *Gathered* vectors are those of all replicas, side by side in their order. Every device holds them and combines them
 // into pools in that order, and not in the order of arrival. So all devices have the same bits.
 //
@@ -529,10 +526,7 @@ __device__ void each(Map map, const Tiling& tiling) {
         over_rows<T, 1>(map, spread);
 }
 
-__device__ inline Index thread() { return Index(blockIdx.x) * kBlock + threadIdx.x; }
-
-// The threads of a launch and this one's number, for any grid: for work once per channel in a kernel of another
-// purpose.
+// The threads of a launch and this one's number, for any grid.
 __device__ inline Index all_threads() { return Index(gridDim.x) * gridDim.y * gridDim.z * kBlock; }
 __device__ inline Index any_thread() {
     return ((Index(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x) * kBlock + threadIdx.x;
@@ -604,12 +598,8 @@ struct Kernels {
         }
     };
 
-    // Computes dx = scale * dz - (shift + (x - mean) * slope): the direct gradient, and that through the statistics.
-    //
-    //     dx = gamma * invstd_u * dz - gamma * invstd_f / n_f * (S1 + (x - mean_f) * invstd_f * S2)
-    //
-    // The slot uses pool u and feeds pool f. S1 = sum dz and S2 = sum dz*xhat go over the slots that use f. The gradient
-    // dz is dy or, if A::kChanges, dy after the backward of the activation.
+    // Computes dx of reference.py as scale * dz - (shift + (x - mean) * slope): the direct gradient, and that through the
+    // statistics. The gradient dz is dy or, if A::kChanges, dy after the backward of the activation.
     template <bool kAdd, bool kMasks>
     struct GradInput {
         static constexpr int kInputs = kAdd ? 3 : 2, kNeeded = kInputs;
@@ -785,7 +775,7 @@ struct Kernels {
     // Of numbers in the order of bytes of GPUs, the last byte has the sign.
     __device__ static void expand_mask(const ExpandArguments& with) {
         const Mask& mask = with.mask;
-        const Index position = thread();
+        const Index position = any_thread();
         if (position >= with.positions) return;
         Index at = 0, rest = position;
         for (int i = 3; i >= 0; --i) {
@@ -836,7 +826,7 @@ struct Kernels {
 
     template <typename From, typename To>
     __device__ static void copy_as(const CopyArguments& with) {
-        const Index i = thread();
+        const Index i = any_thread();
         if (i >= with.n) return;
         Wide<To> from = static_cast<Wide<To>>(with.value);
         if (with.from != nullptr) from = static_cast<const From*>(with.from)[i];

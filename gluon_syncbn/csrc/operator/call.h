@@ -100,10 +100,7 @@ class Call {
     // Computes y, with the running statistics if `frozen_`. From the statistics of the batch it also updates the running
     // ones.
     virtual void normalise() = 0;
-    // Computes dx, dgamma, dbeta and dz, the gradient before the activation, which is also the addend's. For slot i,
-    // the statistics of pool u normalise it, and it feeds pool f. S1 = sum dz and S2 = sum dz*xhat go over the slots
-    // that f normalises:
-    //   dx = gamma * invstd_u * dz  -  gamma * invstd_f / n_f * (S1 + (x - mean_f) * invstd_f * S2)
+    // Computes dx, dgamma, dbeta and dz, the gradient before the activation, which is also the addend's: see reference.py.
     // The parameters' gradients are this replica's part; the trainer adds the parts, as for any parameter.
     virtual void differentiate() = 0;
     // Adds data to data; writes one value into all of an array.
