@@ -22,26 +22,12 @@ struct UniqueId {
     char bytes[128];
 };
 
-struct NcclFunctions {
-    const char* (*error_string)(int) = find("ncclGetErrorString");
-    int (*init_all)(Communicator*, int, const int*) = find("ncclCommInitAll");
-    int (*destroy)(Communicator) = find("ncclCommDestroy");
-    int (*abort)(Communicator) = find("ncclCommAbort");
-    int (*group_start)() = find("ncclGroupStart");
-    int (*group_end)() = find("ncclGroupEnd");
-    int (*all_gather)(const void*, void*, size_t, int, Communicator, Stream) = find("ncclAllGather");
-    int (*get_id)(UniqueId*) = find("ncclGetUniqueId");
-    int (*init_rank)(Communicator*, int, UniqueId, int) = find("ncclCommInitRank");
-    int (*all_reduce)(const void*, void*, size_t, int, int, Communicator, Stream) = find("ncclAllReduce");
-};
-
-const NcclFunctions& nccl() {
-    static const NcclFunctions instance;
-    return instance;
-}
+#define NCCL(NAME, ...) SYNCBN_CALL("NCCL", #NAME, ##__VA_ARGS__)
 
 void check_nccl(int status, const char* function) {
-    if (status != 0) throw Failure(std::string(function) + " of NCCL: " + nccl().error_string(status));
+    if (status == 0) return;
+    const char* (*const text)(int) = need("ncclGetErrorString", "NCCL");
+    throw Failure(std::string(function) + " of NCCL: " + text(status));
 }
 
 Mutex mutex;  // guards the next two; every collective of a meeting is posted under it
@@ -62,13 +48,13 @@ auto elsewhere(Work work) -> std::future<decltype(work())> {
 // Calls a function of NCCL for each of these devices, as one operation.
 template <typename Call>
 void on_each(const std::vector<int>& devices, const char* function, const Call& call) {
-    check_nccl(nccl().group_start(), "ncclGroupStart");
+    check_nccl(NCCL(ncclGroupStart), "ncclGroupStart");
     int status = 0;
     for (size_t i = 0; i < devices.size() && status == 0; ++i) {
         const Current current(Device::get(devices[i]));
         status = call(i);
     }
-    const int end = nccl().group_end();
+    const int end = NCCL(ncclGroupEnd);
     check_nccl(status, function);
     check_nccl(end, "ncclGroupEnd");
 }
@@ -77,14 +63,15 @@ void post(const std::vector<int>& devices, const std::vector<OnDevice>& parts,
           const std::vector<Communicator>& communicators) {
     on_each(devices, "ncclAllGather", [&](size_t i) {
         const auto count = static_cast<size_t>(parts[i].length);
-        return nccl().all_gather(parts[i].own, parts[i].gathered, count, kFloat64, communicators[i], parts[i].stream);
+        return NCCL(ncclAllGather, parts[i].own, parts[i].gathered, count, kFloat64, communicators[i], parts[i].stream);
     });
 }
 
 }  // namespace
 
 std::string why_no_collective() {
-    return nccl().abort != nullptr ? "" : "this build of MXNet is not linked against NCCL 2.4 or later";
+    static const Function newest = find("ncclCommAbort");
+    return newest.address != nullptr ? "" : "this build of MXNet is not linked against NCCL 2.4 or later";
 }
 
 void post_allgather(const std::vector<OnDevice>& parts, const std::string& layer, double timeout) {
@@ -96,7 +83,8 @@ void post_allgather(const std::vector<OnDevice>& parts, const std::string& layer
     if (known != connected.end()) return post(devices, parts, known->second);
     auto communicators = elsewhere([parts, devices] {
         std::vector<Communicator> made(devices.size());
-        check_nccl(nccl().init_all(made.data(), static_cast<int>(devices.size()), devices.data()), "ncclCommInitAll");
+        check_nccl(NCCL(ncclCommInitAll, made.data(), static_cast<int>(devices.size()), devices.data()),
+                   "ncclCommInitAll");
         post(devices, parts, made);
         return made;
     });
@@ -111,14 +99,14 @@ void abort_collectives(int device) {
     for (auto it = connected.begin(); it != connected.end();) {
         const auto one = it++;
         if (std::find(one->first.begin(), one->first.end(), device) == one->first.end()) continue;
-        for (Communicator communicator : one->second) nccl().abort(communicator);
+        for (Communicator communicator : one->second) NCCL(ncclCommAbort, communicator);
         connected.erase(one);
     }
 }
 
 std::string new_id() {
     UniqueId id{};
-    check_nccl(nccl().get_id(&id), "ncclGetUniqueId");
+    check_nccl(NCCL(ncclGetUniqueId, &id), "ncclGetUniqueId");
     return {id.bytes, sizeof id.bytes};
 }
 
@@ -165,7 +153,7 @@ void AllReduce::connect() {
     UniqueId id{};
     id_.copy(id.bytes, sizeof id.bytes);
     on_each(devices_, "ncclCommInitRank", [&](size_t i) {
-        return nccl().init_rank(&members_[i]->communicator, ranks_, id, first_ + static_cast<int>(i));
+        return NCCL(ncclCommInitRank, &members_[i]->communicator, ranks_, id, first_ + static_cast<int>(i));
     });
     connected_ = true;
 }
@@ -190,9 +178,8 @@ void AllReduce::post(Type wide, size_t bytes, const std::vector<Part>& parts) {
     convert(true);
     on_each(devices_, "ncclAllReduce", [&](size_t i) {
         const Member& member = *members_[i];
-        return nccl().all_reduce(member.bucket(), member.bucket(), bytes / static_cast<size_t>(size_of(wide)),
-                                 wide == Type::kFloat64 ? kFloat64 : kFloat32, kSum, member.communicator,
-                                 member.lease.stream());
+        return NCCL(ncclAllReduce, member.bucket(), member.bucket(), bytes / static_cast<size_t>(size_of(wide)),
+                    wide == Type::kFloat64 ? kFloat64 : kFloat32, kSum, member.communicator, member.lease.stream());
     });
     convert(false);
 }
@@ -207,7 +194,7 @@ bool AllReduce::idle() {
 
 void AllReduce::abort() noexcept {
     if (aborted_.exchange(true) || !connected_) return;
-    for (const auto& member : members_) nccl().abort(member->communicator);
+    for (const auto& member : members_) NCCL(ncclCommAbort, member->communicator);
     // What is behind the collectives still writes to arrays that their owners may free. It ends soon, if it ends at all.
     const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(1);
     for (const auto& member : members_) try {
@@ -219,13 +206,13 @@ void AllReduce::abort() noexcept {
 
 void AllReduce::close() {
     if (aborted_ || !idle() || aborted_.exchange(true) || !connected_) return;  // a later sum fails
-    for (const auto& member : members_) nccl().destroy(member->communicator);
+    for (const auto& member : members_) NCCL(ncclCommDestroy, member->communicator);
 }
 
 void close_collectives() {
     std::lock_guard<std::mutex> lock(mutex);
     for (const auto& one : connected)
-        for (Communicator communicator : one.second) nccl().destroy(communicator);
+        for (Communicator communicator : one.second) NCCL(ncclCommDestroy, communicator);
     connected.clear();
     for (AllReduce* one : sums) one->close();
 }

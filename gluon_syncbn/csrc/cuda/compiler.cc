@@ -15,10 +15,9 @@ namespace syncbn {
 namespace cuda {
 namespace {
 
-template <typename... Parameters>
-void call(const char* name, Parameters... parameters) {
-    int (*const function)(Parameters...) = need(name, "NVRTC");
-    const int status = function(parameters...);
+template <typename... Arguments>
+void nvrtc(const char* name, Arguments... arguments) {
+    const int status = call(need(name, "NVRTC"), arguments...);
     if (status == 0) return;
     const char* (*const text)(int) = need("nvrtcGetErrorString", "NVRTC");
     throw Failure(std::string(name) + ": " + text(status));
@@ -44,9 +43,9 @@ void append(const std::string& name, std::set<std::string>* seen, std::string* t
 int architecture(int capability) {
     int count = 0;
     if (find("nvrtcGetNumSupportedArchs").address == nullptr) return capability;
-    call("nvrtcGetNumSupportedArchs", &count);
+    nvrtc("nvrtcGetNumSupportedArchs", &count);
     std::vector<int> known(count);
-    call("nvrtcGetSupportedArchs", known.data());
+    nvrtc("nvrtcGetSupportedArchs", known.data());
     int best = 0;
     for (int one : known)
         if (one <= capability) best = std::max(best, one);
@@ -59,16 +58,15 @@ int architecture(int capability) {
 std::string compile(const std::string& text, int target) {
     void* program = nullptr;
     const char** const no_headers = nullptr;
-    call("nvrtcCreateProgram", &program, text.c_str(), "kernels.cu", 0, no_headers, no_headers);
+    nvrtc("nvrtcCreateProgram", &program, text.c_str(), "kernels.cu", 0, no_headers, no_headers);
     const std::string architecture = "--gpu-architecture=compute_" + std::to_string(target);
     const char* options[] = {architecture.c_str(), "--std=c++14"};
-    int (*const run)(void*, int, const char**) = need("nvrtcCompileProgram", "NVRTC");
-    const bool compiles = run(program, 2, options) == 0;
+    const bool compiles = call(need("nvrtcCompileProgram", "NVRTC"), program, 2, options) == 0;
     size_t size = 0;
-    call(compiles ? "nvrtcGetPTXSize" : "nvrtcGetProgramLogSize", program, &size);
+    nvrtc(compiles ? "nvrtcGetPTXSize" : "nvrtcGetProgramLogSize", program, &size);
     std::string out(size, '\0');
-    call(compiles ? "nvrtcGetPTX" : "nvrtcGetProgramLog", program, &out[0]);
-    call("nvrtcDestroyProgram", &program);
+    nvrtc(compiles ? "nvrtcGetPTX" : "nvrtcGetProgramLog", program, &out[0]);
+    nvrtc("nvrtcDestroyProgram", &program);
     if (!compiles) throw Failure(std::string("NVRTC does not compile kernels.cu: ") + out.c_str());
     out.resize(size - 1);  // the last character is a 0
     return out;
@@ -107,7 +105,7 @@ const std::string& compiled(int capability, const std::string& line, bool anew) 
     append("cuda/kernels.cu", &seen, &text);
     text += line + '\n';
     int major = 0, minor = 0;
-    call("nvrtcVersion", &major, &minor);
+    nvrtc("nvrtcVersion", &major, &minor);
     std::ostringstream key, path;
     key << text << major << '.' << minor << ' ' << target;
     path << setup.cache << "/kernels-" << std::hex << std::hash<std::string>()(key.str()) << ".ptx";

@@ -16,39 +16,14 @@ constexpr int kMajor = 75, kMinor = 76;
 constexpr unsigned kNonBlocking = 1;            // no implicit synchronisation with the default stream
 constexpr unsigned kPortable = 1, kMapped = 2;  // memory of the host: for every device, at the same address
 
-struct Driver {
-    static Function need(const char* name) { return cuda::need(name, "CUDA"); }
-    int (*get_error_string)(int, const char**) = need("cuGetErrorString");
-    int (*device_get)(int*, int) = need("cuDeviceGet");
-    int (*device_get_attribute)(int*, int, int) = need("cuDeviceGetAttribute");
-    int (*device_get_uuid)(char*, int) = need("cuDeviceGetUuid");
-    int (*retain_context)(void**, int) = need("cuDevicePrimaryCtxRetain");
-    int (*push_context)(void*) = need("cuCtxPushCurrent_v2");
-    int (*pop_context)(void**) = need("cuCtxPopCurrent_v2");
-    int (*stream_create)(Stream*, unsigned) = need("cuStreamCreate");
-    int (*stream_query)(Stream) = need("cuStreamQuery");
-    int (*stream_synchronize)(Stream) = need("cuStreamSynchronize");
-    int (*allocate)(void**, size_t) = need("cuMemAlloc_v2");
-    int (*allocate_host)(void**, size_t, unsigned) = need("cuMemHostAlloc");
-    int (*set_bytes)(void*, unsigned char, size_t, Stream) = need("cuMemsetD8Async");
-    int (*copy_to_device)(void*, const void*, size_t, Stream) = need("cuMemcpyHtoDAsync_v2");
-    int (*copy_to_host)(void*, const void*, size_t, Stream) = need("cuMemcpyDtoHAsync_v2");
-    int (*module_load)(void**, const void*) = need("cuModuleLoadData");
-    int (*module_get_function)(void**, void*, const char*) = need("cuModuleGetFunction");
-    int (*launch)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**,
-                  void**) = need("cuLaunchKernel");
-};
-
-const Driver& driver() {
-    static const Driver instance;
-    return instance;
-}
+// Calls a function of the driver. Throws its message if it fails.
+#define CUDA(NAME, ...) check(SYNCBN_CALL("CUDA", #NAME, __VA_ARGS__), #NAME)
 
 // Throws the driver's message if `status` is not 0.
 void check(int status, const char* function) {
     if (status == 0) return;
     const char* text = nullptr;
-    driver().get_error_string(status, &text);
+    call(need("cuGetErrorString", "CUDA"), status, &text);
     throw Failure(std::string(function) + ": " + (text != nullptr ? text : "unknown error") + " (CUDA error " +
                   std::to_string(status) + ")");
 }
@@ -73,11 +48,11 @@ Device& Device::get(int id) {
 
 Device::Device(int id) : id(id) {
     int ordinal = 0, major = 0, minor = 0;
-    check(driver().device_get(&ordinal, id), "cuDeviceGet");
-    check(driver().device_get_attribute(&major, kMajor, ordinal), "cuDeviceGetAttribute");
-    check(driver().device_get_attribute(&minor, kMinor, ordinal), "cuDeviceGetAttribute");
-    check(driver().device_get_uuid(&identity[0], ordinal), "cuDeviceGetUuid");
-    check(driver().retain_context(&context_, ordinal), "cuDevicePrimaryCtxRetain");
+    CUDA(cuDeviceGet, &ordinal, id);
+    CUDA(cuDeviceGetAttribute, &major, kMajor, ordinal);
+    CUDA(cuDeviceGetAttribute, &minor, kMinor, ordinal);
+    CUDA(cuDeviceGetUuid, &identity[0], ordinal);
+    CUDA(cuDevicePrimaryCtxRetain, &context_, ordinal);
     capability_ = 10 * major + minor;
 }
 
@@ -88,19 +63,21 @@ void* Device::kernel(const Kernel& kernel) {
     if (found != nullptr) return found;
     const std::string line = "SYNCBN_KERNEL(" + kernel.stem + ", " + kernel.activation + ", " + kernel.type + ")";
     void* module = nullptr;
-    const auto load = [&](const std::string& image) { return driver().module_load(&module, image.c_str()); };
+    const auto load = [&](const std::string& image) {
+        return SYNCBN_CALL("CUDA", "cuModuleLoadData", &module, image.c_str());
+    };
     int status = load(compiled(capability_, line));
     if (status != 0) status = load(compiled(capability_, line, true));  // the kept file may be damaged
     check(status, "cuModuleLoadData");
-    check(driver().module_get_function(&found, module, name.c_str()), "cuModuleGetFunction");
+    CUDA(cuModuleGetFunction, &found, module, name.c_str());
     return found;
 }
 
-Current::Current(Device& device) { check(driver().push_context(device.context_), "cuCtxPushCurrent"); }
+Current::Current(Device& device) { CUDA(cuCtxPushCurrent_v2, device.context_); }
 
 Current::~Current() {
     void* context = nullptr;
-    driver().pop_context(&context);
+    SYNCBN_CALL("CUDA", "cuCtxPopCurrent_v2", &context);
 }
 
 // ---- streams -----------------------------------------------------------------------------------------------------
@@ -115,8 +92,8 @@ Lease::Lease(Device& device) : device(device) {
     }
     if (stream_ == nullptr) {
         void* status = nullptr;
-        check(driver().allocate_host(&status, sizeof(Status), kPortable | kMapped), "cuMemHostAlloc");
-        check(driver().stream_create(&stream_, kNonBlocking), "cuStreamCreate");
+        CUDA(cuMemHostAlloc, &status, sizeof(Status), kPortable | kMapped);
+        CUDA(cuStreamCreate, &stream_, kNonBlocking);
         status_ = static_cast<Status*>(status);
     }
     *status_ = {0, -1, 0};
@@ -131,7 +108,7 @@ Lease::~Lease() {
 }
 
 bool Lease::idle() const {
-    const int status = driver().stream_query(stream_);
+    const int status = SYNCBN_CALL("CUDA", "cuStreamQuery", stream_);
     if (status == kNotReady) return false;
     check(status, "cuStreamQuery");
     return true;
@@ -151,7 +128,7 @@ Memory::Memory(Device& device, int64_t size) : device_(&device), size_(size) {
             return;
         }
     }
-    check(driver().allocate(&data_, static_cast<size_t>(room_) * sizeof(double)), "cuMemAlloc");
+    CUDA(cuMemAlloc_v2, &data_, static_cast<size_t>(room_) * sizeof(double));
 }
 
 Memory::~Memory() {
@@ -175,27 +152,26 @@ void Memory::upload(const void* values, Stream stream) const {
     if (size() == 0) return;
     const size_t bytes = static_cast<size_t>(size()) * sizeof(double);
     // From pageable memory, which is read before this returns.
-    check(driver().copy_to_device(data_, values, bytes, stream), "cuMemcpyHtoDAsync");
+    CUDA(cuMemcpyHtoDAsync_v2, data_, values, bytes, stream);
 }
 
 void Memory::download(double* values, const Lease& lease) const {
     if (size() == 0) return;
     const size_t bytes = static_cast<size_t>(size()) * sizeof(double);
-    check(driver().copy_to_host(values, data_, bytes, lease.stream()), "cuMemcpyDtoHAsync");
-    check(driver().stream_synchronize(lease.stream()), "cuStreamSynchronize");
+    CUDA(cuMemcpyDtoHAsync_v2, values, data_, bytes, lease.stream());
+    CUDA(cuStreamSynchronize, lease.stream());
 }
 
 void fill_with_zeros(void* to, int64_t bytes, Stream stream) {
-    if (bytes > 0) check(driver().set_bytes(to, 0, static_cast<size_t>(bytes), stream), "cuMemsetD8Async");
+    if (bytes > 0) CUDA(cuMemsetD8Async, to, 0, static_cast<size_t>(bytes), stream);
 }
 
 // ---- launches ----------------------------------------------------------------------------------------------------
 
 void launch(Device& device, Stream stream, const Kernel& kernel, Grid grid, const void* arguments) {
     void* pointers[] = {const_cast<void*>(arguments)};
-    check(driver().launch(device.kernel(kernel), static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y),
-                          static_cast<unsigned>(grid.z), kBlock, 1, 1, 0, stream, pointers, nullptr),
-          "cuLaunchKernel");
+    CUDA(cuLaunchKernel, device.kernel(kernel), static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y),
+         static_cast<unsigned>(grid.z), kBlock, 1, 1, 0, stream, pointers, nullptr);
 }
 
 }  // namespace cuda

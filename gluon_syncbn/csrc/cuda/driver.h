@@ -25,6 +25,21 @@ inline struct Setup {
 // Finds a function. Throws Failure if it is missing, which means that MXNet was built without `library`.
 Function need(const char* name, const char* library);
 
+// Calls a function, with arguments of exactly its types.
+template <typename... Arguments>
+int call(Function function, Arguments... arguments) {
+    int (*const typed)(Arguments...) = function;
+    return typed(arguments...);
+}
+// The same of one by its name, which is looked up once. Returns its status, 0 for success.
+#define SYNCBN_CALL(LIBRARY, NAME, ...)                                  \
+    syncbn::cuda::call(                                                  \
+        [] {                                                             \
+            static const auto found = syncbn::cuda::need(NAME, LIBRARY); \
+            return found;                                                \
+        }(),                                                             \
+        ##__VA_ARGS__)
+
 using Stream = void*;
 
 struct Grid {
