@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <fstream>
-#include <set>
 #include <sstream>
 
 #include "cuda/driver.h"
@@ -23,20 +22,17 @@ void nvrtc(const char* name, Arguments... arguments) {
     throw Failure(std::string(name) + ": " + text(status));
 }
 
-// Appends a file with its includes inserted in their place, each once. So NVRTC needs no headers, and this text
-// identifies kept results.
-void append(const std::string& name, std::set<std::string>* seen, std::string* text) {
-    if (!seen->insert(name).second) return;
-    const std::string path = setup.csrc + "/" + name;
-    std::ifstream file(path);
-    std::string line;
-    while (std::getline(file, line)) {
-        if (line.compare(0, 10, "#include \"") == 0)
-            append(line.substr(10, line.rfind('"') - 10), seen, text);
-        else if (line != "#pragma once")
-            *text += line + '\n';
+// The kernels behind the headers that they include. So NVRTC needs none, and this text identifies kept results.
+std::string source() {
+    std::string text;
+    for (const char* name : {"activation.h", "plain.h", "cuda/params.h", "cuda/kernels.cu"}) {
+        const std::string path = setup.csrc + "/" + name;
+        std::ifstream file(path);
+        for (std::string line; std::getline(file, line);)
+            if (line.compare(0, 10, "#include \"") != 0 && line != "#pragma once") text += line + '\n';
+        if (!file.eof()) throw Failure("cannot read " + path + "; install gluon_syncbn again");
     }
-    if (!file.eof()) throw Failure("cannot read " + path + "; install gluon_syncbn again");
+    return text;
 }
 
 // Intermediate code runs on its architecture and on later ones, so the compiler may be older than the device.
@@ -46,19 +42,16 @@ int architecture(int capability) {
     nvrtc("nvrtcGetNumSupportedArchs", &count);
     std::vector<int> known(count);
     nvrtc("nvrtcGetSupportedArchs", known.data());
-    int best = 0;
-    for (int one : known)
-        if (one <= capability) best = std::max(best, one);
-    if (best == 0)
+    const auto above = std::upper_bound(known.begin(), known.end(), capability);
+    if (above == known.begin())
         throw Failure("NVRTC compiles for no device of compute capability " + std::to_string(capability / 10) + "." +
                       std::to_string(capability % 10));
-    return best;
+    return above[-1];
 }
 
 std::string compile(const std::string& text, int target) {
     void* program = nullptr;
-    const char** const no_headers = nullptr;
-    nvrtc("nvrtcCreateProgram", &program, text.c_str(), "kernels.cu", 0, no_headers, no_headers);
+    nvrtc("nvrtcCreateProgram", &program, text.c_str(), "kernels.cu", 0, nullptr, nullptr);
     const std::string architecture = "--gpu-architecture=compute_" + std::to_string(target);
     const char* options[] = {architecture.c_str(), "--std=c++14"};
     const bool compiles = call(need("nvrtcCompileProgram", "NVRTC"), program, 2, options) == 0;
@@ -100,10 +93,7 @@ const std::string& compiled(int capability, const std::string& line, bool anew) 
     const int target = architecture(capability);
     std::string& image = images[{target, line}];
     if (!image.empty() && !anew) return image;
-    std::set<std::string> seen;
-    std::string text;
-    append("cuda/kernels.cu", &seen, &text);
-    text += line + '\n';
+    const std::string text = source() + line + '\n';
     int major = 0, minor = 0;
     nvrtc("nvrtcVersion", &major, &minor);
     std::ostringstream key, path;
