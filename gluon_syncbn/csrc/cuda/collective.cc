@@ -114,10 +114,9 @@ std::string new_id() {
 
 struct AllReduce::Member {
     // The device has to be current.
-    Member(Device& device, size_t bucket)
-        : lease(device), memory(device, static_cast<int64_t>(bucket / sizeof(double))) {}
+    Member(Device& device, size_t bucket) : lease(device), memory(device, static_cast<int64_t>(bucket)) {}
 
-    char* bucket() const { return reinterpret_cast<char*>(memory.data()); }
+    char* bucket() const { return memory.as<char>(); }
 
     const Lease lease;
     const Memory memory;
@@ -170,8 +169,8 @@ void AllReduce::post(Type wide, size_t bytes, const std::vector<Part>& parts) {
                 char* const place = member.bucket() + part.offset;
                 const auto n = static_cast<Index>(part.count);
                 const CopyArguments with{n, into_bucket ? values : place, into_bucket ? place : values, 0, 0};
-                launch(member.lease.device, member.lease.stream(),
-                       {into_bucket ? "widen" : "narrow", name_of(part.type)}, {ceil_div(n, kBlock)}, &with);
+                launch(member.lease, {into_bucket ? "widen" : "narrow", name_of(part.type)}, {ceil_div(n, kBlock)},
+                       &with);
             }
         }
     };

@@ -116,49 +116,39 @@ bool Lease::idle() const {
 
 // ---- memory ------------------------------------------------------------------------------------------------------
 
-Memory::Memory(Device& device, int64_t size) : device_(&device), size_(size) {
-    if (size == 0) return;
-    while (room_ < size) room_ *= 2;
-    {
-        std::lock_guard<std::mutex> lock(device.mutex_);
-        std::vector<void*>& free = device.memory_[room_];
-        if (!free.empty()) {
-            data_ = free.back();
-            free.pop_back();
-            return;
-        }
+Memory::Memory(Device& device, int64_t bytes) : bytes_(bytes) {
+    if (bytes == 0) return;
+    size_t room = 1;
+    while (room < static_cast<size_t>(bytes)) room *= 2;
+    std::unique_lock<std::mutex> lock(device.mutex_);
+    std::vector<void*>& free = device.memory_[room];
+    void* data = nullptr;
+    if (free.empty()) {
+        lock.unlock();
+        CUDA(cuMemAlloc_v2, &data, room);
+    } else {
+        data = free.back();
+        free.pop_back();
     }
-    CUDA(cuMemAlloc_v2, &data_, static_cast<size_t>(room_) * sizeof(double));
+    data_ = {data, {&free, &device.mutex_}};
 }
 
-Memory::~Memory() {
-    if (data_ == nullptr) return;
-    std::lock_guard<std::mutex> lock(device_->mutex_);
+void Memory::Keep::operator()(void* data) const {
+    std::lock_guard<std::mutex> lock(*mutex);
     try {
-        device_->memory_[room_].push_back(data_);
+        free->push_back(data);
     } catch (const std::bad_alloc&) {  // then the memory is lost
     }
 }
 
-Memory& Memory::operator=(Memory&& other) noexcept {
-    std::swap(device_, other.device_);
-    std::swap(data_, other.data_);
-    std::swap(size_, other.size_);
-    std::swap(room_, other.room_);
-    return *this;
-}
-
-void Memory::upload(const void* values, Stream stream) const {
-    if (size() == 0) return;
-    const size_t bytes = static_cast<size_t>(size()) * sizeof(double);
+void Memory::upload(const void* values, const Lease& lease) const {
     // From pageable memory, which is read before this returns.
-    CUDA(cuMemcpyHtoDAsync_v2, data_, values, bytes, stream);
+    if (bytes() > 0) CUDA(cuMemcpyHtoDAsync_v2, data_.get(), values, static_cast<size_t>(bytes()), lease.stream());
 }
 
-void Memory::download(double* values, const Lease& lease) const {
-    if (size() == 0) return;
-    const size_t bytes = static_cast<size_t>(size()) * sizeof(double);
-    CUDA(cuMemcpyDtoHAsync_v2, values, data_, bytes, lease.stream());
+void Memory::download(void* values, const Lease& lease) const {
+    if (bytes() == 0) return;
+    CUDA(cuMemcpyDtoHAsync_v2, values, data_.get(), static_cast<size_t>(bytes()), lease.stream());
     CUDA(cuStreamSynchronize, lease.stream());
 }
 
@@ -168,10 +158,10 @@ void fill_with_zeros(void* to, int64_t bytes, Stream stream) {
 
 // ---- launches ----------------------------------------------------------------------------------------------------
 
-void launch(Device& device, Stream stream, const Kernel& kernel, Grid grid, const void* arguments) {
+void launch(const Lease& on, const Kernel& kernel, Grid grid, const void* arguments) {
     void* pointers[] = {const_cast<void*>(arguments)};
-    CUDA(cuLaunchKernel, device.kernel(kernel), static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y),
-         static_cast<unsigned>(grid.z), kBlock, 1, 1, 0, stream, pointers, nullptr);
+    CUDA(cuLaunchKernel, on.device.kernel(kernel), static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y),
+         static_cast<unsigned>(grid.z), kBlock, 1, 1, 0, on.stream(), pointers, nullptr);
 }
 
 }  // namespace cuda

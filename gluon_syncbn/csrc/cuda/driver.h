@@ -105,28 +105,32 @@ class Lease {
     Status* status_ = nullptr;
 };
 
-// Float64 memory on a device, never given back to the driver, which would wait for all work of the device. It is kept for
+// Memory on a device, never given back to the driver, which would wait for all work of the device. It is kept for
 // others, by the next power of two of its size: batches of many shapes share it. No work on a stream may use it when the
 // object ends. The device has to be current at construction.
 class Memory {
   public:
     Memory() = default;
-    Memory(Device& device, int64_t size);
-    ~Memory();
-    Memory(Memory&& other) noexcept { *this = std::move(other); }
-    Memory& operator=(Memory&& other) noexcept;
+    Memory(Device& device, int64_t bytes);
 
-    double* data() const { return static_cast<double*>(data_); }
-    int64_t size() const { return size_; }
+    template <typename T>
+    T* as() const {
+        return static_cast<T*>(data_.get());
+    }
+    int64_t bytes() const { return bytes_; }
     // Copies to the device; the values may change or go at once.
-    void upload(const void* values, Stream stream) const;
+    void upload(const void* values, const Lease& lease) const;
     // From there; they are there when this returns. It waits in the driver, so the lease should be idle.
-    void download(double* values, const Lease& lease) const;
+    void download(void* values, const Lease& lease) const;
 
   private:
-    Device* device_ = nullptr;
-    void* data_ = nullptr;
-    int64_t size_ = 0, room_ = 1;
+    struct Keep {
+        std::vector<void*>* free;  // of this room
+        Mutex* mutex;
+        void operator()(void* data) const;
+    };
+    std::unique_ptr<void, Keep> data_;
+    int64_t bytes_ = 0;
 };
 
 void fill_with_zeros(void* to, int64_t bytes, Stream stream);
@@ -136,7 +140,7 @@ void fill_with_zeros(void* to, int64_t bytes, Stream stream);
 const std::string& compiled(int capability, const std::string& line, bool anew = false);
 
 // Launches a kernel. `arguments` is its structure of params.h, which may end at once.
-void launch(Device& device, Stream stream, const Kernel& kernel, Grid grid, const void* arguments);
+void launch(const Lease& on, const Kernel& kernel, Grid grid, const void* arguments);
 
 }  // namespace cuda
 }  // namespace syncbn

@@ -34,9 +34,6 @@ constexpr auto kPause = std::chrono::microseconds(20);
 constexpr auto kLongPause = std::chrono::milliseconds(1);
 constexpr double kWatchAfter = 0.05;  // seconds after which a wait checks for other reasons to end
 
-// The number of float64 values that have space for so many bytes.
-int64_t doubles_for(int64_t bytes) { return ceil_div(bytes, sizeof(double)); }
-
 // An addition needs an activation too: none is a slope of 1 there.
 Kernel kernel_of(const char* stem, Type type, const Activation& activation = {}, bool adds = false) {
     using Kind = Activation::Kind;
@@ -68,7 +65,7 @@ class DeviceCall : public Call {
         }
         const Plan plan = this->plan();
         kept_ = Memory();  // the memory of the last execution may serve again
-        kept_ = memory(doubles_for(plan.slots * channels() * static_cast<int64_t>(sizeof(cuda::Kept))));
+        kept_ = Memory(device(), plan.slots * channels() * static_cast<int64_t>(sizeof(cuda::Kept)));
         cuda::NormaliseArguments with{};
         with.tiling = plan;
         with.x = data(arrays_[kX]);
@@ -76,7 +73,7 @@ class DeviceCall : public Call {
         with.y = target(kY);
         with.affine = affine();
         with.epsilon = node_->epsilon;
-        with.kept = kept();
+        with.kept = kept_.as<cuda::Kept>();
         with.frozen = frozen_;
         if (!frozen_) {
             put_lists();
@@ -85,7 +82,7 @@ class DeviceCall : public Call {
             with.fed = list(pools_->fed, 1);
             with.tracked = list(pools_->tracked, 3);
             with.pools = static_cast<int>(pools_->tracked.size());
-            with.own = work_->gathered->own.data();
+            with.own = work_->gathered->own.as<double>();
         }
         with.unbiased = node_->unbiased;
         with.momentum = node_->momentum;
@@ -108,7 +105,7 @@ class DeviceCall : public Call {
         with.dy = data(arrays_[kDy]);
         with.x = data(x_);
         with.affine = affine(by_input());
-        with.kept = kept();
+        with.kept = kept_.as<cuda::Kept>();
         // The sign of y does not matter without an activation.
         if (node_->adds) with.y = node_->activation.any() ? data(arrays_[kY]) : with.dy;
         if (dz_.handle != arrays_[kDy].handle) with.dz = data(dz_);
@@ -126,10 +123,10 @@ class DeviceCall : public Call {
         with.x = data(x_);
         with.dx = target(kDx);
         with.affine = affine(by_input());
-        with.kept = kept();
+        with.kept = kept_.as<cuda::Kept>();
         with.gathered = work_->gathered->values();
         if (!frozen_) with.users = list(pools_->users, 2);
-        with.own = work_->gathered->own.data();
+        with.own = work_->gathered->own.as<double>();
         with.dgamma = target(kDgamma);
         with.dbeta = target(kDbeta);
         with.add = arrays_.adds(kDx);
@@ -154,7 +151,7 @@ class DeviceCall : public Call {
         cuda::fill_with_zeros(data(to), bytes, work().lease.stream());
     }
     Array scratch() override {
-        return {nullptr, doubles(1 + doubles_for(tensor_.shape.size() * size_of(tensor_.type)))};  // never null
+        return {nullptr, space(1 + tensor_.shape.size() * size_of(tensor_.type))};  // never null
     }
 
     // ---- the end of an execution -----------------------------------------------------------------------------
@@ -195,7 +192,7 @@ class DeviceCall : public Call {
     struct Gathered {
         Memory own, all;
         cuda::OnDevice part;
-        const double* values() const { return all.data() != nullptr ? all.data() : own.data(); }
+        const double* values() const { return (all.bytes() > 0 ? all : own).as<double>(); }
     };
     // The objects of an execution, for one thread after the other.
     struct Running {
@@ -218,7 +215,7 @@ class DeviceCall : public Call {
 
     template <typename Arguments>
     void run(const Kernel& kernel, cuda::Grid grid, const Arguments& arguments) {
-        cuda::launch(device(), work().lease.stream(), kernel, grid, &arguments);
+        cuda::launch(work().lease, kernel, grid, &arguments);
     }
     // Runs a kernel with a thread for each of n values.
     template <typename Arguments>
@@ -228,12 +225,10 @@ class DeviceCall : public Call {
 
     // ---- memory ----------------------------------------------------------------------------------------------
 
-    Memory memory(int64_t size) { return Memory(device(), size); }
-    cuda::Kept* kept() const { return reinterpret_cast<cuda::Kept*>(kept_.data()); }
-    // Returns so much float64 memory, until the execution ends.
-    double* doubles(int64_t size) {
-        work().scratch.push_back(memory(size));
-        return work_->scratch.back().data();
+    // Returns so much memory, until the execution ends.
+    void* space(int64_t bytes) {
+        work().scratch.emplace_back(device(), bytes);
+        return work_->scratch.back().as<void>();
     }
     // z = gamma * xhat + beta, where a fixed gamma counts as 1; then the activation.
     cuda::Affine affine(bool needs_beta = true) const {
@@ -247,7 +242,7 @@ class DeviceCall : public Call {
     const void* mask() {
         if (!node_->masks || tensor_.shape.size() == 0) return nullptr;
         const int64_t positions = tensor_.shape.per_channel();
-        double* const to = doubles(doubles_for(positions));
+        void* const to = space(positions);
         run_on_each(kernel_of("expand_mask", tensor_.type), positions,
                     cuda::ExpandArguments{positions, data(arrays_[kMask]), to, tensor_.mask});
         return to;
@@ -257,7 +252,7 @@ class DeviceCall : public Call {
     void recover() {
         const Plan plan = this->plan();
         run(kernel_of("recover", tensor_.type, node_->activation), plan.each(),
-            cuda::RecoverArguments{plan, data(arrays_[kY]), data(x_), affine(), kept(),
+            cuda::RecoverArguments{plan, data(arrays_[kY]), data(x_), affine(), kept_.as<cuda::Kept>(),
                                    invertible_by(tensor_.type, node_->activation.slope), work().lease.status()});
     }
 
@@ -295,14 +290,16 @@ class DeviceCall : public Call {
     template <typename Arguments>
     void reduce(int64_t length, const Kernel& kernel, const char* merge, Arguments with) {
         const Plan plan = this->plan();
-        const Memory& out = work().gathered->own = memory(plan.slots * length);
-        if (tensor_.shape.size() == 0) return fill_with_zeros({nullptr, out.data()}, out.size() * 8);
+        const int64_t bytes = plan.slots * length * static_cast<int64_t>(sizeof(double));
+        Memory& own = work().gathered->own = Memory(device(), bytes);
+        double* const out = own.as<double>();
+        if (tensor_.shape.size() == 0) return fill_with_zeros({nullptr, out}, bytes);
         with.tiling = plan;
-        with.partial = plan.chunks == 1 ? out.data() : doubles(plan.chunks * out.size());
+        with.partial = plan.chunks == 1 ? out : static_cast<double*>(space(plan.chunks * bytes));
         run(kernel, plan.reduce(), with);
         if (plan.chunks > 1)
             run(kernel_of(merge, tensor_.type), {ceil_div(plan.slots * channels(), kBlock / 32)},
-                cuda::MergeArguments{plan.slots, channels(), with.partial, out.data(), static_cast<int>(plan.chunks)});
+                cuda::MergeArguments{plan.slots, channels(), with.partial, out, static_cast<int>(plan.chunks)});
     }
 
     // Contributes this replica's vectors or, on GPUs, where they are and the samples of each slot. Where a mask decides,
@@ -310,10 +307,11 @@ class DeviceCall : public Call {
     bool contribute_gathered(bool masked = false) {
         Gathered& gathered = *work_->gathered;
         const Memory& own = gathered.own;
+        const int64_t length = own.bytes() / static_cast<int64_t>(sizeof(double));
         Vector values;
         if (masked || !on_devices()) {
             wait();  // the copy has no time limit
-            values.resize(static_cast<size_t>(own.size()));
+            values.resize(static_cast<size_t>(length));
             own.download(values.data(), work_->lease);
         }
         std::shared_ptr<const cuda::OnDevice> part;
@@ -323,8 +321,8 @@ class DeviceCall : public Call {
                 values.push_back(masked ? moments[values.size() * static_cast<size_t>(moments_length(channels()))]
                                         : static_cast<double>(slot.shape.per_channel()));
             const size_t replicas = shares() ? place_.meeting->replicas() : 1;
-            if (replicas > 1) gathered.all = memory(static_cast<int64_t>(replicas) * own.size());
-            gathered.part = {device().id, work_->lease.stream(), own.data(), gathered.all.data(), own.size()};
+            if (replicas > 1) gathered.all = Memory(device(), static_cast<int64_t>(replicas) * own.bytes());
+            gathered.part = {device().id, work_->lease.stream(), own.as<double>(), gathered.all.as<double>(), length};
             work_->may_be_posted = shares();
             part = {work_->gathered, &gathered.part};
         }
@@ -342,8 +340,8 @@ class DeviceCall : public Call {
         }();
         work_->may_be_posted = false;
         if (on_devices()) return total;
-        work_->gathered->all = memory(static_cast<int64_t>(total->values.size()));
-        work_->gathered->all.upload(total->values.data(), work().lease.stream());
+        work_->gathered->all = Memory(device(), static_cast<int64_t>(total->values.size() * sizeof(double)));
+        work_->gathered->all.upload(total->values.data(), work().lease);
         return total;
     }
 
@@ -356,20 +354,19 @@ class DeviceCall : public Call {
         std::vector<int> all = pools_->members;
         for (const auto* ranges : {&pools_->used, &pools_->fed, &pools_->users, &pools_->tracked})
             for (const Range& range : *ranges) all.insert(all.end(), {range.begin, range.end});
-        all.resize((all.size() + 1) / 2 * 2);  // whole numbers of float64
-        lists_ = memory(static_cast<int64_t>(all.size() / 2));
-        lists_.upload(all.data(), work().lease.stream());
+        lists_ = Memory(device(), static_cast<int64_t>(all.size() * sizeof(int)));
+        lists_.upload(all.data(), work().lease);
     }
 
     // The ranges of each slot, which are the nth of `lists_`.
     cuda::Lists list(const std::vector<Range>& ranges, size_t nth) const {
         cuda::Lists out{};
-        if (lists_.data() == nullptr) {
+        if (lists_.as<void>() == nullptr) {
             std::copy(ranges.begin(), ranges.end(), out.few);
             return out;
         }
         static_assert(sizeof(Range) == 2 * sizeof(int), "put_lists writes them as numbers");
-        const int* const members = reinterpret_cast<const int*>(lists_.data());
+        const int* const members = lists_.as<const int>();
         out.ranges = reinterpret_cast<const Range*>(members + pools_->members.size()) + nth * pools_->used.size();
         out.members = pools_->members.empty() ? nullptr : members;
         return out;
