@@ -258,9 +258,9 @@ class DeviceCall : public Call {
 
     // ---- waits -----------------------------------------------------------------------------------------------
 
-    bool idle_within(double limit) const {
+    bool idle_within(double limit) {
         const double start = seconds();
-        while (!work_->lease.idle()) {
+        while (!work().lease.idle()) {
             const double waited = seconds() - start;
             if (waited > limit) return false;
             if (waited < kSpin)
@@ -278,7 +278,7 @@ class DeviceCall : public Call {
         Wait wait(config_->timeout, config_->name, "the GPU has not finished",
                   "Either a GPU of this layer is lost (nvidia-smi), or another user of NCCL in this process waits for "
                   "the same GPUs. NCCL_DEBUG=INFO shows what NCCL does. configure(kvstore='host') avoids NCCL.");
-        for (; !work_->lease.idle(); std::this_thread::sleep_for(kLongPause)) wait.look();
+        for (; !work().lease.idle(); std::this_thread::sleep_for(kLongPause)) wait.look();
     }
 
     // ---- what is gathered ------------------------------------------------------------------------------------
@@ -326,18 +326,14 @@ class DeviceCall : public Call {
             work_->may_be_posted = shares();
             part = {work_->gathered, &gathered.part};
         }
-        const cuda::Current again(device());  // an exchange in Python may free objects, which leave another one current
-        const bool ready = contribute(std::move(values), std::move(part));
-        if (!ready) work_->current.reset();  // another thread continues
-        return ready;
+        work_->current.reset();  // another thread may continue, and what Python frees leaves another device current
+        return contribute(std::move(values), std::move(part));
     }
 
     // Gets the packed vectors of all replicas into `gathered`. Returns them, or the samples of their slots.
     std::shared_ptr<const Total> total_gathered() {
-        auto total = [&] {
-            const cuda::Current again(device());  // as above
-            return this->total();
-        }();
+        work_->current.reset();
+        auto total = this->total();
         work_->may_be_posted = false;
         if (on_devices()) return total;
         work_->gathered->all = Memory(device(), static_cast<int64_t>(total->values.size() * sizeof(double)));
