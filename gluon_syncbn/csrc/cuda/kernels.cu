@@ -549,18 +549,18 @@ __device__ inline Index channel_of(const Spread& spread) {
 //
 // See params.h. A slot without a sample leaves zeros, and the other slots skip it.
 
-// Those for a type of data, the type of its parameters and running statistics, and an activation.
-template <typename T, typename P, class A>
+// Those for a type of data and an activation.
+template <typename T, class A>
 struct Kernels {
-    typedef Wide<T> V;
+    typedef Wide<T> V;  // of parameters and running statistics, too
 
     // The statistics that normalise: those of a batch, or the running ones if `frozen`.
     __device__ static ChannelStatistic statistic(const NormaliseArguments& with, const Lists& lists, Index slot,
                                                  Index channel) {
         if (with.frozen == 0)
             return pooled(with.gathered, lists, range_of(lists, slot), channel, with.tiling.channels);
-        return {0, static_cast<double>(static_cast<const P*>(with.running_mean)[channel]),
-                static_cast<double>(static_cast<const P*>(with.running_var)[channel])};
+        return {0, static_cast<double>(static_cast<const V*>(with.running_mean)[channel]),
+                static_cast<double>(static_cast<const V*>(with.running_var)[channel])};
     }
     __device__ static double invstd(const NormaliseArguments& with, const ChannelStatistic& of) {
         // Where no value counts, xhat is 0.
@@ -569,10 +569,10 @@ struct Kernels {
 
     // Gamma, unless it is fixed, and beta.
     __device__ static double gamma(const Affine& affine, Index channel) {
-        return affine.fix_gamma ? 1.0 : static_cast<double>(static_cast<const P*>(affine.gamma)[channel]);
+        return affine.fix_gamma ? 1.0 : static_cast<double>(static_cast<const V*>(affine.gamma)[channel]);
     }
     __device__ static double beta(const Affine& affine, Index channel) {
-        return static_cast<double>(static_cast<const P*>(affine.beta)[channel]);
+        return static_cast<double>(static_cast<const V*>(affine.beta)[channel]);
     }
 
     // Computes y = (x - mean) * scale + shift, then the addition and the activation if there are any.
@@ -665,8 +665,8 @@ struct Kernels {
 
     // The running statistics of one channel.
     __device__ static void move(void* running, Index channel, double momentum, double to) {
-        P* const values = static_cast<P*>(running);
-        values[channel] = static_cast<P>(momentum * values[channel] + (1 - momentum) * to);
+        V* const values = static_cast<V*>(running);
+        values[channel] = static_cast<V>(momentum * values[channel] + (1 - momentum) * to);
     }
 
     // Computes the mean over the pools that the replica tracks.
@@ -740,8 +740,8 @@ struct Kernels {
         const Index channels = with.tiling.channels;
         const auto put = [](void* to, Index channel, int add, double value) {
             if (to == nullptr) return;
-            P& out = static_cast<P*>(to)[channel];
-            out = static_cast<P>((add ? static_cast<double>(out) : 0.0) + value);
+            V& out = static_cast<V*>(to)[channel];
+            out = static_cast<V>((add ? static_cast<double>(out) : 0.0) + value);
         };
         for (Index channel = any_thread(); channel < channels; channel += all_threads()) {
             GradSums sums = {};
@@ -836,8 +836,8 @@ struct Kernels {
 };
 
 typedef Half Data_float16;
-typedef float Data_float32, Parameter_float16, Parameter_float32;
-typedef double Data_float64, Parameter_float64;
+typedef float Data_float32;
+typedef double Data_float64;
 #define SYNCBN_ACTIVATION(NAME, A) typedef syncbn::A Activation_##NAME;
 SYNCBN_ACTIVATIONS(SYNCBN_ACTIVATION)
 
@@ -848,9 +848,8 @@ __device__ Arguments arguments_of(void (*kernel)(const Arguments&));
 
 // Compiling all kernels takes too long for a first step. So csrc/cuda/driver.cc adds a line with this for each that it
 // needs.
-#define SYNCBN_KERNEL(STEM, ACTIVATION, TYPE)                                                          \
-    extern "C" __global__ void __launch_bounds__(kBlock) STEM##_##ACTIVATION##_##TYPE(                  \
-        const decltype(arguments_of(                                                                   \
-            &Kernels<Data_##TYPE, Parameter_##TYPE, Activation_##ACTIVATION>::STEM)) with) {           \
-        Kernels<Data_##TYPE, Parameter_##TYPE, Activation_##ACTIVATION>::STEM(with);                   \
+#define SYNCBN_KERNEL(STEM, ACTIVATION, TYPE)                                                      \
+    extern "C" __global__ void __launch_bounds__(kBlock) STEM##_##ACTIVATION##_##TYPE(             \
+        const decltype(arguments_of(&Kernels<Data_##TYPE, Activation_##ACTIVATION>::STEM)) with) { \
+        Kernels<Data_##TYPE, Activation_##ACTIVATION>::STEM(with);                                 \
     }
