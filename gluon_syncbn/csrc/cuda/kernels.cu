@@ -719,20 +719,20 @@ struct Kernels {
         }
     }
 
+    struct First {
+        Index channel;
+        __device__ void merge(const First& other) { channel = other.channel < channel ? other.channel : channel; }
+    };
+
     // Finds the first channel whose gamma hides x, in the first block.
     __device__ static void report_hidden(const RecoverArguments& with) {
         if (blockIdx.x + blockIdx.y + blockIdx.z > 0) return;
         const Index channels = with.tiling.channels;
-        __shared__ Index first[kBlock];
-        first[threadIdx.x] = channels;
-        for (Index channel = threadIdx.x; channel < channels && first[threadIdx.x] == channels; channel += kBlock)
-            if (!with.invertible(gamma(with.affine, channel), beta(with.affine, channel)))
-                first[threadIdx.x] = channel;
-        __syncthreads();
-        if (threadIdx.x > 0) return;
-        Index found = channels;
-        for (int i = 0; i < kBlock; ++i) found = first[i] < found ? first[i] : found;
-        if (found < channels) static_cast<volatile Status*>(with.status)->at = found;
+        First first = {channels};
+        for (Index channel = threadIdx.x; channel < first.channel; channel += kBlock)
+            if (!with.invertible(gamma(with.affine, channel), beta(with.affine, channel))) first.channel = channel;
+        first = merged(first, 1);
+        if (threadIdx.x == 0 && first.channel < channels) static_cast<volatile Status*>(with.status)->at = first.channel;
     }
 
     // Adds up this replica's own slots, each [2][channels].
