@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <fstream>
-#include <sstream>
+#include <iterator>
 
 #include "cuda/driver.h"
 #include "failure.h"
@@ -65,13 +65,6 @@ std::string compile(const std::string& text, int target) {
     return out;
 }
 
-std::string read(const std::string& path) {
-    std::ifstream file(path, std::ios::binary);
-    std::ostringstream text;
-    text << file.rdbuf();
-    return file ? text.str() : "";
-}
-
 // Renames, so that another process finds the whole file or none. If the folder cannot be written, the next process has
 // to compile again.
 void keep(const std::string& path, const std::string& image) {
@@ -96,13 +89,13 @@ const std::string& compiled(int capability, const std::string& line, bool anew) 
     const std::string text = source() + line + '\n';
     int major = 0, minor = 0;
     nvrtc("nvrtcVersion", &major, &minor);
-    std::ostringstream key, path;
-    key << text << major << '.' << minor << ' ' << target;
-    path << setup.cache << "/kernels-" << std::hex << std::hash<std::string>()(key.str()) << ".ptx";
-    image = anew ? "" : read(path.str());
+    const std::string key = text + std::to_string(major) + "." + std::to_string(minor) + " " + std::to_string(target);
+    const std::string path = setup.cache + "/kernels-" + std::to_string(std::hash<std::string>()(key)) + ".ptx";
+    std::ifstream kept(path, std::ios::binary);
+    image = anew ? "" : std::string(std::istreambuf_iterator<char>(kept), {});
     if (image.empty()) {
         image = compile(text, target);
-        keep(path.str(), image);
+        keep(path, image);
     }
     return image;
 }
