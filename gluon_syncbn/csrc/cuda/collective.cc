@@ -116,8 +116,6 @@ struct AllReduce::Member {
     // The device has to be current.
     Member(Device& device, size_t bucket) : lease(device), memory(device, static_cast<int64_t>(bucket)) {}
 
-    char* bucket() const { return memory.as<char>(); }
-
     const Lease lease;
     const Memory memory;
     Communicator communicator = nullptr;
@@ -166,7 +164,7 @@ void AllReduce::post(Type wide, size_t bytes, const std::vector<Part>& parts) {
             const Current current(member.lease.device);
             for (const Part& part : parts) {
                 char* const values = static_cast<char*>(part.values[i]) + part.begin * size_of(part.type);
-                char* const place = member.bucket() + part.offset;
+                char* const place = member.memory.as<char>() + part.offset;
                 const auto n = static_cast<Index>(part.count);
                 const CopyArguments with{n, into_bucket ? values : place, into_bucket ? place : values, 0, 0};
                 launch(member.lease, {into_bucket ? "widen" : "narrow", name_of(part.type)}, {ceil_div(n, kBlock)},
@@ -177,8 +175,9 @@ void AllReduce::post(Type wide, size_t bytes, const std::vector<Part>& parts) {
     convert(true);
     on_each(devices_, "ncclAllReduce", [&](size_t i) {
         const Member& member = *members_[i];
-        return NCCL(ncclAllReduce, member.bucket(), member.bucket(), bytes / static_cast<size_t>(size_of(wide)),
-                    wide == Type::kFloat64 ? kFloat64 : kFloat32, kSum, member.communicator, member.lease.stream());
+        return NCCL(ncclAllReduce, member.memory.as<char>(), member.memory.as<char>(),
+                    bytes / static_cast<size_t>(size_of(wide)), wide == Type::kFloat64 ? kFloat64 : kFloat32, kSum,
+                    member.communicator, member.lease.stream());
     });
     convert(false);
 }

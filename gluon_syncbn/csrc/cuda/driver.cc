@@ -80,21 +80,15 @@ Current::~Current() {
     SYNCBN_CALL("CUDA", "cuCtxPopCurrent_v2", &context);
 }
 
-// ---- streams -----------------------------------------------------------------------------------------------------
-
 Lease::Lease(Device& device) : device(device) {
-    {
-        std::lock_guard<std::mutex> lock(device.mutex_);
-        if (!device.streams_.empty()) {
-            std::tie(stream_, status_) = device.streams_.back();
-            device.streams_.pop_back();
-        }
-    }
-    if (stream_ == nullptr) {
-        void* status = nullptr;
-        CUDA(cuMemHostAlloc, &status, sizeof(Status), kPortable | kMapped);
+    std::unique_lock<std::mutex> lock(device.mutex_);
+    if (device.streams_.empty()) {
+        lock.unlock();
+        CUDA(cuMemHostAlloc, &status_, sizeof(Status), kPortable | kMapped);
         CUDA(cuStreamCreate, &stream_, kNonBlocking);
-        status_ = static_cast<Status*>(status);
+    } else {
+        std::tie(stream_, status_) = device.streams_.back();
+        device.streams_.pop_back();
     }
     *status_ = {0, -1, 0};
 }
@@ -113,8 +107,6 @@ bool Lease::idle() const {
     check(status, "cuStreamQuery");
     return true;
 }
-
-// ---- memory ------------------------------------------------------------------------------------------------------
 
 Memory::Memory(Device& device, int64_t bytes) : bytes_(bytes) {
     if (bytes == 0) return;
@@ -155,8 +147,6 @@ void Memory::download(void* values, const Lease& lease) const {
 void fill_with_zeros(void* to, int64_t bytes, Stream stream) {
     if (bytes > 0) CUDA(cuMemsetD8Async, to, 0, static_cast<size_t>(bytes), stream);
 }
-
-// ---- launches ----------------------------------------------------------------------------------------------------
 
 void launch(const Lease& on, const Kernel& kernel, Grid grid, const void* arguments) {
     void* pointers[] = {const_cast<void*>(arguments)};

@@ -22,11 +22,7 @@
 namespace syncbn {
 namespace {
 
-using cuda::ceil_div;
-using cuda::kBlock;
-using cuda::Kernel;
-using cuda::Memory;
-using cuda::Plan;
+using namespace cuda;
 
 constexpr double kGrace = 2;    // seconds that a stream gets to end after its collective has been ended
 constexpr double kSpin = 1e-3;  // seconds in which a stream is polled without a pause
@@ -36,8 +32,7 @@ constexpr double kWatchAfter = 0.05;  // seconds after which a wait checks for o
 
 // An addition needs an activation too: none is a slope of 1 there.
 Kernel kernel_of(const char* stem, Type type, const Activation& activation = {}, bool adds = false) {
-    using Kind = Activation::Kind;
-    return {stem, name_of(type), name_of(adds && !activation.any() ? Kind::kRectifier : activation.kind)};
+    return {stem, name_of(type), name_of(adds && !activation.any() ? Activation::Kind::kRectifier : activation.kind)};
 }
 
 class DeviceCall : public Call {
@@ -49,7 +44,7 @@ class DeviceCall : public Call {
     // ---- forward ---------------------------------------------------------------------------------------------
 
     bool begin_normalise() override {
-        cuda::MomentsArguments with{};
+        MomentsArguments with{};
         with.x = data(arrays_[kX]);
         with.mask = mask();
         const char* stem = with.mask == nullptr ? "moments" : "masked_moments";
@@ -65,15 +60,15 @@ class DeviceCall : public Call {
         }
         const Plan plan = this->plan();
         kept_ = Memory();  // the memory of the last execution may serve again
-        kept_ = Memory(device(), plan.slots * channels() * static_cast<int64_t>(sizeof(cuda::Kept)));
-        cuda::NormaliseArguments with{};
+        kept_ = Memory(device(), plan.slots * channels() * static_cast<int64_t>(sizeof(Kept)));
+        NormaliseArguments with{};
         with.tiling = plan;
         with.x = data(arrays_[kX]);
         with.addend = node_->adds ? data(arrays_[kAddend]) : nullptr;
         with.y = target(kY);
         with.affine = affine();
         with.epsilon = node_->epsilon;
-        with.kept = kept_.as<cuda::Kept>();
+        with.kept = kept_.as<Kept>();
         with.frozen = frozen_;
         if (!frozen_) {
             put_lists();
@@ -101,11 +96,11 @@ class DeviceCall : public Call {
     // `grad_input` reads it. Otherwise both compute z again, and dz from dy.
     bool begin_differentiate() override {
         if (node_->inplace && tensor_.shape.size() > 0) recover();
-        cuda::GradSumsArguments with{};
+        GradSumsArguments with{};
         with.dy = data(arrays_[kDy]);
         with.x = data(x_);
         with.affine = affine(by_input());
-        with.kept = kept_.as<cuda::Kept>();
+        with.kept = kept_.as<Kept>();
         // The sign of y does not matter without an activation.
         if (node_->adds) with.y = node_->activation.any() ? data(arrays_[kY]) : with.dy;
         if (dz_.handle != arrays_[kDy].handle) with.dz = data(dz_);
@@ -117,13 +112,13 @@ class DeviceCall : public Call {
     void differentiate() override {
         if (!frozen_) total_gathered();
         const Plan plan = this->plan();
-        cuda::GradInputArguments with{};
+        GradInputArguments with{};
         with.tiling = plan;
         with.dy = data(dz_);
         with.x = data(x_);
         with.dx = target(kDx);
         with.affine = affine(by_input());
-        with.kept = kept_.as<cuda::Kept>();
+        with.kept = kept_.as<Kept>();
         with.gathered = work_->gathered->values();
         if (!frozen_) with.users = list(pools_->users, 2);
         with.own = work_->gathered->own.as<double>();
@@ -141,12 +136,9 @@ class DeviceCall : public Call {
     // ---- arrays ----------------------------------------------------------------------------------------------
 
     void add_data(Array from, Array to) override {
-        const int64_t n = tensor_.shape.size();
-        run_on_each(kernel_of("copy", tensor_.type), n, cuda::CopyArguments{n, data(from), data(to), 1, 0});
+        copy(tensor_.type, {tensor_.shape.size(), data(from), data(to), 1, 0});
     }
-    void fill(Array to, Type type, int64_t n, double value) override {
-        run_on_each(kernel_of("copy", type), n, cuda::CopyArguments{n, nullptr, data(to), 0, value});
-    }
+    void fill(Array to, Type type, int64_t n, double value) override { copy(type, {n, nullptr, data(to), 0, value}); }
     void fill_with_zeros(Array to, int64_t bytes) override {
         cuda::fill_with_zeros(data(to), bytes, work().lease.stream());
     }
@@ -159,7 +151,7 @@ class DeviceCall : public Call {
     void finish() override {
         if (!work_) return;
         wait();
-        const cuda::Status& status = *work_->lease.status();
+        const Status& status = *work_->lease.status();
         if (in_backward() && status.at >= 0) refuse_to_recover(status.at);
         if (!in_backward()) check_finite(status.at, status.value);
         if (!in_backward() && !frozen_ && !recall_.again) remember(work_->gathered);
@@ -172,11 +164,8 @@ class DeviceCall : public Call {
         work_->lease.status()->given_up = 1;
         bool idle = false;
         try {
-            idle = idle_within(kWatchAfter);
-            if (!idle) {
-                cuda::abort_collectives(work_->lease.device.id);
-                idle = idle_within(kGrace);
-            }
+            if (!idle_within(kWatchAfter)) abort_collectives(work_->lease.device.id);
+            idle = idle_within(kGrace);
         } catch (const Failure&) {  // the device's own error is reported already
         }
         if (!idle || work_->may_be_posted) {  // then nobody gets the stream and its memory again
@@ -191,39 +180,35 @@ class DeviceCall : public Call {
     // The replicas' contributions and the results; it lives until no pointer to it is left.
     struct Gathered {
         Memory own, all;
-        cuda::OnDevice part;
+        OnDevice part;
         const double* values() const { return (all.bytes() > 0 ? all : own).as<double>(); }
     };
     // The objects of an execution, for one thread after the other.
     struct Running {
-        std::optional<cuda::Current> current;
-        cuda::Lease lease;
+        std::optional<Current> current;
+        Lease lease;
         std::shared_ptr<Gathered> gathered = std::make_shared<Gathered>();
         std::vector<Memory> scratch;
         Memory kept, lists;          // of the call, if it hangs
         bool may_be_posted = false;  // other work may have been put on the stream
-        explicit Running(cuda::Device& device) : current(std::in_place, device), lease(device) {}
+        explicit Running(Device& device) : current(std::in_place, device), lease(device) {}
     };
 
     Running& work() {
-        if (!work_) work_ = std::make_unique<Running>(cuda::Device::get(std::stoi(context_.substr(4))));
+        if (!work_) work_ = std::make_unique<Running>(Device::get(std::stoi(context_.substr(4))));
         if (!work_->current) work_->current.emplace(work_->lease.device);
         return *work_;
     }
-    cuda::Device& device() { return work().lease.device; }
+    Device& device() { return work().lease.device; }
     Plan plan() const { return Plan(tensor_.shape, tensor_.samples, static_cast<int64_t>(tensor_.slots.size())); }
 
     template <typename Arguments>
-    void run(const Kernel& kernel, cuda::Grid grid, const Arguments& arguments) {
-        cuda::launch(work().lease, kernel, grid, &arguments);
+    void run(const Kernel& kernel, Grid grid, const Arguments& arguments) {
+        launch(work().lease, kernel, grid, &arguments);
     }
-    // Runs a kernel with a thread for each of n values.
-    template <typename Arguments>
-    void run_on_each(const Kernel& kernel, int64_t n, const Arguments& arguments) {
-        if (n > 0) run(kernel, {ceil_div(n, kBlock)}, arguments);
+    void copy(Type type, const CopyArguments& with) {
+        if (with.n > 0) run(kernel_of("copy", type), {ceil_div(with.n, kBlock)}, with);
     }
-
-    // ---- memory ----------------------------------------------------------------------------------------------
 
     // Returns so much memory, until the execution ends.
     void* space(int64_t bytes) {
@@ -231,7 +216,7 @@ class DeviceCall : public Call {
         return work_->scratch.back().as<void>();
     }
     // z = gamma * xhat + beta, where a fixed gamma counts as 1; then the activation.
-    cuda::Affine affine(bool needs_beta = true) const {
+    Affine affine(bool needs_beta = true) const {
         return {data(arrays_[kGamma]), needs_beta ? data(arrays_[kBeta]) : nullptr, node_->fix_gamma,
                 node_->activation.slope, node_->activation.ceiling};
     }
@@ -243,8 +228,8 @@ class DeviceCall : public Call {
         if (!node_->masks || tensor_.shape.size() == 0) return nullptr;
         const int64_t positions = tensor_.shape.per_channel();
         void* const to = space(positions);
-        run_on_each(kernel_of("expand_mask", tensor_.type), positions,
-                    cuda::ExpandArguments{positions, data(arrays_[kMask]), to, tensor_.mask});
+        run(kernel_of("expand_mask", tensor_.type), {ceil_div(positions, kBlock)},
+            ExpandArguments{positions, data(arrays_[kMask]), to, tensor_.mask});
         return to;
     }
 
@@ -252,11 +237,9 @@ class DeviceCall : public Call {
     void recover() {
         const Plan plan = this->plan();
         run(kernel_of("recover", tensor_.type, node_->activation), plan.each(),
-            cuda::RecoverArguments{plan, data(arrays_[kY]), data(x_), affine(), kept_.as<cuda::Kept>(),
-                                   invertible_by(tensor_.type, node_->activation.slope), work().lease.status()});
+            RecoverArguments{plan, data(arrays_[kY]), data(x_), affine(), kept_.as<Kept>(),
+                             invertible_by(tensor_.type, node_->activation.slope), work().lease.status()});
     }
-
-    // ---- waits -----------------------------------------------------------------------------------------------
 
     bool idle_within(double limit) {
         const double start = seconds();
@@ -299,7 +282,7 @@ class DeviceCall : public Call {
         run(kernel, plan.reduce(), with);
         if (plan.chunks > 1)
             run(kernel_of(merge, tensor_.type), {ceil_div(plan.slots * channels(), kBlock / 32)},
-                cuda::MergeArguments{plan.slots, channels(), with.partial, out, static_cast<int>(plan.chunks)});
+                MergeArguments{plan.slots, channels(), with.partial, out, static_cast<int>(plan.chunks)});
     }
 
     // Contributes this replica's vectors or, on GPUs, where they are and the samples of each slot. Where a mask decides,
@@ -314,7 +297,7 @@ class DeviceCall : public Call {
             values.resize(static_cast<size_t>(length));
             own.download(values.data(), work_->lease);
         }
-        std::shared_ptr<const cuda::OnDevice> part;
+        std::shared_ptr<const OnDevice> part;
         if (on_devices()) {
             const Vector moments = std::exchange(values, {});
             for (const Slot& slot : tensor_.slots)
@@ -341,12 +324,10 @@ class DeviceCall : public Call {
         return total;
     }
 
-    // ---- pools -----------------------------------------------------------------------------------------------
-
     // Copies the pools' lists to the device, if they do not travel with a launch.
     void put_lists() {
         lists_ = Memory();
-        if (pools_->members.empty() && pools_->used.size() <= cuda::kFewRanges) return;
+        if (pools_->members.empty() && pools_->used.size() <= kFewRanges) return;
         std::vector<int> all = pools_->members;
         for (const auto* ranges : {&pools_->used, &pools_->fed, &pools_->users, &pools_->tracked})
             for (const Range& range : *ranges) all.insert(all.end(), {range.begin, range.end});
@@ -355,8 +336,8 @@ class DeviceCall : public Call {
     }
 
     // The ranges of each slot, which are the nth of `lists_`.
-    cuda::Lists list(const std::vector<Range>& ranges, size_t nth) const {
-        cuda::Lists out{};
+    Lists list(const std::vector<Range>& ranges, size_t nth) const {
+        Lists out{};
         if (lists_.as<void>() == nullptr) {
             std::copy(ranges.begin(), ranges.end(), out.few);
             return out;
