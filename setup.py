@@ -53,22 +53,20 @@ def sources(pattern):
     return sorted(path for path in CSRC.rglob(pattern) if path.is_file())
 
 
-def newest(paths):
-    return max(path.stat().st_mtime_ns for path in paths)
+def is_newer(made, paths):
+    """Whether it was made after all of these."""
+    return all(path.exists() and path.stat().st_mtime_ns <= made.stat().st_mtime_ns for path in [made, *paths])
 
 
 def is_fresh(compiled, dependencies):
-    """Whether it was made after all that it depends on, which a file of the compiler's lists as in a Makefile."""
-    if not compiled.exists() or not dependencies.exists():
+    """Whether it is newer than all that it depends on, which a file of the compiler's lists as in a Makefile."""
+    if not dependencies.exists():
         return False
-    listed = dependencies.read_text().replace("\\\n", " ").partition(":")[2].split()
-    paths = [Path(name) for name in listed]
-    return all(path.exists() for path in paths) and newest(paths) <= compiled.stat().st_mtime_ns
+    return is_newer(compiled, map(Path, dependencies.read_text().replace("\\\n", " ").partition(":")[2].split()))
 
 
 def is_current(core):
-    """Whether this core is newer than every source."""
-    return core.exists() and core.stat().st_mtime_ns >= newest([*sources("*"), ROOT / "setup.py"])
+    return is_newer(core, [*sources("*"), ROOT / "setup.py"])
 
 
 def make(target, command):
