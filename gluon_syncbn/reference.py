@@ -150,8 +150,7 @@ def forward(
     """
     arrays = _channels_last(shards, axis)
     channels = arrays[0].shape[-1]
-    vectors = {"gamma": gamma, "beta": beta, "running_mean": running_mean, "running_var": running_var}
-    for name, vector in vectors.items():
+    for name, vector in dict(gamma=gamma, beta=beta, running_mean=running_mean, running_var=running_var).items():
         if np.shape(vector) != (channels,):
             raise ValueError(f"{name} has shape {np.shape(vector)}, expected ({channels},), one per channel")
     old = np.array([running_mean, running_var], np.float64)
@@ -256,7 +255,7 @@ def backward(
         if u is None:
             continue
         dz_xhat = dz * state.pools[u].normalised(arrays[device][samples])
-        dgammas[device] += _sum(dz_xhat)
+        dgammas[device] += _sum(dz_xhat) if state.scale else 0
         s1[u] += _sum(dz)
         s2[u] += _sum(dz_xhat)
 
@@ -271,8 +270,6 @@ def backward(
             through = pool.r / pool.n * (s1[f] + pool.normalised(arrays[device][samples]) * s2[f])
             dx -= np.where(state.counts[device][samples][..., None], through, 0)
         dxs[device][samples] = weight * dx
-    if not state.scale:
-        dgammas[:] = 0
     dxs, daddends = ([np.moveaxis(part, -1, state.axis) for part in parts] for parts in (dxs, heads))
     return Gradients(dxs, list(dgammas), list(dbetas), daddends)
 
