@@ -171,7 +171,7 @@ def forward(
         for device in group:
             group_of[device] = number
     if use_global_stats:
-        slots = [Slot(device, samples, None, 0) for device, samples in parts]
+        slots = [Slot(*part, None, 0) for part in parts]
         statistics = [(*old, 0)]
     else:
         feeding = [counts[device][samples].any() for device, samples in parts]
@@ -189,10 +189,7 @@ def forward(
                     "hold a value"
                 )
             uses = [None if k is None else taken[k] for k in own]
-        slots = [
-            Slot(device, samples, k if feeds else None, u)
-            for (device, samples), k, feeds, u in zip(parts, own, feeding, uses)
-        ]
+        slots = [Slot(*part, k if feeds else None, u) for part, k, feeds, u in zip(parts, own, feeding, uses)]
         statistics = []
         for k in range(len(present)):
             feeders = [(slot.device, slot.samples) for slot in slots if slot.feeds == k]
