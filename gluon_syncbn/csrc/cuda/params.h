@@ -28,7 +28,6 @@ struct Tiling {
     int width;
 };
 
-// As on the host.
 struct Affine {
     const void *gamma, *beta;  // [channels]
     int fix_gamma;
