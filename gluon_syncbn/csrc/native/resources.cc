@@ -10,13 +10,13 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <future>
 #include <map>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "failure.h"
@@ -51,15 +51,17 @@ struct Copy {
     Resource resource{kTempSpace, nullptr, 0, &space};
     std::atomic<bool> taken{false};  // by an operator that has not run yet
 };
-using Copies = std::vector<Copy*>;
+struct Copies {
+    std::vector<Copy*> all;
+    size_t last = 0;  // the one that was taken last
+};
 constexpr size_t kMostCopies = 256;  // with so many, operators take them in turn, as in MXNet
 
 // What belonged to threads that have ended. MXNet keeps its objects until the process ends.
 struct Idle {
     Mutex mutex;
     std::map<int, std::vector<ResourceManager*>> managers;  // by context
-    Copies copies;
-    Copies last;  // of them, whose operators nothing follows yet
+    std::vector<Copies> copies;
 };
 Idle* idle = new Idle;  // never destroyed: threads may end after it
 
@@ -68,11 +70,9 @@ struct OfThread {
     bool spare_space = false;                  // its operators take free copies, whatever the replica
     std::map<int, ResourceManager*> managers;  // by context
     Copies copies;
-    size_t last = 0;  // the copy that was taken last
     ~OfThread() {
         const std::lock_guard<std::mutex> lock(idle->mutex);
-        idle->copies.insert(idle->copies.end(), copies.begin(), copies.end());
-        if (!copies.empty()) idle->last.push_back(copies[last]);
+        if (!copies.all.empty()) idle->copies.push_back(std::move(copies));
         for (const auto& [context, manager] : managers) idle->managers[context].push_back(manager);
     }
 };
@@ -109,33 +109,25 @@ void free_later(Copy* copy) {
     if (status != 0) throw Failure(mx.MXGetLastError());
 }
 
-Copy* new_copy() {
-    {
-        const std::lock_guard<std::mutex> lock(idle->mutex);
-        for (; !idle->last.empty(); idle->last.pop_back()) free_later(idle->last.back());
-        const auto is_free = [](const Copy* copy) { return !copy->taken; };
-        const auto free = std::find_if(idle->copies.begin(), idle->copies.end(), is_free);
-        if (free != idle->copies.end()) {
-            Copy* const copy = *free;
-            idle->copies.erase(free);
-            return copy;
-        }
-    }
-    auto* const copy = new Copy;  // for good, as in MXNet
-    copy->resource.variable = new_variable(get_engine());
-    return copy;
-}
-
 // Takes a copy that no operator waits for. An operator of no replica may itself wait for one, such as a loss. The next
 // operator may be needed by another replica, such as noise for its data.
 Resource free_copy() {
-    Copies& copies = of_thread.copies;
-    size_t& last = of_thread.last;
+    auto& [copies, last] = of_thread.copies;
+    if (copies.empty()) {
+        const std::lock_guard<std::mutex> lock(idle->mutex);
+        if (!idle->copies.empty()) {
+            of_thread.copies = std::move(idle->copies.back());
+            idle->copies.pop_back();
+        }
+    }
     if (!copies.empty()) free_later(copies[last]);
     // Not the last one, because an operator may take two. The first ones are in use most, so that few need memory.
     size_t copy = 0;
     while (copy < copies.size() && (copy == last || copies[copy]->taken)) ++copy;
-    if (copy == copies.size() && copy < kMostCopies) copies.push_back(new_copy());
+    if (copy == copies.size() && copy < kMostCopies) {
+        copies.push_back(new Copy);  // for good, as in MXNet
+        copies[copy]->resource.variable = new_variable(get_engine());
+    }
     last = copy < copies.size() ? copy : (last + 1) % copies.size();
     copies[last]->taken = true;
     return copies[last]->resource;
