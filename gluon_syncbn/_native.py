@@ -71,7 +71,6 @@ _GIVEN: Dict[str, Any] = {
     **_NUMBERS,
     "bool": ctypes.c_bool,
     "const char*": SimpleNamespace(from_param=_bytes),
-    "NDArrayHandle": SimpleNamespace(from_param=lambda array: array.handle),
     "const syncbn::Mpi*": SimpleNamespace(from_param=lambda words: (ctypes.c_int64 * len(words))(*words) or None),
     "const Span<const char*>&": _List(ctypes.c_char_p, _bytes),
     "const Span<const char>&": _List(ctypes.c_char),

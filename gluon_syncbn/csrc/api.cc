@@ -134,8 +134,6 @@ SYNCBN_API(void, find_in, void* library, const char* csrc, const char* cache) {
 SYNCBN_API(std::string, take_calls, const char* device) { return syncbn::native::take_calls(device); }
 
 SYNCBN_API(std::string, separate_resources) { return syncbn::native::separate_resources(); }
-// After true, `issue_on` follows, with -1.
-SYNCBN_API(bool, issue_for, NDArrayHandle data) { return syncbn::native::issue_for(data); }
 SYNCBN_API(bool, use_spare_space, bool uses) { return syncbn::native::use_spare_space(uses); }
 SYNCBN_API(int, issue_on, int context) { return syncbn::native::issue_on(context); }
 

@@ -73,7 +73,6 @@ struct MXNet {
     int (*MXAutogradIsTraining)(bool* training) = needed("MXAutogradIsTraining");
     int (*MXAutogradIsRecording)(bool* recording) = needed("MXAutogradIsRecording");
     int (*MXNDArrayGetData)(void* handle, void** data) = needed("MXNDArrayGetData");
-    int (*MXNDArrayGetContext)(void* handle, int* device_type, int* number) = needed("MXNDArrayGetContext");
     int (*MXNDArrayFree)(void* handle) = needed("MXNDArrayFree");
     using Push = int(void (*run)(void* context, void* parameter), void* parameter, void (*deleter)(void* parameter),
                      const void* context, void** reads, int read_count, void** writes, int write_count,

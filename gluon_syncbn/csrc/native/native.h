@@ -25,9 +25,6 @@ int issue_on(int context) noexcept;
 // Says whether this thread's operators take temporary space that is free, also where it issues those of a replica.
 // Returns what it has said before.
 bool use_spare_space(bool uses) noexcept;
-// Like `issue_on`, for the context of an array, if this thread trains there and issues for no replica yet. Returns whether it
-// is so.
-bool issue_for(void* array) noexcept;
 
 // Begins a round of sums, and does not wait. The arrays become the sums together, or all of them raise the failure.
 // `arrays`: of each summand a handle for each context, one summand after the other. They are dense, and on CPUs or the

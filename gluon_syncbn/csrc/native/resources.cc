@@ -215,15 +215,5 @@ bool use_spare_space(bool uses) noexcept {
     return uses;
 }
 
-bool issue_for(void* array) noexcept {
-    bool training = false;
-    Context context;
-    if (of_thread.context >= 0 || mx.MXAutogradIsTraining(&training) != 0 || !training) return false;
-    if (mx.MXNDArrayGetContext(array, &context.type, &context.number) != 0 || context.type != Context::kCpu)
-        return false;
-    of_thread.context = context.number;
-    return true;
-}
-
 }  // namespace native
 }  // namespace syncbn
