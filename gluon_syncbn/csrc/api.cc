@@ -413,7 +413,6 @@ SYNCBN_API(void, fail_arrays, const Span<NDArrayHandle>& arrays) {
 
 // ---- the process ----
 
-SYNCBN_API(bool, asked_for_callers, double seconds) { return syncbn::asked_for_callers(seconds); }
 SYNCBN_API(void, answer_callers, const char* wait, double patience) { syncbn::answer_callers(wait, patience); }
 
 SYNCBN_API(void, exiting, bool is_exiting) { syncbn::step().exiting = is_exiting; }

@@ -70,13 +70,6 @@ def _at_exit() -> None:
         store.close()
 
 
-def _watch_callers() -> None:
-    while True:
-        if _native.asked_for_callers(60.0):
-            _native.answer_callers(*_what_callers_wait_for())
-            time.sleep(0.05)  # many replicas ask
-
-
 def _what_callers_wait_for() -> Tuple[str, float]:
     """Names the results that all threads wait for which could call a replica, and the seconds of `_WAITS`.
 
@@ -133,14 +126,15 @@ def _pass_on_records() -> None:
 
 def _pass_on(seconds: float) -> bool:
     level, _, text = _native.next_record(seconds).partition(" ")
-    if level:
+    if level == "0":
+        _native.answer_callers(*_what_callers_wait_for())
+    elif level:
         log.log(int(level), text)
     return bool(level)
 
 
-def _start_threads() -> None:
+def _start_thread() -> None:
     threading.Thread(target=_pass_on_records, name="gluon_syncbn-log", daemon=True).start()
-    threading.Thread(target=_watch_callers, name="gluon_syncbn-callers", daemon=True).start()
 
 
 # ---- forks ----------------------------------------------------------------------------------------------------
@@ -163,7 +157,7 @@ def _before_fork() -> None:
 def _after_fork_in_child() -> None:
     _native.forked()
     session.forked()
-    _start_threads()
+    _start_thread()
 
 
 def begin() -> None:
@@ -173,4 +167,4 @@ def begin() -> None:
     _native.register()
     atexit.register(_at_exit)
     os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
-    _start_threads()
+    _start_thread()

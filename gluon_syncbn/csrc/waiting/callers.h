@@ -1,13 +1,13 @@
 // Knows whether a thread is left that could call a missing replica. Only Python sees what its threads do. So a waiting
-// thread asks, and a thread of Python's answers within moments.
+// thread asks, and the thread of Python's that takes records answers within moments.
 #pragma once
 
-#include <chrono>
 #include <mutex>
 #include <string>
 #include <utility>
 
 #include "lock.h"
+#include "log.h"
 #include "waiting/wait.h"
 
 namespace syncbn {
@@ -17,41 +17,36 @@ struct Callers {
     double patience = 0;  // seconds after which such a wait is one for the missing replica
 };
 
-struct QuestionForCallers {
-    Mutex mutex;  // guards everything here
-    Condition asked;
-    bool open = false;
+struct AnswerForCallers {
+    Mutex mutex;  // guards the rest
     Callers answer;
-    double last = 0;  // the time of the answer
+    double last = 0;  // its time
 
     static constexpr double kGap = 1;  // seconds; whoever waits asks more often
 };
-inline Renewed<QuestionForCallers>& question =
-    *new Renewed<QuestionForCallers>;  // outlives the threads that wait at exit
+inline Renewed<AnswerForCallers>& answer = *new Renewed<AnswerForCallers>;  // outlives the threads that wait at exit
 
+// Many replicas ask: an answer serves all of them for a while.
 inline void ask_for_callers() {
-    std::lock_guard<std::mutex> lock(question->mutex);
-    question->open = true;
-    question->asked->notify_one();
-}
-
-// For Python's thread: returns after `seconds`, or as soon as somebody asks. Whether somebody has asked.
-inline bool asked_for_callers(double seconds) {
-    std::unique_lock<std::mutex> lock(question->mutex);
-    question->asked->wait_for(lock, std::chrono::duration<double>(seconds), [&] { return question->open; });
-    return std::exchange(question->open, false);
+    {
+        std::lock_guard<std::mutex> lock(answer->mutex);
+        if (seconds() - answer->last < kSleep) return;
+    }
+    std::lock_guard<std::mutex> lock(records->mutex);
+    records->asks = true;
+    records->changed->notify_one();
 }
 
 inline void answer_callers(std::string wait, double patience) {
-    std::lock_guard<std::mutex> lock(question->mutex);
-    question->last = seconds();
-    question->answer = {std::move(wait), patience};
+    std::lock_guard<std::mutex> lock(answer->mutex);
+    answer->last = seconds();
+    answer->answer = {std::move(wait), patience};
 }
 
 // The answer, if it came lately, and since this time on the clock of `seconds`.
 inline Callers callers(double since) {
-    std::lock_guard<std::mutex> lock(question->mutex);
-    return question->last < since || seconds() - question->last > question->kGap ? Callers() : question->answer;
+    std::lock_guard<std::mutex> lock(answer->mutex);
+    return answer->last < since || seconds() - answer->last > answer->kGap ? Callers() : answer->answer;
 }
 
 }  // namespace syncbn
