@@ -189,7 +189,7 @@ def _ways_of_calls(asked: str) -> Dict[str, str]:
 
 
 class Tape:
-    """Stores what the calls of a forward pass to their repetition: see ``csrc/operator/tape.h``."""
+    """Stores what the calls of a forward pass to their repetition: see ``csrc/meeting/tape.h``."""
 
     def __init__(self) -> None:
         self._tape = _core.syncbn_tape_create()

@@ -18,11 +18,11 @@
 #include "meeting/diagnosis.h"
 #include "meeting/registry.h"
 #include "meeting/scope.h"
+#include "meeting/tape.h"
 #include "mxnet_api.h"
 #include "native/native.h"
 #include "operator/call.h"
 #include "operator/op.h"
-#include "operator/tape.h"
 #include "pooling/statistics.h"
 #include "waiting/callers.h"
 #include "waiting/step.h"
@@ -158,7 +158,6 @@ SYNCBN_API(int64_t, layers) { return static_cast<int64_t>(registry().all().size(
 
 SYNCBN_API(void, layer_drop, int64_t id) {
     syncbn::forget_calls(id);
-    syncbn::forwards().forget(id);
     registry().drop(id);
 }
 
@@ -207,8 +206,8 @@ SYNCBN_API(void, begin_graph, const char* context, const Span<const size_t>& lay
         const auto remove = [](void* coming) { delete static_cast<std::function<void()>*>(coming); };
         auto* coming = new std::function<void()>([] {});
         if (repeats)
-            *coming = [layer = layers.values[i], context = std::string(context)] {
-                syncbn::forwards().announce(static_cast<int64_t>(layer), context);
+            *coming = [layer = found(static_cast<int64_t>(layers.values[i])), context = std::string(context)] {
+                layer->forwards.announce(context);
             };
         check(syncbn::mx.MXEnginePushSyncND(begin, coming, remove, &syncbn::kCpu, nullptr, 0, &running.values[i], 1,
                                             &syncbn::kNoSkip, 0, "gluon_syncbn"));
@@ -340,7 +339,7 @@ SYNCBN_API(void, processes_ended, Asked* exchange) { of_processes(exchange).repo
 // The transport ends: it carries nothing more.
 SYNCBN_API(void, processes_closed, Asked* exchange) { of_processes(exchange).job().end(); }
 
-// ---- recomputation: see operator/tape.h ----
+// ---- recomputation: see meeting/tape.h ----
 
 SYNCBN_API(syncbn::Tape*, tape_create) { return new syncbn::Tape; }
 SYNCBN_API(void, tape_free, syncbn::Tape* tape) { delete tape; }
@@ -392,8 +391,10 @@ SYNCBN_API(std::string, failure) {
 // Forgets the failure and all unfinished meetings. No operator may be in flight.
 SYNCBN_API(void, reset) {
     ++syncbn::step().number;
-    for (const auto& layer : registry().all()) layer->rendezvous.forget();
-    syncbn::forwards().forget();
+    for (const auto& layer : registry().all()) {
+        layer->rendezvous.forget();
+        layer->forwards.forget();
+    }
     syncbn::step().clear();  // nothing meets before
 }
 

@@ -7,7 +7,7 @@
 #include "exchange/exchange.h"
 #include "exchange/machines.h"
 #include "exchange/segment.h"
-#include "operator/tape.h"
+#include "meeting/tape.h"
 #include "types.h"
 
 using syncbn::Asked;

@@ -6,7 +6,7 @@
 #include "failure.h"
 #include "figures.h"
 #include "interrupts.h"
-#include "operator/tape.h"
+#include "meeting/tape.h"
 #include "results.h"
 #include "runs.h"
 

@@ -16,6 +16,7 @@
 
 #include "lock.h"
 #include "meeting/meeting.h"
+#include "meeting/tape.h"
 #include "pooling/pooling.h"
 
 namespace syncbn {
@@ -26,6 +27,7 @@ class Layer {
     const std::string name;
     const Pooling pooling;
     Rendezvous rendezvous;                        // where its replicas meet; has a lock of its own
+    Forwards forwards;                            // in executors; the same
     std::atomic<bool> spoke_of_one_value{false};  // a warning comes once
 
     Layer(int64_t id, std::string name, Pooling pooling) : id(id), name(std::move(name)), pooling(pooling) {}

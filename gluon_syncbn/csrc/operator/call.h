@@ -11,7 +11,6 @@
 #include "exchange/exchange.h"
 #include "meeting/registry.h"
 #include "mxnet_api.h"
-#include "operator/tape.h"
 #include "pooling/pooling.h"
 #include "tensor.h"
 

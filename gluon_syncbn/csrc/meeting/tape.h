@@ -7,7 +7,6 @@
 #pragma once
 
 #include <atomic>
-#include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -80,20 +79,20 @@ inline Recall recall() {
     return found;
 }
 
-// The forwards of layers in executors. With memory mirroring (MXNET_BACKWARD_DO_MIRROR, or `force_mirroring` on a node),
+// The forwards of a layer in executors. With memory mirroring (MXNET_BACKWARD_DO_MIRROR, or `force_mirroring` on a node),
 // an executor has an operator more for a node, with a state of its own, which computes the forward again for a backward
 // (src/executor/graph_executor.cc). Nothing tells the two apart, nor which of them runs first: the first one is new.
 class Forwards {
   public:
-    // All operators of earlier forwards of the layer have run on this context, and those of the next one come now.
-    void announce(int64_t layer, const std::string& context) {
+    // All operators of earlier forwards have run on this context, and those of the next one come now.
+    void announce(const std::string& context) {
         std::lock_guard<std::mutex> lock(mutex_);
-        ++known_[{layer, context}].announced;
+        ++known_[context].announced;
     }
     // Sets the recall of the forward that begins now. Returns false, and leaves it, if no executor has announced any.
-    bool begin(int64_t layer, const std::string& context, Recall* recall) {
+    bool begin(const std::string& context, Recall* recall) {
         std::lock_guard<std::mutex> lock(mutex_);
-        const auto found = known_.find({layer, context});
+        const auto found = known_.find(context);
         if (found == known_.end()) return false;
         auto& [announced, last] = found->second;
         recall->again = announced == 0;
@@ -105,22 +104,14 @@ class Forwards {
         std::lock_guard<std::mutex> lock(mutex_);
         known_.clear();
     }
-    void forget(int64_t layer) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        known_.erase(known_.lower_bound({layer, ""}), known_.lower_bound({layer + 1, ""}));
-    }
 
   private:
-    struct OfLayer {
+    struct OfContext {
         int announced = 0;
         std::shared_ptr<Memo> last;
     };
     Mutex mutex_;  // guards the next one
-    std::map<std::pair<int64_t, std::string>, OfLayer> known_;
+    std::map<std::string, OfContext> known_;
 };
-inline Forwards& forwards() {
-    static auto* instance = new Forwards;  // outlives the threads that run at exit
-    return *instance;
-}
 
 }  // namespace syncbn
