@@ -2,6 +2,7 @@
 // written it, and ends when the sum is there.
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 #include "failure.h"
@@ -45,13 +46,13 @@ class Gradients : public Round, public std::enable_shared_from_this<Gradients> {
     const std::vector<void*>* values(size_t summand) override {
         std::lock_guard<std::mutex> lock(mutex_);
         const Item& item = items_[summand];
-        if (item.state == State::kLost)
+        if (item.lost)
             throw Failure(name_in(list, summand, summand + 1) +
                           " was not computed: an operator before it has failed, and reading its result says why.");
-        return item.state == State::kHere ? &item.values : nullptr;
+        return item.complete ? &item.values : nullptr;
     }
     void succeed() noexcept override {
-        for (const Item& item : items_) item.complete(nullptr);
+        for (const Item& item : items_) (*item.complete)(nullptr);
     }
     void fail(const std::exception& reason) noexcept override {
         std::vector<const Item*> here;
@@ -59,17 +60,16 @@ class Gradients : public Round, public std::enable_shared_from_this<Gradients> {
             std::lock_guard<std::mutex> lock(mutex_);
             failure_ = std::make_exception_ptr(Failure(reason_of(reason)));
             for (const Item& item : items_)
-                if (item.state == State::kHere) here.push_back(&item);
+                if (item.complete) here.push_back(&item);
         }
-        for (const Item* item : here) complete_with_error(item->complete, failure_);
+        for (const Item* item : here) complete_with_error(*item->complete, failure_);
     }
 
   private:
-    enum class State { kAwaited, kHere, kLost };
     struct Item {
         std::vector<void*> handles, values;  // for each context
-        State state = State::kAwaited;
-        Completion complete;
+        std::optional<Completion> complete;  // since the values are here
+        bool lost = false;
     };
 
     struct Operation {
@@ -105,16 +105,16 @@ class Gradients : public Round, public std::enable_shared_from_this<Gradients> {
         }
         {
             std::lock_guard<std::mutex> lock(mutex_);
-            item.complete = complete;
             if (failure == nullptr) failure = failure_;
-            item.state = failure == nullptr ? State::kHere : State::kLost;
+            item.lost = failure != nullptr;
+            if (!item.lost) item.complete = complete;
         }
         if (failure != nullptr) complete_with_error(complete, failure);
         sums_.look();
     }
     void lose(size_t index) {
         std::lock_guard<std::mutex> lock(mutex_);
-        items_[index].state = State::kLost;
+        items_[index].lost = true;
         sums_.look();
     }
 
