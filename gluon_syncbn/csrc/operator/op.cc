@@ -224,18 +224,12 @@ int infer_shape(int size, int* dims, int** shapes, const Node& node) {
     return 1;
 }
 
-// All types of data, as "one, another or a third".
-std::string names_of_types() {
-    std::string names;
-    for (const TypeOfData& of : kTypesOfData) names += std::string(", ") + of.name;
-    return names.replace(names.rfind(", "), 2, " or ").substr(2);
-}
-
 int infer_type(int size, int* types, const Node& node) {
     const int data = types[0] >= 0 ? types[0] : types[node.inputs];
     if (data < 0) return 1;
     if (type_of_data(data) == nullptr)
-        refuse(node, "data must be " + names_of_types() + "; " + kTypes[data].name + " was given");
+        refuse(node,
+               std::string("data must be bfloat16, float16, float32 or float64; ") + kTypes[data].name + " was given");
     const int parameter = static_cast<int>(parameter_type_of(static_cast<Type>(data)));
     for (int i = 0; i < size; ++i) {
         const Role role = node.forward.all[static_cast<size_t>(i)];
