@@ -180,7 +180,7 @@ SYNCBN_API(void, layer_place, int64_t id, const Span<const char*>& contexts, con
         same = std::exchange(config.contexts, now) == now;
         config.misplaced = misplaced;
     });
-    if (!same) layer->rendezvous.forget();
+    if (!same) layer->forget();
 }
 
 // The processes of an exchange have agreed on a layer: see exchange/processes.h.
@@ -215,7 +215,7 @@ SYNCBN_API(void, begin_graph, const char* context, const Span<const size_t>& lay
     for (int64_t i = 0; i < layers.count; ++i) {
         const auto layer = found(static_cast<int64_t>(layers.values[i]));
         if (sharing_of(layer->pooling) != syncbn::Sharing::kNothing)
-            layer->rendezvous.join(layer->config(), context, static_cast<int64_t>(nodes.values[i]), true);
+            layer->join(layer->config(), context, static_cast<int64_t>(nodes.values[i]), true);
     }
     syncbn::within_graph = true;
 }
@@ -242,7 +242,7 @@ SYNCBN_API(int, nonfinite_of) { return static_cast<int>(registry().defaults().no
 SYNCBN_API(std::string, seed_of) { return std::to_string(registry().defaults().seed); }
 SYNCBN_API(void, seed, uint64_t seed) {
     registry().change([&](auto& all) { all.seed = seed; });
-    for (const auto& layer : registry().all()) layer->rendezvous.restart_draws();
+    for (const auto& layer : registry().all()) layer->restart_draws();
 }
 
 // ---- exchanges ----
@@ -391,10 +391,7 @@ SYNCBN_API(std::string, failure) {
 // Forgets the failure and all unfinished meetings. No operator may be in flight.
 SYNCBN_API(void, reset) {
     ++syncbn::step().number;
-    for (const auto& layer : registry().all()) {
-        layer->rendezvous.forget();
-        layer->forwards.forget();
-    }
+    for (const auto& layer : registry().all()) layer->forget();
     syncbn::step().clear();  // nothing meets before
 }
 
@@ -428,7 +425,7 @@ SYNCBN_API(void, out_of_batches, bool is_out) { syncbn::step().out_of_batches = 
 // Called in the child of a fork.
 SYNCBN_API(void, forked) {
     syncbn::step().forking = syncbn::step().exiting = false;
-    for (const auto& layer : registry().all()) layer->rendezvous.forget();
+    for (const auto& layer : registry().all()) layer->forget();
     syncbn::step().clear();
 }
 

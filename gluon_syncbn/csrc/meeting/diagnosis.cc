@@ -9,6 +9,7 @@
 
 #include "lock.h"
 #include "log.h"
+#include "meeting/registry.h"
 #include "mxnet_api.h"
 
 namespace syncbn {
@@ -73,7 +74,7 @@ std::string why_not_here(const LayerConfig& config, const std::string& context) 
 }
 
 void record_meeting(const std::string& call, const Meeting& meeting, const Phase& phase) {
-    const std::string& layer = meeting.config->name;
+    const std::string& layer = meeting.layer.name;
     std::multimap<double, size_t> order;  // by the times of arrival
     for (size_t i = 0; i < phase.entries.size(); ++i) order.emplace(phase.entries[i].at, i);
     const double first = order.begin()->first, last = order.rbegin()->first;

@@ -1,6 +1,5 @@
 #include "meeting/meeting.h"
 
-#include <atomic>
 #include <chrono>
 #include <optional>
 #include <sstream>
@@ -8,6 +7,7 @@
 
 #include "log.h"
 #include "meeting/diagnosis.h"
+#include "meeting/registry.h"
 #include "point.h"
 #include "waiting/callers.h"
 
@@ -54,18 +54,19 @@ void check_equal(Meeting& meeting, const Phase& phase, size_t position, const Pa
         why << meeting.contexts()[position] << " came with " << own.channels << " channels of " << name_of(own.type)
             << ", " << meeting.contexts()[other] << " with " << entry.channels << " channels of " << name_of(entry.type)
             << ". All replicas must run the same net on data of the same type.";
-        fail_and_throw(meeting, {meeting.config->name, "", "", why.str()});
+        fail_and_throw(meeting, {meeting.layer.name, "", "", why.str()});
     }
 }
 
 // (3)
 Underway begin_exchange(const Meeting& meeting, Phase& phase) {
     Exchange& exchange = *meeting.exchange;
+    const Layer& layer = meeting.layer;
     const LayerConfig& config = *meeting.config;
     const auto agreed = config.agreed_by == &exchange ? config.agreed : nullptr;
-    const CallId id{config.layer,        meeting.draw.node, meeting.sequence, phase.number,
-                    config.name.c_str(), config.timeout,    agreed,           config.taking_part};
-    if (exchange.on_devices() || config.sharing == Sharing::kEach) {
+    const CallId id{layer.id,           meeting.draw.node, meeting.sequence, phase.number,
+                    layer.name.c_str(), config.timeout,    agreed,           config.taking_part};
+    if (exchange.on_devices() || sharing_of(layer.pooling) == Sharing::kEach) {
         std::vector<cuda::OnDevice> devices;
         for (const Part& part : phase.entries) {
             phase.row.insert(phase.row.end(), part.values.begin(), part.values.end());
@@ -78,7 +79,7 @@ Underway begin_exchange(const Meeting& meeting, Phase& phase) {
     return exchange.begin(phase.number == 0 ? Combine::kMerge : Combine::kAdd, id, own);
 }
 
-// Runs under the rendezvous's lock, also when all have arrived: the last one computes the total, with its own time
+// Runs under the layer's lock, also when all have arrived: the last one computes the total, with its own time
 // limit.
 class WaitForReplicas : public Wait {
   public:
@@ -90,13 +91,13 @@ class WaitForReplicas : public Wait {
         const auto failure = failure_of(meeting_);
         if (failure == nullptr) return;
         if (!failure->layer.empty()) throw Failure(*failure);
-        throw Failure(config_.name, "", call_, describe(meeting_, phase_) + ". " + failure->reason);
+        throw Failure(layer_, "", call_, describe(meeting_, phase_) + ". " + failure->reason);
     }
     [[noreturn]] void give_up(const std::string& text) override {  // (6)
-        fail_and_throw(meeting_, {config_.name, "", call_, text});
+        fail_and_throw(meeting_, {layer_, "", call_, text});
     }
     void warn(const std::string& text) override {
-        if (!std::exchange(phase_.warned, true)) log(Level::kWarning, Failure(config_.name, "", call_, text).what());
+        if (!std::exchange(phase_.warned, true)) log(Level::kWarning, Failure(layer_, "", call_, text).what());
     }
     bool is_asked_to_end() override { return Wait::is_asked_to_end() || (step().exiting && !complete_); }
     void check_others() override;
@@ -116,7 +117,7 @@ class WaitForReplicas : public Wait {
     bool all_here() const { return phase_.arrived == meeting_.replicas(); }
 
     Meeting& meeting_;
-    const LayerConfig& config_ = *meeting_.config;
+    const std::string& layer_ = meeting_.layer.name;
     Phase& phase_;
     const std::string call_;
     std::string seen_;  // the replicas that are here, and what those wait for that could call the others
@@ -127,7 +128,7 @@ class WaitForReplicas : public Wait {
 
 void WaitForReplicas::check_others() {
     if (all_here()) {
-        if (!std::exchange(complete_, true)) extend(config_.timeout, kGrace);
+        if (!std::exchange(complete_, true)) extend(meeting_.config->timeout, kGrace);
         return;
     }
     if (meeting_.full()) return;
@@ -145,7 +146,7 @@ void WaitForReplicas::check_others() {
         give_up(state() + ". Nobody has called the layer there, and " + others.wait + ". " + kCallAll);
 }
 
-void refuse(const LayerConfig& config, const std::string& context, Scope& caller, Scope& other) {
+void refuse(const std::string& layer, const std::string& context, Scope& caller, Scope& other) {
     if (step().failure() != nullptr) return;  // the call fails anyway, for the first reason
     const std::string why =
         caller.thread == other.thread
@@ -154,7 +155,7 @@ void refuse(const LayerConfig& config, const std::string& context, Scope& caller
             : "while it is in a step of thread '" + other.thread +
                   "', and the replicas of the two would meet. Hold one lock around each whole step (record, backward, "
                   "update), or let each thread call one replica.";
-    const Failure failure(config.name, context, "", "thread '" + caller.thread + "' calls the layer " + why);
+    const Failure failure(layer, context, "", "thread '" + caller.thread + "' calls the layer " + why);
     caller.end(failure);
     other.end(failure);
     step().fail(failure);
@@ -163,7 +164,7 @@ void refuse(const LayerConfig& config, const std::string& context, Scope& caller
 
 }  // namespace
 
-void Rendezvous::check_step(const LayerConfig& config, const Key& key) {
+void Layer::check_step(const LayerConfig& config, const Key& key) {
     const std::string& context = key.second;
     const std::shared_ptr<Scope>& scope = current_scope();
     scope->throw_if_ended();
@@ -172,7 +173,7 @@ void Rendezvous::check_step(const LayerConfig& config, const Key& key) {
     // The last caller's thread may not have passed its call to MXNet's engine, which orders calls anew for each
     // context.
     std::shared_ptr<Scope>& last = last_[key];
-    if (last && last != scope && last->open) refuse(config, context, *scope, *last);
+    if (last && last != scope && last->open) refuse(name, context, *scope, *last);
     if (scope->open) {
         const Meeting* own = nullptr;  // the first in which this replica is free
         for (const auto& meeting : open_) {
@@ -188,7 +189,7 @@ void Rendezvous::check_step(const LayerConfig& config, const Key& key) {
                 // This step has called another replica where another step has called this one. Or here, another step
                 // has called a replica that this step has called later.
                 Scope* const other = own == nullptr ? before : scope_on(*own, meeting->contexts()[i]);
-                if (other != nullptr && other != scope.get()) refuse(config, context, *scope, *other);
+                if (other != nullptr && other != scope.get()) refuse(name, context, *scope, *other);
             }
         }
         scope->step = step().number;
@@ -196,10 +197,10 @@ void Rendezvous::check_step(const LayerConfig& config, const Key& key) {
     last = scope;
 }
 
-Place Rendezvous::join_locked(const LayerConfigPtr& config, const Key& key) {  // (1)
+Place Layer::join_locked(const LayerConfigPtr& config, const Key& key) {  // (1)
     const auto& contexts = config->taking_part;
     if (std::find(contexts.begin(), contexts.end(), key.second) == contexts.end() || !config->misplaced.empty())
-        step().fail(Failure(config->name, key.second, "", why_not_here(*config, key.second)));
+        step().fail(Failure(name, key.second, "", why_not_here(*config, key.second)));
     if (step().failure() != nullptr) return {};
     const auto over = [](const auto& meeting) { return meeting->settled() && meeting->phases[0].total != nullptr; };
     open_.erase(std::remove_if(open_.begin(), open_.end(), over), open_.end());
@@ -212,15 +213,15 @@ Place Rendezvous::join_locked(const LayerConfigPtr& config, const Key& key) {  /
     if (found == open_.end()) {
         auto exchange = chosen(config->exchange, config->taking_part);
         Count& calls = calls_[key.first];
-        const Draw draw{config->seed, config->layer, key.first, calls.since_seed++};
-        found = open_.insert(found, std::make_shared<Meeting>(config, draw, calls.ever++, std::move(exchange)));
+        const Draw draw{config->seed, id, key.first, calls.since_seed++};
+        found = open_.insert(found, std::make_shared<Meeting>(*this, config, draw, calls.ever++, std::move(exchange)));
     }
     const size_t position = (*found)->position_of(key.second);
     (*found)->scopes[position] = current_scope();
     return {*found, position};
 }
 
-Place Rendezvous::join(const LayerConfigPtr& config, const std::string& context, int64_t node, bool announces) {
+Place Layer::join(const LayerConfigPtr& config, const std::string& context, int64_t node, bool announces) {
     const Lock lock(mutex_);
     const Key key{node, context};
     check_step(*config, key);
@@ -229,7 +230,7 @@ Place Rendezvous::join(const LayerConfigPtr& config, const std::string& context,
     return place;
 }
 
-Place Rendezvous::announced(const LayerConfigPtr& config, const std::string& context, int64_t node) {
+Place Layer::announced(const LayerConfigPtr& config, const std::string& context, int64_t node) {
     const Lock lock(mutex_);
     std::deque<Place>& places = announced_[{node, context}];
     if (places.empty()) places.push_back(join_locked(config, {node, context}));
@@ -240,12 +241,12 @@ Place Rendezvous::announced(const LayerConfigPtr& config, const std::string& con
     return place;
 }
 
-void Rendezvous::fail(Meeting& meeting, const Failure& failure) const {
+void Layer::fail(Meeting& meeting, const Failure& failure) const {
     Lock lock(mutex_);
     fail_here(meeting, failure);
 }
 
-bool Rendezvous::contribute(const Place& place, Part part, double seconds) {
+bool Layer::contribute(const Place& place, Part part, double seconds) {
     Meeting& meeting = *place.meeting;
     Lock lock(mutex_);
     throw_if_failed(meeting);
@@ -264,7 +265,7 @@ bool Rendezvous::contribute(const Place& place, Part part, double seconds) {
     return exchange(meeting, phase, seconds);
 }
 
-bool Rendezvous::exchange(Meeting& meeting, Phase& phase, double seconds) const {
+bool Layer::exchange(Meeting& meeting, Phase& phase, double seconds) const {
     std::optional<Total> total;
     try {
         if (!phase.underway) {
@@ -275,7 +276,7 @@ bool Rendezvous::exchange(Meeting& meeting, Phase& phase, double seconds) const 
         if (total) SYNCBN_POINT("after_reduce");
     } catch (const std::exception& error) {
         Lock lock(mutex_);
-        fail_and_throw(meeting, {meeting.config->name, "", "", reason_of(error)});
+        fail_and_throw(meeting, {meeting.layer.name, "", "", reason_of(error)});
     }
     if (!total) return false;
     Lock lock(mutex_);
@@ -290,7 +291,7 @@ bool Rendezvous::exchange(Meeting& meeting, Phase& phase, double seconds) const 
     return true;
 }
 
-std::shared_ptr<const Total> Rendezvous::total(const Place& place) const {
+std::shared_ptr<const Total> Layer::total(const Place& place) const {
     Meeting& meeting = *place.meeting;
     Lock lock(mutex_);
     Phase& phase = meeting.phases[place.phase];
@@ -309,7 +310,7 @@ std::shared_ptr<const Total> Rendezvous::total(const Place& place) const {
     return phase.total;  // (4)
 }
 
-void Rendezvous::forget() {
+void Layer::forget() {
     Lock lock(mutex_);
     for (const auto& meeting : open_) {
         for (const auto& scope : meeting->scopes) {
@@ -323,6 +324,7 @@ void Rendezvous::forget() {
     open_.clear();
     announced_.clear();
     last_.clear();
+    forwards.forget();
 }
 
 }  // namespace syncbn

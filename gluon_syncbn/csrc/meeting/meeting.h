@@ -20,17 +20,15 @@
 //     meeting 1      A        B          A and B have begun at the same time, and each is about to call both:
 //     meeting 2      B        A          cpu(0) of A would meet cpu(1) of B
 //
-// A rendezvous has one lock, which guards its meetings and all their data. Waiting threads release it. The exchange (3)
+// A layer has one lock, which guards its meetings and all their data. Waiting threads release it. The exchange (3)
 // runs without it, because no other thread touches a complete phase. Code under the lock may ask `Step` for failures,
 // and report them to it.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
-#include <deque>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -55,12 +53,9 @@ struct Settings {
     Nonfinite nonfinite = Nonfinite::kPropagate;
 };
 
-// What holds for a layer: a snapshot. Python says what the layer is, where it is, and what the processes have agreed on.
-// The defaults stand in for what the layer has not of its own.
+// What holds for a layer: a snapshot. Python says where the layer is, and what the processes have agreed on. The defaults
+// stand in for what the layer has not of its own.
 struct LayerConfig : Settings {
-    int64_t layer = 0;
-    std::string name;
-    Sharing sharing = Sharing::kNothing;
     double own_timeout = 0;                // 0: the default
     Asked own_exchange;                    // without a host: the default
     std::vector<std::string> contexts;     // that hold the parameters
@@ -95,15 +90,19 @@ struct Phase {
     std::shared_ptr<const Total> total;  // of all, once it is there
 };
 
+class Layer;
+
 struct Meeting {
+    const Layer& layer;           // calls keep it
     const LayerConfigPtr config;  // at its beginning
     const Draw draw;              // draw.node: only calls of the same node of a graph meet
     const int64_t sequence;       // its number among the calls of the node, which none has had before
     const std::shared_ptr<Exchange> exchange;
     // [contexts] of the call there; null: it has not come. A position is the index of a context.
     std::vector<std::shared_ptr<Scope>> scopes;
-    Meeting(LayerConfigPtr config, const Draw& draw, int64_t sequence, std::shared_ptr<Exchange> exchange)
-        : config(std::move(config)), draw(draw), sequence(sequence), exchange(std::move(exchange)) {
+    Meeting(const Layer& layer, LayerConfigPtr config, const Draw& draw, int64_t sequence,
+            std::shared_ptr<Exchange> exchange)
+        : layer(layer), config(std::move(config)), draw(draw), sequence(sequence), exchange(std::move(exchange)) {
         scopes.resize(contexts().size());
     }
 
@@ -134,52 +133,6 @@ struct Place {
     std::shared_ptr<Meeting> meeting;
     size_t position = 0;
     int phase = 0;  // that it has reached
-};
-
-// Holds the meetings of one layer whose forwards are not done.
-class Rendezvous {
-  public:
-    // Called by the thread that issues a call: takes the position of `context` in the earliest meeting of this graph node
-    // where it is free. In a failed step takes none; on a context that is none of the layer's, the step fails. Throws
-    // Failure if the layer is in the middle of a step of another thread. `announces`: MXNet has made the operator before,
-    // and executes it now.
-    Place join(const LayerConfigPtr& config, const std::string& context, int64_t node, bool announces = false);
-    // Returns the first place that was announced for this node. Without an announcement, joins: an executor of a net's
-    // own graph is one of MXNet's.
-    Place announced(const LayerConfigPtr& config, const std::string& context, int64_t node);
-    // Called once for the forward of a call, and once for each of its backwards. Waits at most so long for all replicas
-    // and processes; returns whether they have come. A missing one is no failure. The last one calls the exchange.
-    bool contribute(const Place& place, Part part, double seconds);
-    // Waits for all contributions and returns them: combined, or side by side in the order of their ranks.
-    std::shared_ptr<const Total> total(const Place& place) const;
-    // A replica has failed: fails the step or, if that has been forgotten, only the meeting.
-    void fail(Meeting& meeting, const Failure& failure) const;
-    void forget();          // all meetings
-    void restart_draws() {  // of permutations
-        Lock lock(mutex_);
-        for (auto& [node, calls] : calls_) calls.since_seed = 0;
-    }
-
-  private:
-    using Lock = std::unique_lock<std::mutex>;
-    using Key = std::pair<int64_t, std::string>;  // node and context
-
-    // Refuses a call on a layer that is in the middle of a step of another thread. The caller holds the lock, here and
-    // in the next function.
-    void check_step(const LayerConfig& config, const Key& key);
-    Place join_locked(const LayerConfigPtr& config, const Key& key);
-    // Called by the last replica: begins the exchange, and returns whether there is a total, for which it waits at most so
-    // many seconds.
-    bool exchange(Meeting& meeting, Phase& phase, double seconds) const;
-
-    mutable Mutex mutex_;
-    std::deque<std::shared_ptr<Meeting>> open_;  // until they are settled, too
-    std::map<Key, std::deque<Place>> announced_;
-    std::map<Key, std::shared_ptr<Scope>> last_;  // the scope of the last call
-    struct Count {
-        int64_t since_seed = 0, ever = 0;
-    };
-    std::map<int64_t, Count> calls_;  // of each node
 };
 
 }  // namespace syncbn

@@ -1,4 +1,4 @@
-// Keeps all layers and their settings.
+// Keeps all layers and their settings, and where the replicas of each meet: see meeting.h.
 //
 // The registry has one lock. It is held while settings are read or written, but never during a wait, and no other lock
 // is taken under it. The settings of a layer are handed out as a snapshot that never changes.
@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -21,22 +22,62 @@
 
 namespace syncbn {
 
+// Holds the meetings whose forwards are not done.
 class Layer {
   public:
     const int64_t id;
     const std::string name;
     const Pooling pooling;
-    Rendezvous rendezvous;                        // where its replicas meet; has a lock of its own
-    Forwards forwards;                            // in executors; the same
     std::atomic<bool> spoke_of_one_value{false};  // a warning comes once
+    Forwards forwards;                            // in executors
 
     Layer(int64_t id, std::string name, Pooling pooling) : id(id), name(std::move(name)), pooling(pooling) {}
 
     LayerConfigPtr config() const;
 
+    // Called by the thread that issues a call: takes the position of `context` in the earliest meeting of this graph node
+    // where it is free. In a failed step takes none; on a context that is none of the layer's, the step fails. Throws
+    // Failure if the layer is in the middle of a step of another thread. `announces`: MXNet has made the operator before,
+    // and executes it now.
+    Place join(const LayerConfigPtr& config, const std::string& context, int64_t node, bool announces = false);
+    // Returns the first place that was announced for this node. Without an announcement, joins: an executor of a net's
+    // own graph is one of MXNet's.
+    Place announced(const LayerConfigPtr& config, const std::string& context, int64_t node);
+    // Called once for the forward of a call, and once for each of its backwards. Waits at most so long for all replicas
+    // and processes; returns whether they have come. A missing one is no failure. The last one calls the exchange.
+    bool contribute(const Place& place, Part part, double seconds);
+    // Waits for all contributions and returns them: combined, or side by side in the order of their ranks.
+    std::shared_ptr<const Total> total(const Place& place) const;
+    // A replica has failed: fails the step or, if that has been forgotten, only the meeting.
+    void fail(Meeting& meeting, const Failure& failure) const;
+    void forget();          // all that has not ended
+    void restart_draws() {  // of permutations
+        Lock lock(mutex_);
+        for (auto& [node, calls] : calls_) calls.since_seed = 0;
+    }
+
   private:
     friend class Registry;
+    using Lock = std::unique_lock<std::mutex>;
+    using Key = std::pair<int64_t, std::string>;  // node and context
+
+    // Refuses a call on a layer that is in the middle of a step of another thread. The caller holds the lock, here and
+    // in the next function.
+    void check_step(const LayerConfig& config, const Key& key);
+    Place join_locked(const LayerConfigPtr& config, const Key& key);
+    // Called by the last replica: begins the exchange, and returns whether there is a total, for which it waits at most so
+    // many seconds.
+    bool exchange(Meeting& meeting, Phase& phase, double seconds) const;
+
     LayerConfigPtr config_ = std::make_shared<LayerConfig>();  // the registry's lock guards it
+    mutable Mutex mutex_;                                      // guards the rest
+    std::deque<std::shared_ptr<Meeting>> open_;                // until they are settled, too
+    std::map<Key, std::deque<Place>> announced_;
+    std::map<Key, std::shared_ptr<Scope>> last_;  // the scope of the last call
+    struct Count {
+        int64_t since_seed = 0, ever = 0;
+    };
+    std::map<int64_t, Count> calls_;  // of each node
 };
 
 class Registry {
@@ -44,11 +85,7 @@ class Registry {
     std::shared_ptr<Layer> create(const std::string& name, const Pooling& pooling) {
         Lock lock(mutex_);
         auto layer = std::make_shared<Layer>(next_id_++, name, pooling);
-        renew(*layer, [&](LayerConfig& config) {
-            config.layer = layer->id;
-            config.name = name;
-            config.sharing = sharing_of(pooling);
-        });
+        renew(*layer, [](LayerConfig&) {});
         return layers_[layer->id] = layer;
     }
     // Returns null if it is gone.

@@ -51,7 +51,7 @@ void Call::issue() {
     else if (within_graph || !shares())
         return;
     else
-        place_ = node_->layer->rendezvous.join(config_, context_, node_->number);
+        place_ = node_->layer->join(config_, context_, node_->number);
     stage_ = Stage::kIssued;
 }
 
@@ -168,7 +168,7 @@ std::exception_ptr Call::end_step(const std::exception& error) const noexcept {
                                     ? *known
                                     : Failure(node_->layer->name, context_, "", reason_of(error));
         if (place_.meeting)
-            node_->layer->rendezvous.fail(*place_.meeting, failure);
+            node_->layer->fail(*place_.meeting, failure);
         else if (stage_ != Stage::kOrphaned)
             step().fail(failure);  // otherwise the forward failed before it met the others: none waits for the backward
         return std::make_exception_ptr(failure);
@@ -189,7 +189,7 @@ void Call::refuse_to_recover(int64_t channel) const {
 
 void Call::join_meeting() {
     SYNCBN_POINT("before_join");
-    if (!place_.meeting) place_ = node_->layer->rendezvous.announced(config_, context_, node_->number);
+    if (!place_.meeting) place_ = node_->layer->announced(config_, context_, node_->number);
     config_ = place_.meeting->config;
     if (place_.meeting->replicas() > 1 && is_naive_engine)
         throw Failure(
@@ -197,7 +197,7 @@ void Call::join_meeting() {
 }
 
 std::shared_ptr<const void> Call::repeat() {
-    Wait wait(config_->timeout, config_->name,
+    Wait wait(config_->timeout, node_->layer->name,
               "the forward that this call repeats (gluon_syncbn.recompute, or memory mirroring) has not been computed",
               "An operator before it does not finish, or the replicas of the forward were not all called.");
     const auto outcome = recall_.memo->outcome(wait);
@@ -240,7 +240,7 @@ bool Call::contribute(Vector values, std::shared_ptr<const cuda::OnDevice> devic
         return true;
     }
     SYNCBN_POINT("before_contribution");
-    const bool all_here = node_->layer->rendezvous.contribute(
+    const bool all_here = node_->layer->contribute(
         place_, {tensor_.type, channels(), std::move(values), std::move(device)}, kEngineThreadWaits);
     SYNCBN_POINT("after_contribution");
     return all_here;
@@ -249,7 +249,7 @@ bool Call::contribute(Vector values, std::shared_ptr<const cuda::OnDevice> devic
 std::shared_ptr<const Total> Call::total() const {
     if (!shares()) return own_;
     SYNCBN_POINT("before_total");
-    return node_->layer->rendezvous.total(place_);
+    return node_->layer->total(place_);
 }
 
 void Call::assign(const Total& of_slots, int64_t length) {

@@ -258,7 +258,7 @@ class DeviceCall : public Call {
     // would not end if a collective hangs.
     void wait() {
         if (idle_within(kWatchAfter)) return;
-        Wait wait(config_->timeout, config_->name, "the GPU has not finished",
+        Wait wait(config_->timeout, node_->layer->name, "the GPU has not finished",
                   "Either a GPU of this layer is lost (nvidia-smi), or another user of NCCL in this process waits for "
                   "the same GPUs. NCCL_DEBUG=INFO shows what NCCL does. configure(kvstore='host') avoids NCCL.");
         for (; !work().lease.idle(); std::this_thread::sleep_for(kLongPause)) wait.look();
