@@ -1,7 +1,9 @@
 // The functions that Python calls as those of `_native`, which reads their types here. They may throw: `Caught` hands
 // their results and exceptions to Python.
+#include <chrono>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <type_traits>
@@ -24,7 +26,6 @@
 #include "operator/call.h"
 #include "operator/op.h"
 #include "pooling/statistics.h"
-#include "waiting/callers.h"
 #include "waiting/step.h"
 
 // Begins a function, which Python finds by its name as a pointer, beside its declaration, which it compares with this
@@ -411,7 +412,7 @@ SYNCBN_API(void, fail_arrays, const Span<NDArrayHandle>& arrays) {
 
 // ---- the process ----
 
-SYNCBN_API(void, answer_callers, const char* wait, double patience) { syncbn::answer_callers(wait, patience); }
+SYNCBN_API(void, answer_callers, const char* wait, double patience) { syncbn::answer_callers({wait, patience}); }
 
 SYNCBN_API(void, exiting, bool is_exiting) { syncbn::step().exiting = is_exiting; }
 SYNCBN_API(void, close) {
@@ -432,7 +433,18 @@ SYNCBN_API(void, forked) {
 // ---- records ----
 
 SYNCBN_API(void, debug, bool enabled) { syncbn::wants_debug = enabled; }
-SYNCBN_API(std::string, next_record, double seconds) { return syncbn::next_record(seconds); }
+// The next one, after at most `seconds`: its level, a blank and the text. Empty if there is none. The level 0 asks for
+// callers.
+SYNCBN_API(std::string, next_record, double seconds) {
+    syncbn::Records& records = syncbn::records;
+    std::unique_lock<std::mutex> lock(records.mutex);
+    const auto comes = [&] { return records.asks || !records.waiting.empty(); };
+    if (!records.changed->wait_for(lock, std::chrono::duration<double>(seconds), comes)) return "";
+    if (std::exchange(records.asks, false)) return "0 ";
+    std::string record = std::move(records.waiting.front());
+    records.waiting.pop_front();
+    return record;
+}
 SYNCBN_API(std::string, slowest) { return syncbn::slowest(); }
 
 SYNCBN_API(const char*, instruction_set) { return syncbn::cpu::instruction_set(); }

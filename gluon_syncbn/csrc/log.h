@@ -3,12 +3,10 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <deque>
 #include <mutex>
 #include <new>
 #include <string>
-#include <utility>
 
 #include "lock.h"
 
@@ -23,7 +21,7 @@ struct Records {
     Condition changed;
     std::deque<std::string> waiting;
     size_t lost = 0;
-    bool asks = false;  // for callers: see waiting/callers.h
+    bool asks = false;  // for callers: see meeting/diagnosis.h
 };
 inline Renewed<Records>& records = *new Renewed<Records>;  // outlives the threads that write at exit
 
@@ -43,18 +41,6 @@ inline void log(Level level, std::string text) noexcept {
     }
     records->lost = 0;
     records->changed->notify_one();
-}
-
-// Returns the next record, after at most `seconds`: its level, a blank and the text. Empty if there is none. The level 0
-// asks for callers.
-inline std::string next_record(double seconds) {
-    std::unique_lock<std::mutex> lock(records->mutex);
-    const auto comes = [] { return records->asks || !records->waiting.empty(); };
-    if (!records->changed->wait_for(lock, std::chrono::duration<double>(seconds), comes)) return "";
-    if (std::exchange(records->asks, false)) return "0 ";
-    std::string record = std::move(records->waiting.front());
-    records->waiting.pop_front();
-    return record;
 }
 
 }  // namespace syncbn

@@ -11,6 +11,7 @@
 #include "log.h"
 #include "meeting/registry.h"
 #include "mxnet_api.h"
+#include "waiting/wait.h"
 
 namespace syncbn {
 
@@ -28,6 +29,15 @@ struct Totals {
     std::map<std::string, double> last;  // of these seconds, those until this replica came last
 };
 Totals& totals = *new Totals;  // outlives the threads that write at exit
+
+constexpr double kLately = 1;  // seconds; whoever waits asks more often
+
+struct Answer {
+    Mutex mutex;  // guards the rest
+    Callers callers;
+    double at = 0;  // its time
+};
+Renewed<Answer>& answer = *new Renewed<Answer>;  // outlives the threads that wait at exit
 
 }  // namespace
 
@@ -71,6 +81,23 @@ std::string why_not_here(const LayerConfig& config, const std::string& context) 
         why << "the layer was called here, but gluon_syncbn.only_on(...) lets only " << join_names(config.devices)
             << " take part; name every context that gets data, or leave the block";
     return why.str();
+}
+
+Callers callers(double since) {
+    const std::lock_guard<std::mutex> lock(answer->mutex);
+    const double age = seconds() - answer->at;
+    if (age >= kSleep) {  // otherwise, many replicas would ask all the time
+        const std::lock_guard<std::mutex> lock_of_records(records->mutex);
+        records->asks = true;
+        records->changed->notify_one();
+    }
+    return answer->at < since || age > kLately ? Callers() : answer->callers;
+}
+
+void answer_callers(Callers callers) {
+    const std::lock_guard<std::mutex> lock(answer->mutex);
+    answer->at = seconds();
+    answer->callers = std::move(callers);
 }
 
 void record_meeting(const std::string& call, const Meeting& meeting, const Phase& phase) {

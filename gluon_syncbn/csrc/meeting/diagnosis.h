@@ -1,5 +1,5 @@
 // Describes who is here, who is missing, and what the user can do about it, and records who was waited for. All but
-// `slowest` is called under the rendezvous's lock.
+// `answer_callers` and `slowest` is called under the layer's lock.
 #pragma once
 
 #include <string>
@@ -18,6 +18,16 @@ constexpr const char* kCallAll =
 std::string likely_cause(const Meeting& meeting, const Phase& phase);
 // Why a call on this context is not a replica of the layer.
 std::string why_not_here(const LayerConfig& config, const std::string& context);
+
+// What Python says of all its threads that could call a replica: only Python sees what they do.
+struct Callers {
+    std::string wait;     // the results that all of them wait for, and where; empty if one could call
+    double patience = 0;  // seconds after which such a wait is one for the missing replica
+};
+// Returns the last answer, if it came lately, and since this time on the clock of `seconds`. Asks for the next one, which
+// the thread of Python's that takes records gives within moments.
+Callers callers(double since);
+void answer_callers(Callers callers);
 
 // Records how long the replicas of a phase waited, if all have arrived.
 void record_meeting(const std::string& call, const Meeting& meeting, const Phase& phase);

@@ -9,7 +9,6 @@
 #include "meeting/diagnosis.h"
 #include "meeting/registry.h"
 #include "point.h"
-#include "waiting/callers.h"
 
 namespace syncbn {
 namespace {
@@ -136,8 +135,7 @@ void WaitForReplicas::check_others() {
         give_up(state() + ", and the process was forked (os.fork, multiprocessing, subprocess with preexec_fn). " +
                 "Fork before a step or after it, not between the calls of its replicas.");
     if (step().exiting) end_as_asked();
-    if (waited() >= kAskAfter) ask_for_callers();
-    const Callers others = callers(began_);
+    const Callers others = waited() < kAskAfter ? Callers() : callers(began_);
     if (seen_ != state() + others.wait) {  // a replica that was called just now is on the way
         seen_ = state() + others.wait;
         seen_since_ = waited();
