@@ -423,13 +423,6 @@ SYNCBN_API(void, close) {
 SYNCBN_API(void, forking, bool inside) { syncbn::step().forking = inside; }
 SYNCBN_API(void, out_of_batches, bool is_out) { syncbn::step().out_of_batches = is_out; }
 
-// Called in the child of a fork.
-SYNCBN_API(void, forked) {
-    syncbn::step().forking = syncbn::step().exiting = false;
-    for (const auto& layer : registry().all()) layer->forget();
-    syncbn::step().clear();
-}
-
 // ---- records ----
 
 SYNCBN_API(void, debug, bool enabled) { syncbn::wants_debug = enabled; }

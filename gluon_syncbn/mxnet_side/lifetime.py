@@ -155,7 +155,9 @@ def _before_fork() -> None:
 
 
 def _after_fork_in_child() -> None:
-    _native.forked()
+    _native.forking(False)
+    _native.exiting(False)
+    _native.reset()
     session.forked()
     _start_thread()
 
