@@ -1,4 +1,4 @@
-"""The functions of the native core, which ``csrc/api.cc`` declares and explains. Only this module uses ctypes.
+"""The functions of the native core, which ``SYNCBN_API`` declares in ``csrc``. Only this module uses ctypes.
 
 Texts, lists, truth values and arrays are passed as Python has them. Some functions have a wrapper here.
 """
@@ -59,7 +59,7 @@ _NUMBERS = {
     "size_t": ctypes.c_size_t,
     "double": ctypes.c_double,
 }
-#: The results of `csrc/api.cc`, as it hands them over, and its parameters. Any other pointer is an address.
+#: The results, as it hands them over, and its parameters. Any other pointer is an address.
 _RESULTS = {
     **_NUMBERS,
     "void": ctypes.c_int,
@@ -97,7 +97,7 @@ def _type(text: str, known: Dict[str, Any]) -> Any:
 
 
 def _load() -> ctypes.CDLL:
-    source = (_SOURCES / "api.cc").read_text(encoding="utf-8")
+    source = "".join(path.read_text(encoding="utf-8") for path in _SOURCES.rglob("*.cc"))
     try:
         core = ctypes.CDLL(str(PATH))
         for declared in re.findall(r"^SYNCBN_API\(([^)]*)\)", source, re.MULTILINE):

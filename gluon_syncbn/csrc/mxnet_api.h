@@ -45,7 +45,7 @@ inline dmlc::Error error_with(const char* text, const char* kind = "") noexcept 
     }
 }
 
-// MXNet's library, a handle of dlopen; null before `find_in` of api.cc.
+// MXNet's library, a handle of dlopen; null before `find_in`.
 inline void* mxnet_library = nullptr;
 // A function, which converts to the type of its pointer; it may be null.
 struct Function {
@@ -86,7 +86,7 @@ struct MXNet {
                                bool wait) = needed("MXEnginePushAsyncND");
     int (*MXShallowCopyNDArray)(void* handle, void** out) = needed("MXShallowCopyNDArray");  // a handle of its own
 };
-inline MXNet mx;  // empty until `register_operator`
+inline MXNet mx;  // empty until `register`
 
 const struct {
     int device_type, device_id;

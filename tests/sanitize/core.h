@@ -1,4 +1,4 @@
-// The functions of csrc/api.cc. The Makefile takes their declarations from there.
+// The functions that Python calls. The Makefile takes their declarations from csrc.
 #pragma once
 
 #include <cstdint>

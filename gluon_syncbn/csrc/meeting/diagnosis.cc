@@ -11,6 +11,7 @@
 #include "log.h"
 #include "meeting/registry.h"
 #include "mxnet_api.h"
+#include "to_python.h"
 #include "waiting/wait.h"
 
 namespace syncbn {
@@ -94,10 +95,10 @@ Callers callers(double since) {
     return answer->at < since || age > kLately ? Callers() : answer->callers;
 }
 
-void answer_callers(Callers callers) {
+SYNCBN_API(void, answer_callers, const char* wait, double patience) {
     const std::lock_guard<std::mutex> lock(answer->mutex);
     answer->at = seconds();
-    answer->callers = std::move(callers);
+    answer->callers = {wait, patience};
 }
 
 void record_meeting(const std::string& call, const Meeting& meeting, const Phase& phase) {
@@ -120,7 +121,9 @@ void record_meeting(const std::string& call, const Meeting& meeting, const Phase
     totals.last[meeting.contexts()[order.rbegin()->second]] += waited;
 }
 
-std::string slowest() {
+// Returns the layers with the longest waits and the replicas that came last there, in a few lines; empty without
+// records.
+SYNCBN_API(std::string, slowest) {
     std::lock_guard<std::mutex> lock(totals.mutex);
     if (totals.layers.empty()) return "";
     std::vector<std::pair<std::string, Totals::OfLayer>> layers(totals.layers.begin(), totals.layers.end());

@@ -1,5 +1,5 @@
-// Describes who is here, who is missing, and what the user can do about it, and records who was waited for. All but
-// `answer_callers` and `slowest` is called under the layer's lock.
+// Describes who is here, who is missing, and what the user can do about it, and records who was waited for. All of it is
+// called under the layer's lock.
 #pragma once
 
 #include <string>
@@ -27,12 +27,8 @@ struct Callers {
 // Returns the last answer, if it came lately, and since this time on the clock of `seconds`. Asks for the next one, which
 // the thread of Python's that takes records gives within moments.
 Callers callers(double since);
-void answer_callers(Callers callers);
 
 // Records how long the replicas of a phase waited, if all have arrived.
 void record_meeting(const std::string& call, const Meeting& meeting, const Phase& phase);
-// Returns the layers with the longest waits and the replicas that came last there, in a few lines; empty without
-// records.
-std::string slowest();
 
 }  // namespace syncbn

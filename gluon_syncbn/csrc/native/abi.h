@@ -8,6 +8,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <stdexcept>
@@ -83,6 +84,7 @@ struct Completion {
     void* engine;
     void* parameter;
     void operator()(const dmlc::Error* error) const { run(engine, parameter, error); }
+    void fail(const std::exception_ptr& reason) const noexcept;  // in calls.cc
 };
 
 // mxnet::OpContext

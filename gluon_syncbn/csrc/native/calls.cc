@@ -9,10 +9,11 @@
 
 #include "failure.h"
 #include "lock.h"
-#include "native/native.h"
+#include "native/abi.h"
 #include "operator/call.h"
 #include "operator/op.h"
 #include "point.h"
+#include "to_python.h"
 
 // For tests: forwards and backwards with data in blocks of channels, and those that did not wait and ran in the engine's
 // own threads.
@@ -90,7 +91,7 @@ class Execution {
             failure = std::current_exception();
         }
         kept_.clear();  // before MXNet plans with the memory
-        if (failure) return complete_with_error(complete_, failure);
+        if (failure) return complete_.fail(failure);
         complete_(nullptr);
     }
 
@@ -236,7 +237,7 @@ void begin(bool backward, const Compute& original, const StatePointer& state, co
         ++syncbn_lone_calls;
         execution->run();
     } catch (const std::exception& e) {
-        complete_with_error(context.complete, call.end_step(e));
+        context.complete.fail(call.end_step(e));
     }
 }
 
@@ -257,17 +258,19 @@ void replace(const char* op_name, bool backward, const std::string& device) {
 
 }  // namespace
 
-void complete_with_error(const Completion& complete, const std::exception_ptr& reason) noexcept {
+void Completion::fail(const std::exception_ptr& reason) const noexcept {
     const TurnToFail turn = turn_to_fail();
     try {
         std::rethrow_exception(reason);
     } catch (const std::exception& e) {
         const dmlc::Error error = error_with(reason_of(e), kStepError);
-        complete(&error);
+        (*this)(&error);
     }
 }
 
-std::string take_calls(const std::string& device) {
+// Takes over calls of our operator on "cpu" or "gpu" contexts; other custom operators are forwarded to MXNet's handler.
+// The build of MXNet's library is known. Returns why calls come through MXNet's `Custom` all the same; otherwise empty.
+SYNCBN_API(std::string, take_calls, const char* device) {
     if (is_naive_engine) return "MXNET_ENGINE_TYPE=NaiveEngine runs operators in the thread that issues them";
     library = Library();
     replace("Custom", false, device);

@@ -5,11 +5,14 @@
 #include <optional>
 #include <utility>
 
+#include "exchange/processes.h"
 #include "failure.h"
 #include "lock.h"
+#include "meeting/registry.h"
 #include "mxnet_api.h"
-#include "native/native.h"
+#include "native/abi.h"
 #include "tensor.h"
+#include "to_python.h"
 
 namespace syncbn {
 namespace native {
@@ -62,7 +65,7 @@ class Gradients : public Round, public std::enable_shared_from_this<Gradients> {
             for (const Item& item : items_)
                 if (item.complete) here.push_back(&item);
         }
-        for (const Item* item : here) complete_with_error(*item->complete, failure_);
+        for (const Item* item : here) item->complete->fail(failure_);
     }
 
   private:
@@ -109,7 +112,7 @@ class Gradients : public Round, public std::enable_shared_from_this<Gradients> {
             item.lost = failure != nullptr;
             if (!item.lost) item.complete = complete;
         }
-        if (failure != nullptr) complete_with_error(complete, failure);
+        if (failure != nullptr) complete.fail(failure);
         sums_.look();
     }
     void lose(size_t index) {
@@ -126,12 +129,22 @@ class Gradients : public Round, public std::enable_shared_from_this<Gradients> {
 
 }  // namespace
 
-void sum_gradients(Sums& sums, Brought brought, size_t contexts, void** arrays) {
-    const size_t count = brought.summands.size();
-    auto round = std::make_shared<Gradients>(sums, std::move(brought));
+// Begins the sum of arrays over the processes of an exchange, and does not wait. The arrays become the sums together, or
+// all of them raise the failure. `arrays`: of each summand a handle for each context, one summand after the other. They
+// are dense, and on CPUs or the devices of `gpus`. Throws Failure if MXNet refuses.
+SYNCBN_API(void, sum, Asked* exchange, int64_t channel, int64_t number, const char* update, const char* list,
+           size_t count, const int* types, const size_t* sizes, size_t contexts, void** arrays,
+           syncbn::cuda::AllReduce* gpus) {
+    auto& processes = static_cast<Processes&>(*exchange->host);
+    std::vector<Summand> summands;
+    for (size_t i = 0; i < count; ++i) summands.push_back({static_cast<Type>(types[i]), sizes[i]});
+    processes.job().check_open();
+    const double timeout = registry().defaults().timeout;
+    auto round = std::make_shared<Gradients>(
+        processes.sums(), Brought{channel, number, update, list, timeout, std::move(summands), gpus});
     try {
         for (size_t i = 0; i < count; ++i) round->push(i, contexts, arrays + i * contexts);
-        sums.begin(round);
+        processes.sums().begin(round);
     } catch (const std::exception& reason) {
         round->fail(reason);  // operations that MXNet has must end
         throw;

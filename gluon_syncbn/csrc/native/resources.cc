@@ -23,9 +23,10 @@
 #include "lock.h"
 #include "meeting/scope.h"
 #include "mxnet_api.h"
-#include "native/native.h"
+#include "native/abi.h"
 #include "operator/op.h"
 #include "point.h"
+#include "to_python.h"
 
 SYNCBN_COUNTS syncbn_resources{0};  // MXNet's objects that were made for replicas
 
@@ -184,7 +185,8 @@ bool replace(void** table) {
 
 }  // namespace
 
-std::string separate_resources() {
+// Gives each CPU context resources of its own from now on. Returns the reason if it cannot; otherwise empty.
+SYNCBN_API(std::string, separate_resources) {
     static Mutex mutex;
     const std::lock_guard<std::mutex> lock(mutex);
     if (get != nullptr) return "";
@@ -205,15 +207,10 @@ std::string separate_resources() {
     return "the memory of MXNet's ResourceManager cannot be changed";
 }
 
-int issue_on(int context) noexcept {
-    std::swap(context, of_thread.context);
-    return context;
-}
-
-bool use_spare_space(bool uses) noexcept {
-    std::swap(uses, of_thread.spare_space);
-    return uses;
-}
+// Both return what this thread has said before: the CPU context of the replica whose operators it issues, on whatever
+// context they run, or -1; whether they take temporary space that is free, also those of a replica.
+SYNCBN_API(int, issue_on, int context) { return std::exchange(of_thread.context, context); }
+SYNCBN_API(bool, use_spare_space, bool uses) { return std::exchange(of_thread.spare_space, uses); }
 
 }  // namespace native
 }  // namespace syncbn

@@ -20,6 +20,7 @@
 
 #include "lock.h"
 #include "operator/call.h"
+#include "to_python.h"
 #include "waiting/step.h"
 
 namespace syncbn {
@@ -72,6 +73,15 @@ struct Failing {
                                      "gluon_syncbn");
     }
 };
+
+// Later users of one of these arrays fail for this reason. One operation of the engine waits for all arrays; then each
+// array has an operation of its own. Arrays of one operation would share its exception, and the first reader would remove
+// it from the others.
+void fail_each(const Span<NDArrayHandle>& arrays, const std::optional<dmlc::Error>& why) {
+    check(mx.MXEnginePushSyncND([](void*, void*) {}, nullptr, nullptr, &kCpu, arrays.values,
+                                static_cast<int>(arrays.count), nullptr, 0, &kNoSkip, 0, "gluon_syncbn"));
+    for (void*& array : arrays) check(Failing::push(&array, 1, why));
+}
 
 // MXNet keeps one exception for all custom operators. If two fail before MXNet reads it, one is lost, and that operator
 // counts as done. Before completion, MXNet also checks the operator's arrays, which belong to this call alone
@@ -366,8 +376,9 @@ int describe_layer(const char*, const int size, const char** keys, const char** 
 
 }  // namespace
 
-int64_t create_call(int count, const char** keys, const char** values) {
-    auto node = node_of(count, keys, values);
+// Keeps the attributes of a call, and returns a number: an eager call has it in their place, as the attribute `call`.
+SYNCBN_API(int64_t, call_create, const Span<const char*>& keys, const Span<const char*>& values) {
+    auto node = node_of(static_cast<int>(keys.count), keys.values, values.values);
     std::lock_guard<std::mutex> lock(calls.mutex);
     calls.nodes.emplace(calls.next, std::move(node));
     return calls.next++;
@@ -386,23 +397,28 @@ TurnToFail turn_to_fail() {
     return turns->taken();
 }
 
-int fail_arrays(void** arrays, int64_t count, const char* why) {
-    if (why != nullptr && is_naive_engine) return 0;  // it has no threads
-    int status = mx.MXEnginePushSyncND([](void*, void*) {}, nullptr, nullptr, &kCpu, arrays, static_cast<int>(count),
-                                       nullptr, 0, &kNoSkip, 0, "gluon_syncbn");
-    for (int64_t i = 0; i < count && status == 0; ++i)
-        status =
-            Failing::push(arrays + i, 1, why == nullptr ? std::nullopt : std::optional(error_with(why, kStepError)));
-    return status;
+// Makes later users of one of these arrays fail, if the step has failed when all arrays are available. Does not wait.
+SYNCBN_API(void, gate, const Span<NDArrayHandle>& arrays) { fail_each(arrays, std::nullopt); }
+
+// Lets readers of these arrays fail.
+SYNCBN_API(void, fail_arrays, const Span<NDArrayHandle>& arrays) {
+    if (!is_naive_engine) fail_each(arrays, error_with("no value", kStepError));  // that one has no threads
 }
 
-int share_failure(void** arrays, int64_t count) { return Failing::push(arrays, count, std::nullopt); }
+// If the step has failed when these arrays are available, gives them one error in the place of theirs. An update that was
+// left out has not touched them, and the first reader removes the error from all. They do not share memory.
+SYNCBN_API(void, share_failure, const Span<NDArrayHandle>& arrays) {
+    check(Failing::push(arrays.values, arrays.count, std::nullopt));
+}
 
-int register_operator(const MXNet& functions) {
-    mx = functions;
+// Registers the operator, after `find_in`. `process` begins the name of each layer in graphs, and its number follows.
+SYNCBN_API(void, register, const char* process) {
+    mx = MXNet();  // first, because it may throw
+    read_environment();
+    registry().process = process;
     step();          // allocates its error for a lack of memory now,
     error_with("");  // and MXNet's error for it
-    return mx.MXCustomOpRegister("gluon_syncbn", Guarded<describe_layer>::call);
+    check(mx.MXCustomOpRegister("gluon_syncbn", Guarded<describe_layer>::call));
 }
 
 }  // namespace syncbn
