@@ -146,24 +146,20 @@ Callback as_callback() {
     return reinterpret_cast<Callback>(reinterpret_cast<void*>(Guarded<function>::call));
 }
 
-// Lists the names that are not null, until this thread's next list.
-int list(char*** out, std::initializer_list<const char*> names) {
+constexpr const char* kNames[kRoles] = {"data", "gamma",  "beta",         "addend",
+                                        "mask", "output", "running_mean", "running_var"};
+
+// Lists the names of these roles, until this thread's next list.
+template <Role first, Role last>
+int list(char*** out, const Node& node) {
     static thread_local std::vector<char*> listed;
     listed.clear();
-    for (const char* name : names)
-        if (name != nullptr) listed.push_back(const_cast<char*>(name));
+    for (const Role role : node.forward.all)
+        if (first <= role && role <= last) listed.push_back(const_cast<char*>(kNames[role]));
     listed.push_back(nullptr);
     *out = listed.data();
     return 1;
 }
-
-int list_arguments(char*** out, const Node& node) {
-    return list(out, {"data", "gamma", "beta", node.adds ? "addend" : nullptr, node.masks ? "mask" : nullptr});
-}
-
-int list_outputs(char*** out, const Node&) { return list(out, {"output"}); }
-
-int list_states(char*** out, const Node&) { return list(out, {"running_mean", "running_var"}); }
 
 [[noreturn]] void refuse(const Node& node, const std::string& reason) {
     throw Failure(node.layer->name, "", "", reason);
@@ -357,8 +353,8 @@ NodePtr node_of(int count, const char** keys, const char** values) {
 
 // MXNet calls `destroy` even if this function throws, so it sets the callbacks first.
 int describe_layer(const char*, const int size, const char** keys, const char** values, MXCallbackList* out) {
-    static Callback callbacks[] = {as_callback<destroy<Property>>(), as_callback<list_arguments>(),
-                                   as_callback<list_outputs>(),      as_callback<list_states>(),
+    static Callback callbacks[] = {as_callback<destroy<Property>>(), as_callback<list<kX, kMask>>(),
+                                   as_callback<list<kY, kY>>(),      as_callback<list<kRunningMean, kRunningVar>>(),
                                    as_callback<infer_shape>(),       as_callback<backward_dependency>(),
                                    as_callback<create_operator>(),   as_callback<infer_type>()};
     static void* nobody[kPropertyCallbacks] = {};
