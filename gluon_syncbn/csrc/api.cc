@@ -15,13 +15,10 @@
 #include "exchange/python.h"
 #include "failure.h"
 #include "log.h"
-#include "meeting/diagnosis.h"
 #include "meeting/registry.h"
 #include "meeting/scope.h"
 #include "meeting/tape.h"
 #include "mxnet_api.h"
-#include "operator/call.h"
-#include "operator/op.h"
 #include "pooling/statistics.h"
 #include "to_python.h"
 #include "waiting/step.h"
@@ -67,11 +64,6 @@ SYNCBN_API(int64_t, layer_create, const char* name, int mode, int64_t virtual_de
 
 SYNCBN_API(int64_t, layers) { return static_cast<int64_t>(registry().all().size()); }
 
-SYNCBN_API(void, layer_drop, int64_t id) {
-    forget_calls(id);
-    registry().drop(id);
-}
-
 // Whether a node of a graph, or a call, has the layer, beside the registry and this function.
 SYNCBN_API(bool, layer_in_use, int64_t id) { return found(id).use_count() > 2; }
 
@@ -90,7 +82,6 @@ SYNCBN_API(void, layer_place, int64_t id, const Span<const char*>& contexts, con
     if (!same) layer->forget();
 }
 
-// The processes of an exchange have agreed on a layer: see exchange/processes.h.
 SYNCBN_API(void, layer_agree, int64_t id, Asked* processes, int64_t key, size_t channels,
            const Span<const size_t>& replicas) {
     const auto layer = found(id);
@@ -139,11 +130,6 @@ SYNCBN_API(void, devices, const Span<const char*>& contexts) {
     registry().change([&](auto& all) { all.devices = {contexts.begin(), contexts.end()}; });
 }
 
-// The values are those of Nonfinite.
-SYNCBN_API(void, nonfinite, int what) {
-    speak_of_nonfinite_again();
-    registry().change([&](auto& all) { all.nonfinite = static_cast<Nonfinite>(what); });
-}
 SYNCBN_API(int, nonfinite_of) { return static_cast<int>(registry().defaults().nonfinite); }
 
 SYNCBN_API(std::string, seed_of) { return std::to_string(registry().defaults().seed); }
@@ -154,7 +140,6 @@ SYNCBN_API(void, seed, uint64_t seed) {
 
 // ---- exchanges ----
 
-// Sets the exchange of layers without one of their own.
 SYNCBN_API(void, default_exchange, Asked* exchange) {
     registry().change([&](auto& all) { all.exchange = *exchange; });
 }
@@ -226,7 +211,6 @@ SYNCBN_API(syncbn::cuda::AllReduce*, gpus, const Span<const int>& devices, const
     return new cuda::AllReduce(devices, {id.begin(), id.end()}, first, ranks, bucket);
 }
 
-// Reports that this process has failed, or ends.
 SYNCBN_API(void, processes_failed, Asked* exchange, const char* reason) {
     of_processes(exchange).report(Segment::State::kFailed, reason);
 }

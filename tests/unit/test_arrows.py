@@ -125,11 +125,11 @@ def test_each_function_of_the_core_has_the_types_of_its_source():
 
 def test_a_core_of_another_source_is_refused(monkeypatch, tmp_path):
     source = (SOURCES / "api.cc").read_text(encoding="utf-8")
-    changed = source.replace("SYNCBN_API(void, layer_drop, int64_t id)", "SYNCBN_API(void, layer_drop, int id)")
+    changed = source.replace("SYNCBN_API(void, exiting, bool is_exiting)", "SYNCBN_API(void, exiting, int is_exiting)")
     assert changed != source
     (tmp_path / "api.cc").write_text(changed, encoding="utf-8")
     monkeypatch.setattr(_native, "_SOURCES", tmp_path)
-    with pytest.raises(ImportError, match=r"declares \(void, layer_drop, int64_t id\).*make core"):
+    with pytest.raises(ImportError, match=r"declares \(void, exiting, bool is_exiting\).*make core"):
         _native._load()
 
 

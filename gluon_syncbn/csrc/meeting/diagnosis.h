@@ -14,7 +14,6 @@ std::string describe(const Meeting& meeting, const Phase& phase);
 constexpr const char* kCallAll =
     "Call the net on all its devices, and then wait for results (asnumpy, print, a metric, waitall, a new DataLoader). "
     "For a batch on fewer devices use gluon_syncbn.only_on(contexts).";
-// The likely cause of a wait, and what to do about it.
 std::string likely_cause(const Meeting& meeting, const Phase& phase);
 // Why a call on this context is not a replica of the layer.
 std::string why_not_here(const LayerConfig& config, const std::string& context);

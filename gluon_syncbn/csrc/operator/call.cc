@@ -10,6 +10,7 @@
 #include "log.h"
 #include "point.h"
 #include "pooling/statistics.h"
+#include "to_python.h"
 #include "waiting/step.h"
 
 namespace syncbn {
@@ -28,7 +29,12 @@ std::atomic<double> last_warning{-kQuiet};
 
 }  // namespace
 
-void speak_of_nonfinite_again() { last_warning = -kQuiet; }
+// The default. The values are those of Nonfinite. The next batch that is not finite gives a warning, even shortly after the
+// last one.
+SYNCBN_API(void, nonfinite, int what) {
+    last_warning = -kQuiet;
+    registry().change([&](auto& all) { all.nonfinite = static_cast<Nonfinite>(what); });
+}
 
 void Node::list_roles() {
     forward.written = {kY};
@@ -70,7 +76,6 @@ void Call::attempt(const Work& work) {
     }
 }
 
-// After a failure, all get NaN, because they might hold plausible values.
 void Call::fill_written(bool failed) {
     const bool left_out = tensor_.shape.outer != outer_;
     const double value = failed ? kNaN : 0;

@@ -64,9 +64,6 @@ struct Arrays {
     bool adds(Role role) const { return requests[role] == kAdd; }
 };
 
-// Lets the next batch that is not finite give a warning, even shortly after the last one.
-void speak_of_nonfinite_again();
-
 // With `static_shape`, MXNet keeps a call and executes it again at every step.
 class Call {
   public:
@@ -102,7 +99,6 @@ class Call {
     // Computes dx, dgamma, dbeta and dz, the gradient before the activation, which is also the addend's: see reference.py.
     // The parameters' gradients are this replica's part; the trainer adds the parts, as for any parameter.
     virtual void differentiate() = 0;
-    // Adds data to data; writes one value into all of an array.
     virtual void add_data(Array from, Array to) = 0;
     virtual void fill(Array to, Type type, int64_t n, double value) = 0;
     virtual void fill_with_zeros(Array to, int64_t bytes) = 0;
@@ -115,7 +111,6 @@ class Call {
 
     // Takes statistics and position of the call that this one repeats. Returns the statistics on a device.
     std::shared_ptr<const void> repeat();
-    // Keeps the outcome for calls that repeat this one.
     void remember(std::shared_ptr<const void> device) const;
     // Applies `configure`'s setting, if it watches, for this replica's packed moments that are not finite. The first one
     // is `value`, at index `at`; -1 if all are finite.
@@ -169,7 +164,6 @@ class Call {
     std::shared_ptr<const Total> own_;  // this replica's vectors, if it contributes none
 };
 
-// Make a call for "cpu(0)", and for "gpu(1)".
 std::unique_ptr<Call> host_call(NodePtr node, std::string context, Tensor tensor);
 std::unique_ptr<Call> device_call(NodePtr node, std::string context, Tensor tensor);
 

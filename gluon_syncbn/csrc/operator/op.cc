@@ -179,7 +179,6 @@ std::string text_of(const std::vector<int64_t>& shape) {
     return "(" + text + (shape.size() == 1 ? ",)" : ")");
 }
 
-// Finds the layout of a mask, or refuses its shape.
 Mask mask_of(const Node& node, const std::vector<int64_t>& data, const std::vector<int64_t>& shape, int axis) {
     std::vector<int64_t> extents = data, given = shape, full = data;
     full[axis] = 1;
@@ -380,10 +379,11 @@ SYNCBN_API(int64_t, call_create, const Span<const char*>& keys, const Span<const
     return calls.next++;
 }
 
-void forget_calls(int64_t layer) {
+SYNCBN_API(void, layer_drop, int64_t id) {
     std::lock_guard<std::mutex> lock(calls.mutex);
     for (auto it = calls.nodes.begin(); it != calls.nodes.end();)
-        it = it->second->layer->id == layer ? calls.nodes.erase(it) : std::next(it);
+        it = it->second->layer->id == id ? calls.nodes.erase(it) : std::next(it);
+    registry().drop(id);
 }
 
 bool is_ours(const MXCallbackList& callbacks) { return callbacks.callbacks[0] == as_callback<destroy<Call>>(); }

@@ -14,9 +14,6 @@
 
 namespace syncbn {
 
-// Forgets the attributes of a layer's eager calls.
-void forget_calls(int64_t layer);
-
 // A function for MXNet, some of whose threads catch only dmlc::Error.
 template <auto function>
 struct Guarded;
