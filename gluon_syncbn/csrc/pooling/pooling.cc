@@ -11,13 +11,7 @@
 namespace syncbn {
 namespace {
 
-constexpr int kNone = -1;
-
-// For each slot, the index of a pool; kNone if the slot holds no value and takes no part.
-struct Assignment {
-    std::vector<int> feeds, uses;
-    std::vector<int> tracks;  // as if the slot had values; kNone if no slot feeds that pool
-};
+constexpr int kNone = -1;  // no pool
 
 // The group of each slot: in sync those of the user's, otherwise each slot is one.
 std::vector<int> groups_of(const Pooling& pooling, int slots, const std::vector<int>& brought) {
@@ -63,29 +57,17 @@ std::vector<size_t> derangement(const Draw& draw, size_t n) {
     return drawn;
 }
 
-Assignment assignment(const Pooling& pooling, const std::vector<double>& counts, const Draw& draw,
-                      const std::vector<int>& brought) {
-    const int slots = static_cast<int>(counts.size());
-    const std::vector<int> groups = groups_of(pooling, slots, brought);
-    std::vector<double> values(counts.size(), 0.0);  // of each group; there are no more groups than slots
-    for (int slot = 0; slot < slots; ++slot) values.at(groups[slot]) += counts[slot];
-    Assignment out{groups, {}, groups};
-    for (int slot = 0; slot < slots; ++slot) {
-        if (counts[slot] == 0) out.feeds[slot] = kNone;
-        if (values[groups[slot]] == 0) out.tracks[slot] = kNone;
-    }
-    out.uses = out.tracks;  // also a slot of which no value counts
-    if (pooling.mode != Mode::kShuffle) return out;
+// The slots with values use each other's pools.
+void shuffle(std::vector<int>* uses, const std::vector<double>& counts, const Draw& draw) {
     std::vector<int> taking_part;
-    for (int slot = 0; slot < slots; ++slot)
-        if (counts[slot] > 0) taking_part.push_back(slot);
+    for (size_t slot = 0; slot < counts.size(); ++slot)
+        if (counts[slot] > 0) taking_part.push_back(static_cast<int>(slot));
     if (taking_part.size() < 2)
         throw std::invalid_argument("mode 'shuffle' had " + std::to_string(taking_part.size()) +
                                     " slot with values in this step, expected at least two: use more devices, "
                                     "virtual_devices or samples.");
     const std::vector<size_t> places = derangement(draw, taking_part.size());
-    for (size_t i = 0; i < places.size(); ++i) out.uses[taking_part[i]] = taking_part[places[i]];
-    return out;
+    for (size_t i = 0; i < places.size(); ++i) (*uses)[taking_part[i]] = taking_part[places[i]];
 }
 
 }  // namespace
@@ -97,8 +79,19 @@ Sharing sharing_of(const Pooling& pooling) {
 }
 
 Pools pools_of(const Pooling& pooling, const std::vector<double>& counts, const Draw& draw, Range own,
-               const std::vector<int>& groups) {
-    const Assignment of = assignment(pooling, counts, draw, groups);
+               const std::vector<int>& brought) {
+    const int slots = static_cast<int>(counts.size());
+    const std::vector<int> groups = groups_of(pooling, slots, brought);
+    std::vector<double> values(counts.size(), 0.0);  // of each group; there are no more groups than slots
+    for (int slot = 0; slot < slots; ++slot) values.at(groups[slot]) += counts[slot];
+    // The pool of each slot: which it feeds, if it holds a value; and would feed, if another one does.
+    std::vector<int> feeds = groups, tracks = groups;
+    for (int slot = 0; slot < slots; ++slot) {
+        if (counts[slot] == 0) feeds[slot] = kNone;
+        if (values[groups[slot]] == 0) tracks[slot] = kNone;
+    }
+    std::vector<int> uses = tracks;  // also a slot of which no value counts
+    if (pooling.mode == Mode::kShuffle) shuffle(&uses, counts, draw);
     Pools out;
     std::vector<int>& members = out.members;
     bool all_neighbours = true;  // in each list
@@ -116,11 +109,11 @@ Pools pools_of(const Pooling& pooling, const std::vector<double>& counts, const 
     };
     std::set<int> tracked;
     for (int slot = own.begin; slot < own.end; ++slot) {
-        out.used.push_back(list(of.feeds, of.uses[slot]));
-        out.fed.push_back(list(of.feeds, of.feeds[slot]));
-        out.users.push_back(list(of.uses, of.feeds[slot]));
-        const int pool = of.tracks[slot];
-        if (pool != kNone && tracked.insert(pool).second) out.tracked.push_back(list(of.feeds, pool));
+        out.used.push_back(list(feeds, uses[slot]));
+        out.fed.push_back(list(feeds, feeds[slot]));
+        out.users.push_back(list(uses, feeds[slot]));
+        const int pool = tracks[slot];
+        if (pool != kNone && tracked.insert(pool).second) out.tracked.push_back(list(feeds, pool));
     }
     if (!all_neighbours) return out;
     for (std::vector<Range>* some : {&out.used, &out.fed, &out.users, &out.tracked})

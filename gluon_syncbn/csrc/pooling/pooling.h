@@ -63,12 +63,12 @@ struct Pools {
     size_t slot(int place) const { return static_cast<size_t>(members.empty() ? place : members[place]); }
 };
 
-// Returns the pools for the replica with the slots `own`. `counts` has the number of values of each slot. `groups` has
-// the group of each slot, from 0, where an exchange has brought the slots of some groups only; else it is empty. Throws
-// std::invalid_argument if `groups` or the pooling's groups do not fit the slots. In `shuffle` also throws it if fewer
+// Returns the pools for the replica with the slots `own`. `counts` has the number of values of each slot. `brought`
+// has the group of each slot, from 0, where an exchange has brought the slots of some groups only; else it is empty. Throws
+// std::invalid_argument if these or the pooling's groups do not fit the slots. In `shuffle` also throws it if fewer
 // than two slots hold a value.
 Pools pools_of(const Pooling& pooling, const std::vector<double>& counts, const Draw& draw, Range own,
-               const std::vector<int>& groups = {});
+               const std::vector<int>& brought = {});
 
 // Which processes have the members of groups of this one. Their ranks, in their order, this one's included; without
 // groups none. The members of these groups: the places among the replicas of those ranks, the group of each, from 0, and
