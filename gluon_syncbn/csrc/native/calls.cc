@@ -249,10 +249,7 @@ void replace(const char* op_name, bool backward, const std::string& device) {
     const auto* original = new Compute(known.first);  // for ever
     const int priority = known.second + 1;
     library.set_compute(
-        op, attribute.object(),
-        [=](const StatePointer& state, const OpContext& context, const NDArrays& inputs, const Requests& requests,
-            const NDArrays& outputs) { begin(backward, *original, state, context, inputs, requests, outputs); },
-        priority);
+        op, attribute.object(), [=](const auto&... with) { begin(backward, *original, with...); }, priority);
     library.set_flag(op, flag.object(), true, priority);  // it takes arrays as they are
 }
 
