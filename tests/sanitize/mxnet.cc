@@ -6,9 +6,7 @@
 #include "core.h"
 #include "cpu/numbers.h"
 #include "figures.h"
-#include "meeting/registry.h"
 #include "memory.h"
-#include "operator/op.h"
 
 namespace driver {
 
@@ -105,11 +103,11 @@ void load_core() {
     functions.MXNDArrayGetData = ndarray_get_data;
     functions.MXNDArrayFree = ndarray_free;
     functions.MXEnginePushSyncND = engine_push;
-    syncbn::mxnet_library = dlopen(nullptr, RTLD_NOW);
-    expect(syncbn_register(kProcess) != 0, "a library without the functions that the layer calls is refused");
+    expect(syncbn_find_in(dlopen(nullptr, RTLD_NOW), "", "") != 0,
+           "a library without the functions that the layer calls is refused");
     syncbn::mxnet_library = nullptr;
-    syncbn::registry().process = kProcess;
-    expect(syncbn::register_operator(functions) == 0, "the operator is registered");
+    syncbn::mx = functions;
+    expect(syncbn_register(kProcess) == 0, "the operator is registered");
 }
 
 CustomOpPropCreator operator_creator() { return creator; }

@@ -409,7 +409,6 @@ SYNCBN_API(void, share_failure, const Span<NDArrayHandle>& arrays) {
 
 // Registers the operator, after `find_in`. `process` begins the name of each layer in graphs, and its number follows.
 SYNCBN_API(void, register, const char* process) {
-    mx = MXNet();  // first, because it may throw
     read_environment();
     registry().process = process;
     step();          // allocates its error for a lack of memory now,
