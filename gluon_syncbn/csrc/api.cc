@@ -94,10 +94,8 @@ SYNCBN_API(void, layer_agree, int64_t id, Asked* processes, int64_t key, size_t 
     });
 }
 
-// Says that this thread makes or executes a graph whose operators MXNet keeps, with training calls of these layers' nodes
-// on this context. Graphs with the same `running` statistics run in the order in which they say so. Fails if a layer is in
-// the middle of a step of another thread. `repeats`: it is an executor, which may repeat forwards, and each layer has one
-// array of running statistics, which all of its operators read.
+// See `executing` in training/replicas.py. Fails if a layer is in the middle of a step of another thread. If the graph
+// `repeats` forwards, each layer has one array of running statistics, which all of its operators read.
 SYNCBN_API(void, begin_graph, const char* context, const Span<const size_t>& layers, const Span<const size_t>& nodes,
            const Span<NDArrayHandle>& running, bool repeats) {
     for (int64_t i = 0; i < running.count; ++i) {
@@ -106,7 +104,7 @@ SYNCBN_API(void, begin_graph, const char* context, const Span<const size_t>& lay
         auto* coming = new std::function<void()>([] {});
         if (repeats)
             *coming = [layer = found(static_cast<int64_t>(layers.values[i])), context = std::string(context)] {
-                layer->forwards.announce(context);
+                layer->announce_forward(context);
             };
         check(mx.MXEnginePushSyncND(begin, coming, remove, &kCpu, nullptr, 0, &running.values[i], 1, &kNoSkip, 0,
                                     "gluon_syncbn"));

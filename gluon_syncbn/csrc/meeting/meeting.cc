@@ -239,6 +239,22 @@ Place Layer::announced(const LayerConfigPtr& config, const std::string& context,
     return place;
 }
 
+void Layer::announce_forward(const std::string& context) {
+    const Lock lock(mutex_);
+    ++forwards_[context].announced;
+}
+
+bool Layer::begin_forward(const std::string& context, Recall* recall) {
+    const Lock lock(mutex_);
+    const auto found = forwards_.find(context);
+    if (found == forwards_.end()) return false;
+    auto& [announced, last] = found->second;
+    recall->again = announced == 0;
+    if (!recall->again) --announced, last = std::make_shared<Memo>();
+    recall->memo = last;
+    return true;
+}
+
 void Layer::fail(Meeting& meeting, const Failure& failure) const {
     Lock lock(mutex_);
     fail_here(meeting, failure);
@@ -322,7 +338,7 @@ void Layer::forget() {
     open_.clear();
     announced_.clear();
     last_.clear();
-    forwards.forget();
+    forwards_.clear();
 }
 
 }  // namespace syncbn

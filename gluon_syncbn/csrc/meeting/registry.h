@@ -29,7 +29,6 @@ class Layer {
     const std::string name;
     const Pooling pooling;
     std::atomic<bool> spoke_of_one_value{false};  // a warning comes once
-    Forwards forwards;                            // in executors
 
     Layer(int64_t id, std::string name, Pooling pooling) : id(id), name(std::move(name)), pooling(pooling) {}
 
@@ -48,6 +47,13 @@ class Layer {
     bool contribute(const Place& place, Part part, double seconds);
     // Waits for all contributions and returns them: combined, or side by side in the order of their ranks.
     std::shared_ptr<const Total> total(const Place& place) const;
+    // The forwards in executors. With memory mirroring (MXNET_BACKWARD_DO_MIRROR, or `force_mirroring` on a node), an
+    // executor has an operator more for a node, with a state of its own, which computes the forward again for a backward
+    // (src/executor/graph_executor.cc). Nothing tells the two apart, nor which of them runs first: the first one is new.
+    // Called when all operators of earlier forwards have run on this context, and those of the next one come now.
+    void announce_forward(const std::string& context);
+    // Sets the recall of the forward that begins now. Returns false, and leaves it, if no executor has announced any.
+    bool begin_forward(const std::string& context, Recall* recall);
     // A replica has failed: fails the step or, if that has been forgotten, only the meeting.
     void fail(Meeting& meeting, const Failure& failure) const;
     void forget();          // all that has not ended
@@ -78,6 +84,11 @@ class Layer {
         int64_t since_seed = 0, ever = 0;
     };
     std::map<int64_t, Count> calls_;  // of each node
+    struct Forwards {
+        int announced = 0;
+        std::shared_ptr<Memo> last;
+    };
+    std::map<std::string, Forwards> forwards_;  // of each context
 };
 
 class Registry {

@@ -7,10 +7,8 @@
 #pragma once
 
 #include <atomic>
-#include <map>
 #include <memory>
 #include <mutex>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -78,40 +76,5 @@ inline Recall recall() {
         if (!tape->again) tape->memos.push_back(found.memo);
     return found;
 }
-
-// The forwards of a layer in executors. With memory mirroring (MXNET_BACKWARD_DO_MIRROR, or `force_mirroring` on a node),
-// an executor has an operator more for a node, with a state of its own, which computes the forward again for a backward
-// (src/executor/graph_executor.cc). Nothing tells the two apart, nor which of them runs first: the first one is new.
-class Forwards {
-  public:
-    // All operators of earlier forwards have run on this context, and those of the next one come now.
-    void announce(const std::string& context) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        ++known_[context].announced;
-    }
-    // Sets the recall of the forward that begins now. Returns false, and leaves it, if no executor has announced any.
-    bool begin(const std::string& context, Recall* recall) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        const auto found = known_.find(context);
-        if (found == known_.end()) return false;
-        auto& [announced, last] = found->second;
-        recall->again = announced == 0;
-        if (!recall->again) --announced, last = std::make_shared<Memo>();
-        recall->memo = last;
-        return true;
-    }
-    void forget() {
-        std::lock_guard<std::mutex> lock(mutex_);
-        known_.clear();
-    }
-
-  private:
-    struct OfContext {
-        int announced = 0;
-        std::shared_ptr<Memo> last;
-    };
-    Mutex mutex_;  // guards the next one
-    std::map<std::string, OfContext> known_;
-};
 
 }  // namespace syncbn

@@ -108,7 +108,7 @@ bool Call::begin(bool backward, const Arrays& arrays, bool training) {
         if (before != Stage::kIssued) {
             config_ = node_->layer->config();
             place_ = {};
-            const bool in_executor = training && !node_->frozen && node_->layer->forwards.begin(context_, &recall_);
+            const bool in_executor = training && !node_->frozen && node_->layer->begin_forward(context_, &recall_);
             if (in_executor && recall_.again) place_.phase = recall_.memo->repeat();
         }
         frozen_ = !training || node_->frozen;
