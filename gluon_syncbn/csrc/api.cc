@@ -246,7 +246,7 @@ SYNCBN_API(std::string, scope_leave) {
     const auto scope = current_scope();
     entered_scope = nullptr;
     scope->open = false;
-    const Failure* why = scope->why_ended();
+    const auto why = scope->why_ended.failure();
     return why == nullptr ? "" : why->what();
 }
 

@@ -21,15 +21,13 @@ constexpr double kAskAfter = 0.2;  // seconds: replicas that are about to come s
 
 // Fails the step of a meeting. If that step has been forgotten, only the meeting fails, and not the current step.
 void fail_here(Meeting& meeting, const Failure& failure) {
-    if (step().number == meeting.step)
-        step().fail(failure);
-    else if (meeting.failure == nullptr)
-        meeting.failure = std::make_shared<const Failure>(failure);
+    (step().number == meeting.step ? step() : meeting.own_failure).fail(failure);
     meeting.changed->notify_all();
 }
 
 std::shared_ptr<const Failure> failure_of(const Meeting& meeting) {
-    return meeting.failure != nullptr ? meeting.failure : step().failure();
+    const auto own = meeting.own_failure.failure();
+    return own != nullptr ? own : step().failure();
 }
 
 [[noreturn]] void fail_and_throw(Meeting& meeting, const Failure& failure) {
@@ -154,8 +152,8 @@ void refuse(const std::string& layer, const std::string& context, Scope& caller,
                   "', and the replicas of the two would meet. Hold one lock around each whole step (record, backward, "
                   "update), or let each thread call one replica.";
     const Failure failure(layer, context, "", "thread '" + caller.thread + "' calls the layer " + why);
-    caller.end(failure);
-    other.end(failure);
+    caller.why_ended.fail(failure);
+    other.why_ended.fail(failure);
     step().fail(failure);
     throw Failure(failure);
 }
@@ -329,9 +327,10 @@ void Layer::forget() {
     for (const auto& meeting : open_) {
         for (const auto& scope : meeting->scopes) {
             if (meeting->settled() || !scope || !scope->open || scope == current_scope()) continue;
-            scope->end(Failure("the step of thread '" + scope->thread +
-                               "' is over: another thread has called gluon_syncbn.reset() before all replicas were "
-                               "called."));
+            scope->why_ended.fail(
+                Failure("the step of thread '" + scope->thread +
+                        "' is over: another thread has called gluon_syncbn.reset() before all replicas were "
+                        "called."));
         }
         if (step().number != meeting->step && !meeting->phases[0].total) fail_here(*meeting, Failure(kForgotten));
     }

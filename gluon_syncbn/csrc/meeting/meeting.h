@@ -107,7 +107,7 @@ struct Meeting {
     }
 
     const int64_t step = syncbn::step().number;
-    std::shared_ptr<const Failure> failure;  // the meeting's own, if its step has been forgotten
+    FirstFailure own_failure;  // if its step has been forgotten
     std::map<int, Phase> phases;
     Condition changed;
 

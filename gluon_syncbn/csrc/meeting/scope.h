@@ -20,31 +20,22 @@ inline bool on_main_thread() { return syscall(SYS_gettid) == getpid(); }
 class Scope {
   public:
     Scope(std::string thread, bool open) : thread(std::move(thread)), open(open) {}
-    ~Scope() { delete why_ended_.load(); }
 
     const std::string thread;  // its name
     std::atomic<bool> open;
     int64_t step = syncbn::step().number;  // the number of its last step; only its own thread reads it
 
-    // Ends its step; the first reason stays.
-    void end(const Failure& failure) {
-        auto reason = std::make_unique<const Failure>(failure);
-        const Failure* none = nullptr;
-        if (why_ended_.compare_exchange_strong(none, reason.get())) reason.release();
-    }
+    FirstFailure why_ended;  // its step
     // Throws the reason why its step has ended. A failure from before this scope's beginning ends the step here. Other
     // threads may still be in their scopes then. Their next scope forgets the failure, and this thread would not learn
     // of it.
     void throw_if_ended() {
-        if (before_ != nullptr && syncbn::step().failure() == before_) end(*before_);
-        if (const Failure* why = why_ended()) throw Failure(*why);
+        if (before_ != nullptr && syncbn::step().failure() == before_) why_ended.fail(*before_);
+        why_ended.throw_if_failed();
     }
-    // Returns that reason, or null. It lives as long as the scope.
-    const Failure* why_ended() const { return why_ended_; }
 
   private:
     const std::shared_ptr<const Failure> before_ = open ? syncbn::step().failure() : nullptr;  // the scope's beginning
-    std::atomic<const Failure*> why_ended_{nullptr};  // without a lock, because a fork might find it taken
 };
 
 // Whether this thread makes or executes a graph whose operators MXNet keeps, each with the temporary space that it took.

@@ -411,8 +411,7 @@ SYNCBN_API(void, share_failure, const Span<NDArrayHandle>& arrays) {
 SYNCBN_API(void, register, const char* process) {
     read_environment();
     registry().process = process;
-    step();          // allocates its error for a lack of memory now,
-    error_with("");  // and MXNet's error for it
+    error_with("");  // allocates MXNet's error for a lack of memory now
     check(mx.MXCustomOpRegister("gluon_syncbn", Guarded<describe_layer>::call));
 }
 

@@ -11,16 +11,20 @@
 
 namespace syncbn {
 
-class Step {
+// Outlives the threads that wait at exit.
+inline const auto& no_memory = *new auto(std::make_shared<const Failure>(kNoMemory));
+
+// The first of several failures.
+class FirstFailure {
   public:
-    // The first reason stays. Without memory for it, a constant reason replaces it.
+    // Without memory for the reason, a constant one replaces it.
     void fail(const std::exception& error) noexcept {
         std::lock_guard<std::mutex> lock(mutex_);
         if (failure_ == nullptr) try {
                 const auto* known = dynamic_cast<const Failure*>(&error);
                 failure_ = std::make_shared<const Failure>(known != nullptr ? *known : Failure(reason_of(error)));
             } catch (const std::bad_alloc&) {
-                failure_ = no_memory_;
+                failure_ = no_memory;
             }
         failed_ = true;
     }
@@ -39,6 +43,14 @@ class Step {
         failed_ = false;
     }
 
+  private:
+    mutable Mutex mutex_;  // guards the next one; held for a moment, and without other locks
+    std::shared_ptr<const Failure> failure_;
+    std::atomic<bool> failed_{false};  // avoids the lock if there is no failure
+};
+
+class Step : public FirstFailure {
+  public:
     // The number of forgotten steps. After raising it, forget the meetings and call `clear`.
     std::atomic<int64_t> number{0};
     // The process has run its exit handlers: operators that run now fail.
@@ -49,12 +61,6 @@ class Step {
     std::atomic<bool> forking{false};
     // The process has no batch left: its calls contribute an empty one, so that the other processes can go on.
     std::atomic<bool> out_of_batches{false};
-
-  private:
-    mutable Mutex mutex_;  // guards the next one; held for a moment, and without other locks
-    std::shared_ptr<const Failure> failure_;
-    const std::shared_ptr<const Failure> no_memory_ = std::make_shared<const Failure>(kNoMemory);
-    std::atomic<bool> failed_{false};  // avoids the lock if there is no failure
 };
 
 inline Step& step() {
