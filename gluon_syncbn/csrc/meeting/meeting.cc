@@ -208,9 +208,9 @@ Place Layer::join_locked(const LayerConfigPtr& config, const Key& key) {  // (1)
     auto found = std::find_if(open_.begin(), open_.end(), has_room);
     if (found == open_.end()) {
         auto exchange = chosen(config->exchange, config->taking_part);
-        Count& calls = calls_[key.first];
-        const Draw draw{config->seed, id, key.first, calls.since_seed++};
-        found = open_.insert(found, std::make_shared<Meeting>(*this, config, draw, calls.ever++, std::move(exchange)));
+        const int64_t sequence = calls_[key.first]++;
+        const Draw draw{config->seed, id, key.first, sequence - before_seed_[key.first]};
+        found = open_.insert(found, std::make_shared<Meeting>(*this, config, draw, sequence, std::move(exchange)));
     }
     const size_t position = (*found)->position_of(key.second);
     (*found)->scopes[position] = current_scope();

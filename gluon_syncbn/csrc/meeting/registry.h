@@ -59,7 +59,7 @@ class Layer {
     void forget();          // all that has not ended
     void restart_draws() {  // of permutations
         Lock lock(mutex_);
-        for (auto& [node, calls] : calls_) calls.since_seed = 0;
+        before_seed_ = calls_;
     }
 
   private:
@@ -79,11 +79,8 @@ class Layer {
     mutable Mutex mutex_;                                      // guards the rest
     std::deque<std::shared_ptr<Meeting>> open_;                // until they are settled, too
     std::map<Key, std::deque<Place>> announced_;
-    std::map<Key, std::shared_ptr<Scope>> last_;  // the scope of the last call
-    struct Count {
-        int64_t since_seed = 0, ever = 0;
-    };
-    std::map<int64_t, Count> calls_;  // of each node
+    std::map<Key, std::shared_ptr<Scope>> last_;      // the scope of the last call
+    std::map<int64_t, int64_t> calls_, before_seed_;  // numbers of calls, of each node
     struct Forwards {
         int announced = 0;
         std::shared_ptr<Memo> last;
