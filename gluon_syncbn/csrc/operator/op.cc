@@ -209,22 +209,14 @@ constexpr struct {
 int infer_shape(int size, int* dims, int** shapes, const Node& node) {
     if (dims[0] <= 0) return 1;  // not known yet
     const int axis = channel_axis(node, dims[0]);
-    int* channels = shapes[0] + axis;
-    if (node.masks) {
-        const size_t at = node.inputs - 1;
-        if (dims[at] <= 0) {
-            static thread_local std::vector<int> mask;
-            mask.assign(shapes[0], shapes[0] + dims[0]);
-            mask[axis] = 1;
-            dims[at] = dims[0];
-            shapes[at] = mask.data();
-        }
-    }
+    static thread_local std::vector<int> of_mask;
+    of_mask.assign(shapes[0], shapes[0] + dims[0]);
+    of_mask[axis] = 1;
     for (int i = 1; i < size; ++i) {
         const Role role = node.forward.all[static_cast<size_t>(i)];
-        if (role == kMask) continue;
-        dims[i] = is_data(role) ? dims[0] : 1;
-        shapes[i] = is_data(role) ? shapes[0] : channels;
+        if (role == kMask && dims[i] > 0) continue;  // it may have another one
+        dims[i] = is_data(role) || role == kMask ? dims[0] : 1;
+        shapes[i] = is_data(role) ? shapes[0] : role == kMask ? of_mask.data() : shapes[0] + axis;
     }
     return 1;
 }
