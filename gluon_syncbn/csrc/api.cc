@@ -1,6 +1,5 @@
 // The functions that Python calls of layers, exchanges, steps and the process. Others are with what they do.
 #include <chrono>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -99,13 +98,13 @@ SYNCBN_API(void, layer_agree, int64_t id, Asked* processes, int64_t key, size_t 
 SYNCBN_API(void, begin_graph, const char* context, const Span<const size_t>& layers, const Span<const size_t>& nodes,
            const Span<NDArrayHandle>& running, bool repeats) {
     for (int64_t i = 0; i < running.count; ++i) {
-        const auto begin = [](void*, void* coming) { (*static_cast<std::function<void()>*>(coming))(); };
-        const auto remove = [](void* coming) { delete static_cast<std::function<void()>*>(coming); };
-        auto* coming = new std::function<void()>([] {});
-        if (repeats)
-            *coming = [layer = found(static_cast<int64_t>(layers.values[i])), context = std::string(context)] {
-                layer->announce_forward(context);
-            };
+        using Coming = std::pair<std::shared_ptr<Layer>, std::string>;
+        const auto begin = [](void*, void* coming) {
+            const auto& [layer, context] = *static_cast<Coming*>(coming);
+            if (layer) layer->announce_forward(context);
+        };
+        const auto remove = [](void* coming) { delete static_cast<Coming*>(coming); };
+        auto* coming = new Coming(repeats ? found(static_cast<int64_t>(layers.values[i])) : nullptr, context);
         check(mx.MXEnginePushSyncND(begin, coming, remove, &kCpu, nullptr, 0, &running.values[i], 1, &kNoSkip, 0,
                                     "gluon_syncbn"));
     }

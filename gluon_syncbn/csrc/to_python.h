@@ -13,8 +13,8 @@
 #include "mxnet_api.h"
 #include "types.h"
 
-// Begins a function, which Python finds by its name as a pointer, beside its declaration, which it compares with this
-// file's.
+// Begins a function, which Python finds by its name as a pointer, beside its declaration, which it compares with that in
+// the source.
 #define SYNCBN_API(result, name, ...)                                                              \
     static result api_##name(__VA_ARGS__);                                                         \
     extern "C" {                                                                                   \

@@ -134,7 +134,7 @@ def for_replica(call: Callable, block: gluon.Block, *args: Any) -> Any:
         with setting(_native.use_spare_space, True):
             return call(block, *args)
     is_inner = getattr(_of_thread, "issues", False) or not autograd.is_training()
-    contexts = [x.ctx for x in ([] if is_inner else kinds.arrays_of(args)) if isinstance(x, mx.nd.NDArray)]
+    contexts = (x.ctx for x in ([] if is_inner else kinds.arrays_of(args)) if isinstance(x, mx.nd.NDArray))
     context = next((one for one in contexts if one.device_type == "cpu"), None)
     if context is None:
         return call(block, *args)

@@ -101,8 +101,7 @@ class Gradients : public Round, public std::enable_shared_from_this<Gradients> {
         Item& item = items_[index];
         std::exception_ptr failure;
         try {
-            for (void* handle : item.handles)
-                item.values.push_back(gpus == nullptr ? plain_values(handle) : data({handle}));
+            for (void* handle : item.handles) item.values.push_back(plain_values(handle));
         } catch (const std::exception&) {
             failure = std::current_exception();
         }

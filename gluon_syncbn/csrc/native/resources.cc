@@ -19,7 +19,6 @@
 #include <utility>
 #include <vector>
 
-#include "failure.h"
 #include "lock.h"
 #include "meeting/scope.h"
 #include "mxnet_api.h"
@@ -105,9 +104,8 @@ ResourceManager* manager_of(ResourceManager* own, int context) {
 // Sets a copy free when the operator that took it, which has been issued, has run.
 void free_later(Copy* copy) {
     const auto run = [](void*, void* copy) { static_cast<Copy*>(copy)->taken = false; };
-    const int status = mx.MXEnginePushSync(run, copy, nullptr, &kCpu, &copy->resource.variable, 1, nullptr, 0, &kNoSkip,
-                                           0, "gluon_syncbn_copy");
-    if (status != 0) throw Failure(mx.MXGetLastError());
+    check(mx.MXEnginePushSync(run, copy, nullptr, &kCpu, &copy->resource.variable, 1, nullptr, 0, &kNoSkip, 0,
+                              "gluon_syncbn_copy"));
 }
 
 // Takes a copy that no operator waits for. An operator of no replica may itself wait for one, such as a loss. The next

@@ -10,7 +10,6 @@
 
 #include "exchange/exchange.h"
 #include "meeting/registry.h"
-#include "mxnet_api.h"
 #include "pooling/pooling.h"
 #include "tensor.h"
 

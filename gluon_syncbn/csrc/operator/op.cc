@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <cstring>
 #include <ctime>
 #include <iterator>
 #include <map>
@@ -21,7 +20,6 @@
 #include "lock.h"
 #include "operator/call.h"
 #include "to_python.h"
-#include "waiting/step.h"
 
 namespace syncbn {
 namespace {

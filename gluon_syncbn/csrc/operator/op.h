@@ -3,7 +3,6 @@
 
 #include <semaphore.h>
 
-#include <cstdint>
 #include <cstring>
 #include <exception>
 #include <memory>
