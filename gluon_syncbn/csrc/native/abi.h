@@ -129,11 +129,7 @@ struct Space {
     Memory memory, host;
 };
 
-// mxnet::Engine
-struct Engine {
-    void** table;  // of its virtual functions
-};
-constexpr int kNewVariable = 3;
+struct Engine;  // mxnet::Engine
 
 // mxnet::resource::ResourceManagerImpl of src/resource.cc, which no header has.
 struct ResourceManager {

@@ -196,8 +196,7 @@ SYNCBN_API(std::string, separate_resources) {
     if (get_own == nullptr || get_engine == nullptr) return "this MXNet hides its ResourceManager or its engine";
     void** const table = get_own()->table;
     if (std::memcmp(&found, table, sizeof found) != 0) return "the ResourceManager is not that of MXNet 1.9.1";
-    const Function threaded = find("_ZN5mxnet6engine14ThreadedEngine11NewVariableEv");
-    if (threaded.address != nullptr && get_engine()->table[kNewVariable] == threaded.address) new_variable = threaded;
+    if (!is_naive_engine) new_variable = find("_ZN5mxnet6engine14ThreadedEngine11NewVariableEv");
     mxnets = found;
     get = get_own;
     if (replace(table)) return "";
