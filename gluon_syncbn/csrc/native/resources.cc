@@ -51,54 +51,56 @@ struct Copy {
     Resource resource{kTempSpace, nullptr, 0, &space};
     std::atomic<bool> taken{false};  // by an operator that has not run yet
 };
-struct Copies {
-    std::vector<Copy*> all;
-    size_t last = 0;  // the one that was taken last
-};
 constexpr size_t kMostCopies = 256;  // with so many, operators take them in turn, as in MXNet
+
+// What a thread has for the operators of one replica or, at -1, of none.
+struct Kept {
+    ResourceManager* manager = nullptr;  // of a replica
+    std::vector<Copy*> copies;           // of none
+    size_t last = 0;                     // the copy that was taken last
+};
 
 // What belonged to threads that have ended. MXNet keeps its objects until the process ends.
 struct Idle {
     Mutex mutex;
-    std::map<int, std::vector<ResourceManager*>> managers;  // by context
-    std::vector<Copies> copies;
+    std::map<int, std::vector<Kept>> kept;  // by context
 };
 Idle* idle = new Idle;  // never destroyed: threads may end after it
 
 struct OfThread {
-    int context = -1;                          // of the replica that it issues
-    bool spare_space = false;                  // its operators take free copies, whatever the replica
-    std::map<int, ResourceManager*> managers;  // by context
-    Copies copies;
+    int context = -1;          // of the replica that it issues
+    bool spare_space = false;  // its operators take free copies, whatever the replica
+    std::map<int, Kept> kept;  // by context
     ~OfThread() {
         const std::lock_guard<std::mutex> lock(idle->mutex);
-        if (!copies.all.empty()) idle->copies.push_back(std::move(copies));
-        for (const auto& [context, manager] : managers) idle->managers[context].push_back(manager);
+        for (auto& [context, own] : kept) idle->kept[context].push_back(std::move(own));
     }
 };
 thread_local OfThread of_thread;
+
+Kept& kept_for(int context) {
+    const auto [found, is_new] = of_thread.kept.try_emplace(context);
+    if (!is_new) return found->second;
+    const std::lock_guard<std::mutex> lock(idle->mutex);
+    auto& others = idle->kept[context];
+    if (!others.empty()) {
+        found->second = std::move(others.back());
+        others.pop_back();
+    }
+    return found->second;
+}
 
 // The seed of a context. Replicas draw other numbers than each other, and than operators of no replica.
 uint32_t seed_of(uint32_t seed, int context) { return seed + 0x9E3779B9u * static_cast<uint32_t>(context + 1); }
 
 ResourceManager* manager_of(ResourceManager* own, int context) {
-    auto& managers = of_thread.managers;
-    if (const auto found = managers.find(context); found != managers.end()) return found->second;
-    ResourceManager* manager = nullptr;
-    {
-        const std::lock_guard<std::mutex> lock(idle->mutex);
-        auto& free = idle->managers[context];
-        if (!free.empty()) {
-            manager = free.back();
-            free.pop_back();
-        }
-    }
+    ResourceManager*& manager = kept_for(context).manager;
     if (manager == nullptr) {
         manager = std::async(std::launch::async, get).get();  // MXNet makes an object where a thread asks for its own
         ++syncbn_resources;
         mxnets.seed(manager, seed_of(own->seed, context));
     }
-    return managers[context] = manager;
+    return manager;
 }
 
 // Sets a copy free when the operator that took it, which has been issued, has run.
@@ -111,14 +113,7 @@ void free_later(Copy* copy) {
 // Takes a copy that no operator waits for. An operator of no replica may itself wait for one, such as a loss. The next
 // operator may be needed by another replica, such as noise for its data.
 Resource free_copy() {
-    auto& [copies, last] = of_thread.copies;
-    if (copies.empty()) {
-        const std::lock_guard<std::mutex> lock(idle->mutex);
-        if (!idle->copies.empty()) {
-            of_thread.copies = std::move(idle->copies.back());
-            idle->copies.pop_back();
-        }
-    }
+    auto& [manager, copies, last] = kept_for(-1);
     if (!copies.empty()) free_later(copies[last]);
     // Not the last one, because an operator may take two. The first ones are in use most, so that few need memory.
     size_t copy = 0;
@@ -157,10 +152,13 @@ Resource request(ResourceManager* self, Context context, const int& kind) {
 
 void seed_all(ResourceManager* self, uint32_t seed) {
     mxnets.seed(self, seed);
-    for (const auto& [context, manager] : of_thread.managers) mxnets.seed(manager, seed_of(seed, context));
+    const auto seed_one = [&](int context, const Kept& kept) {
+        if (kept.manager != nullptr) mxnets.seed(kept.manager, seed_of(seed, context));
+    };
+    for (const auto& [context, kept] : of_thread.kept) seed_one(context, kept);
     const std::lock_guard<std::mutex> lock(idle->mutex);
-    for (const auto& [context, managers] : idle->managers)
-        for (ResourceManager* manager : managers) mxnets.seed(manager, seed_of(seed, context));
+    for (const auto& [context, others] : idle->kept)
+        for (const Kept& kept : others) seed_one(context, kept);
 }
 
 void seed_context(ResourceManager* self, Context context, uint32_t seed) {
