@@ -14,7 +14,7 @@ from mxnet import autograd, gluon
 from .. import _native
 from ..system import arguments, kinds
 from ..training import steps
-from ..training.replicas import IN_GRAPH, executing, followers_of, issuing, setting
+from ..training.replicas import IN_GRAPH, executing, followers_of, setting
 from ..training.session import session
 from . import blocks, trainer
 from .fusion import fuse
@@ -133,17 +133,20 @@ def for_replica(call: Callable, block: gluon.Block, *args: Any) -> Any:
     if not isinstance(block, gluon.HybridBlock) and not _has_parameters(block):
         with setting(_native.use_spare_space, True):
             return call(block, *args)
-    is_inner = getattr(_of_thread, "issues", False) or not autograd.is_training()
-    contexts = (x.ctx for x in ([] if is_inner else kinds.arrays_of(args)) if isinstance(x, mx.nd.NDArray))
+    if getattr(_of_thread, "issues", False) or not autograd.is_training():
+        return call(block, *args)
+    contexts = (x.ctx for x in kinds.arrays_of(args) if isinstance(x, mx.nd.NDArray))
     context = next((one for one in contexts if one.device_type == "cpu"), None)
     if context is None:
         return call(block, *args)
+    before = _native.issue_on(context.device_id)
     _of_thread.issues = True
     try:
-        with issuing(context), setting(_native.use_spare_space, False):
+        with setting(_native.use_spare_space, False):
             return call(block, *args)
     finally:
         _of_thread.issues = False
+        _native.issue_on(before)
 
 
 def _has_parameters(block: gluon.Block) -> bool:
