@@ -240,9 +240,11 @@ Place Layer::announced(const LayerConfigPtr& config, const std::string& context,
 void Layer::announce_forward(const std::string& context) {
     const Lock lock(mutex_);
     ++forwards_[context].announced;
+    is_announced_ = true;
 }
 
 bool Layer::begin_forward(const std::string& context, Recall* recall) {
+    if (!is_announced_) return false;
     const Lock lock(mutex_);
     const auto found = forwards_.find(context);
     if (found == forwards_.end()) return false;

@@ -86,6 +86,7 @@ class Layer {
         std::shared_ptr<Memo> last;
     };
     std::map<std::string, Forwards> forwards_;  // of each context
+    std::atomic<bool> is_announced_{false};     // some have been: without an executor, no call takes the lock for them
 };
 
 class Registry {
