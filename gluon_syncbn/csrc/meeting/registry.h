@@ -115,14 +115,6 @@ class Registry {
         return out;
     }
 
-    // A layer's name in a graph is this and its number. It is unique among processes, so that a saved graph is recognised.
-    std::string process;
-    // Returns the layer of that name; null if it is of another process, or gone.
-    std::shared_ptr<Layer> of_token(const std::string& token) const {
-        const bool mine = !process.empty() && token.compare(0, process.size(), process) == 0;
-        return mine ? find(std::stoll(token.substr(process.size()))) : nullptr;
-    }
-
     Settings defaults() const {
         Lock lock(mutex_);
         return defaults_;

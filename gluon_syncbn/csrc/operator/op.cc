@@ -177,7 +177,16 @@ std::string text_of(const std::vector<int64_t>& shape) {
     return "(" + text + (shape.size() == 1 ? ",)" : ")");
 }
 
-Mask mask_of(const Node& node, const std::vector<int64_t>& data, const std::vector<int64_t>& shape, int axis) {
+// All of MXNet's types by their numbers, also those that no data has.
+constexpr struct {
+    const char* name;
+    int bytes, floating;
+} kTypes[] = {{"float32", 4, 1}, {"float64", 8, 1}, {"float16", 2, 1}, {"uint8", 1, 0}, {"int32", 4, 0},
+              {"int8", 1, 0},    {"int64", 8, 0},   {"bool", 1, 0},    {"int16", 2, 0}, {"uint16", 2, 0},
+              {"uint32", 4, 0},  {"uint64", 8, 0},  {"bfloat16", 2, 1}};
+
+Mask mask_of(const Node& node, const std::vector<int64_t>& data, const std::vector<int64_t>& shape, int axis,
+             int type) {
     std::vector<int64_t> extents = data, given = shape, full = data;
     full[axis] = 1;
     extents.erase(extents.begin() + axis);
@@ -187,7 +196,7 @@ Mask mask_of(const Node& node, const std::vector<int64_t>& data, const std::vect
     if (!fits)
         refuse(node, "the mask has the shape " + text_of(shape) + " and the data " + text_of(data) + "; expected " +
                          text_of(full) + " or " + text_of(extents) + " of the mask, where any extent may be 1");
-    Mask mask{0, 0, 1, {1, 1, 1, 1}, {}};
+    Mask mask{kTypes[type].bytes, kTypes[type].floating, 1, {1, 1, 1, 1}, {}};
     for (size_t i = given.size(), to = 4; i-- > 0;) {
         mask.extents[--to] = extents[i];
         mask.strides[to] = given[i] == 1 ? 0 : mask.size;
@@ -195,14 +204,6 @@ Mask mask_of(const Node& node, const std::vector<int64_t>& data, const std::vect
     }
     return mask;
 }
-
-// All of MXNet's types by their numbers, also those that no data has.
-constexpr struct {
-    const char* name;
-    int bytes, floating;
-} kTypes[] = {{"float32", 4, 1}, {"float64", 8, 1}, {"float16", 2, 1}, {"uint8", 1, 0}, {"int32", 4, 0},
-              {"int8", 1, 0},    {"int64", 8, 0},   {"bool", 1, 0},    {"int16", 2, 0}, {"uint16", 2, 0},
-              {"uint32", 4, 0},  {"uint64", 8, 0},  {"bfloat16", 2, 1}};
 
 int infer_shape(int size, int* dims, int** shapes, const Node& node) {
     if (dims[0] <= 0) return 1;  // not known yet
@@ -275,9 +276,7 @@ int create_operator(const char* context, int, unsigned** shapes, const int* dims
     if (node.masks) {
         const size_t at = node.inputs - 1;
         const std::vector<int64_t> data(shapes[0], shapes[0] + dims[0]);
-        mask = mask_of(node, data, {shapes[at], shapes[at] + dims[at]}, axis);
-        mask.bytes = kTypes[types[at]].bytes;
-        mask.floating = kTypes[types[at]].floating;
+        mask = mask_of(node, data, {shapes[at], shapes[at] + dims[at]}, axis, types[at]);
     }
     const TypeOfData& data = *type_of_data(types[0]);
     if (on_gpu && !data.on_gpus)
@@ -308,6 +307,9 @@ struct Calls {
 };
 Calls& calls = *new Calls;
 
+// A layer's name in a graph is this and its number. It is unique among processes, so that a saved graph is recognised.
+std::string& process = *new std::string;
+
 NodePtr node_of(int count, const char** keys, const char** values) {
     std::map<std::string, std::string> given;
     for (int i = 0; i < count; ++i) {
@@ -320,7 +322,9 @@ NodePtr node_of(int count, const char** keys, const char** values) {
         given[keys[i]] = values[i];
     }
     Node node;
-    node.layer = registry().of_token(given["layer"]);
+    const std::string& token = given["layer"];
+    if (token.compare(0, process.size(), process) == 0)
+        node.layer = registry().find(std::stoll(token.substr(process.size())));
     if (!node.layer) throw Failure(kGone);
     node.number = std::stoll(given["node"]);
     node.axis = std::stoi(given["axis"]);
@@ -397,10 +401,10 @@ SYNCBN_API(void, share_failure, const Span<NDArrayHandle>& arrays) {
     check(Failing::push(arrays.values, arrays.count, std::nullopt));
 }
 
-// Registers the operator, after `find_in`. `process` begins the name of each layer in graphs, and its number follows.
-SYNCBN_API(void, register, const char* process) {
+// Registers the operator, after `find_in`.
+SYNCBN_API(void, register, const char* of_process) {
     read_environment();
-    registry().process = process;
+    process = of_process;
     error_with("");  // allocates MXNet's error for a lack of memory now
     check(mx.MXCustomOpRegister("gluon_syncbn", Guarded<describe_layer>::call));
 }
