@@ -557,8 +557,7 @@ struct Kernels {
     // The statistics that normalise: those of a batch, or the running ones if `frozen`.
     __device__ static ChannelStatistic statistic(const NormaliseArguments& with, const Lists& lists, Index slot,
                                                  Index channel) {
-        if (with.frozen == 0)
-            return pooled(with.gathered, lists, range_of(lists, slot), channel, with.tiling.channels);
+        if (with.frozen == 0) return pooled(with.gathered, lists, range_of(lists, slot), channel, with.tiling.channels);
         return {0, static_cast<double>(static_cast<const V*>(with.running_mean)[channel]),
                 static_cast<double>(static_cast<const V*>(with.running_var)[channel])};
     }
@@ -587,8 +586,7 @@ struct Kernels {
 
         __device__ void use(Index slot, Index channel) {
             const ChannelStatistic used = statistic(with, with.used, slot, channel);
-            normal =
-                Normal<V>(used.mean, invstd(with, used) * gamma(with.affine, channel), beta(with.affine, channel));
+            normal = Normal<V>(used.mean, invstd(with, used) * gamma(with.affine, channel), beta(with.affine, channel));
         }
         __device__ V value(const V (&in)[kInputs], Index) const {
             V z = normal.of(in[0]);
@@ -618,8 +616,7 @@ struct Kernels {
             const double weight = gamma(with.affine, channel);
             scale = static_cast<V>(weight * kept.used_invstd);
             mean = Split<V>(kept.mean);
-            if (A::kChanges)
-                normal = Normal<V>(kept.used_mean, weight * kept.used_invstd, beta(with.affine, channel));
+            if (A::kChanges) normal = Normal<V>(kept.used_mean, weight * kept.used_invstd, beta(with.affine, channel));
             shift = slope = 0;
             if (kept.share == 0) return;  // running statistics get no gradient
             GradSums sums = {};
@@ -653,8 +650,7 @@ struct Kernels {
             const Kept kept = with.kept[slot * with.tiling.channels + channel];
             const double shift = beta(with.affine, channel);
             normal = Normal<V>(kept.used_mean, kept.used_invstd * gamma(with.affine, channel), shift);
-            if (kept.used_invstd == 0)
-                normal = Normal<V>(kept.mean, rsqrt(0.0), shift);  // x is the mean, for every y
+            if (kept.used_invstd == 0) normal = Normal<V>(kept.mean, rsqrt(0.0), shift);  // x is the mean, for every y
         }
         __device__ V value(const V (&in)[kInputs], Index) const {
             V z = in[0];
@@ -732,7 +728,8 @@ struct Kernels {
         for (Index channel = threadIdx.x; channel < first.channel; channel += kBlock)
             if (!with.invertible(gamma(with.affine, channel), beta(with.affine, channel))) first.channel = channel;
         first = merged(first, 1);
-        if (threadIdx.x == 0 && first.channel < channels) static_cast<volatile Status*>(with.status)->at = first.channel;
+        if (threadIdx.x == 0 && first.channel < channels)
+            static_cast<volatile Status*>(with.status)->at = first.channel;
     }
 
     // Adds up this replica's own slots, each [2][channels].
@@ -800,10 +797,10 @@ struct Kernels {
         const Kept kept = with.kept[blockIdx.y * spread.channels + channel];
         Normal<V> normal;
         if (A::kChanges && with.y == nullptr)
-            normal = Normal<V>(kept.used_mean, kept.used_invstd * gamma(with.affine, channel),
-                                     beta(with.affine, channel));
-        SumsOf<T, A> reduction = {with, Split<V>(kept.used_mean), kept.used_invstd,
-                                  with.y != nullptr ? with.y : with.x, normal};
+            normal =
+                Normal<V>(kept.used_mean, kept.used_invstd * gamma(with.affine, channel), beta(with.affine, channel));
+        SumsOf<T, A> reduction = {with, Split<V>(kept.used_mean), kept.used_invstd, with.y != nullptr ? with.y : with.x,
+                                  normal};
         reduce<T>(reduction, spread, with.partial,
                   aligned(with.x) && aligned(with.dy) && aligned(with.y) && aligned(with.dz));
     }
