@@ -41,7 +41,6 @@ SYNCBN_API(const char*, problem) { return problem; }
 // Where the core finds MXNet's library, a handle of dlopen, the sources, and compiled kernels of GPUs.
 SYNCBN_API(void, find_in, void* library, const char* csrc, const char* cache) {
     mxnet_library = library;
-    mx = MXNet();
     cuda::setup = {csrc, cache};
 }
 

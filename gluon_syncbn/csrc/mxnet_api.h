@@ -86,7 +86,7 @@ struct MXNet {
                                bool wait) = needed("MXEnginePushAsyncND");
     int (*MXShallowCopyNDArray)(void* handle, void** out) = needed("MXShallowCopyNDArray");  // a handle of its own
 };
-inline MXNet mx;  // empty until `find_in`
+inline MXNet mx;  // empty until `register`
 
 const struct {
     int device_type, device_id;

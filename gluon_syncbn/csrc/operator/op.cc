@@ -403,6 +403,7 @@ SYNCBN_API(void, share_failure, const Span<NDArrayHandle>& arrays) {
 
 // Registers the operator, after `find_in`.
 SYNCBN_API(void, register, const char* of_process) {
+    mx = MXNet();
     read_environment();
     process = of_process;
     error_with("");  // allocates MXNet's error for a lack of memory now
