@@ -152,8 +152,10 @@ SYNCBN_API(Asked, kvstore_exchange, syncbn::AddInPython* add) { return {kvstore_
 // For that function: says why it fails.
 SYNCBN_API(void, failed_in_python, const char* problem) { python_problem = problem; }
 
-// Memory that the processes of this machine share: see exchange/segment.h.
-SYNCBN_API(Segment*, segment, size_t ranks, size_t rank, const char* path) { return new Segment(ranks, rank, path); }
+// Memory that the processes of this machine share: see exchange/segment.h. `token`: 32 letters. `path`: empty in rank 0.
+SYNCBN_API(Segment*, segment, size_t ranks, size_t rank, const char* token, const char* path) {
+    return new Segment(ranks, rank, token, path);
+}
 SYNCBN_API(int, segment_number, Segment* segment) { return segment->number(); }
 SYNCBN_API(void, segment_free, Segment* segment) { delete segment; }
 

@@ -394,19 +394,20 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             nonlocal segment
             if self.rank != ranks[0]:
                 return None
-            segment = _native.segment(len(ranks), 0, "")
-            return f"/proc/{os.getpid()}/fd/{_native.segment_number(segment)}"
+            token = os.urandom(16).hex()
+            segment = _native.segment(len(ranks), 0, token, "")
+            return token, f"/proc/{os.getpid()}/fd/{_native.segment_number(segment)}"
 
         def see() -> List[int]:
             nonlocal segment
             if segment is None:
-                segment = _native.segment(len(ranks), self.local_rank, paths[ranks[0]])
+                segment = _native.segment(len(ranks), ranks.index(self.rank), *places[ranks[0]])
             return list(os.sched_getaffinity(0))
 
         if not problem:
             off = environment.read("GLUON_SYNCBN_SHARED_MEMORY") == "off"
             reason = "GLUON_SYNCBN_SHARED_MEMORY=off" * off
-            paths, problem = self._all_make("the memory that the processes of a machine share", create, reason)
+            places, problem = self._all_make("the memory that the processes of a machine share", create, reason)
         if not problem:
             cores, problem = self._all_make("whether all processes see that memory", see)
         if segment is not None and not problem:

@@ -121,8 +121,9 @@ void make_exchanges_of_processes() {
     made.push_back(of_processes);
     current = of_processes;
     std::thread(carry, of_processes).detach();
-    auto rank_0 = std::make_unique<syncbn::Segment>(2, 0);
-    auto rank_1 = std::make_shared<syncbn::Segment>(2, 1, "/proc/self/fd/" + std::to_string(rank_0->number()));
+    const std::string token(32, 'a');
+    auto rank_0 = std::make_unique<syncbn::Segment>(2, 0, token);
+    auto rank_1 = std::make_shared<syncbn::Segment>(2, 1, token, "/proc/self/fd/" + std::to_string(rank_0->number()));
     shared = rank_0.get();
     constexpr size_t kRanks[] = {0, 1};
     of_machine = syncbn_processes(0, 2, nullptr);

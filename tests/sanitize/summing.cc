@@ -22,8 +22,8 @@ std::vector<Rank>& ranks() {
         auto* made = new std::vector<Rank>(kRanks);
         for (size_t rank = 0; rank < kRanks; ++rank) {
             const int number = rank == 0 ? 0 : (*made)[0].machine->number();
-            (*made)[rank].machine =
-                std::make_unique<syncbn::Segment>(kRanks, rank, "/proc/self/fd/" + std::to_string(number));
+            (*made)[rank].machine = std::make_unique<syncbn::Segment>(kRanks, rank, std::string(32, 'a'),
+                                                                      "/proc/self/fd/" + std::to_string(number));
             const auto fail = [machine = (*made)[rank].machine.get()](const std::string& reason) {
                 machine->report(syncbn::Segment::State::kFailed, reason);
             };

@@ -247,7 +247,7 @@ Processes::Processes(std::unique_ptr<Mailbox> job) : job_(std::move(job)), in_jo
 
 void Processes::meet(std::shared_ptr<Segment> memory, Ranks ranks, Ranks leaders, const Mpi* mpi, size_t adds_from) {
     machine_ = memory != nullptr ? memory : machine_;
-    memory_of_sums_ = memory != nullptr ? std::move(memory) : std::make_shared<Segment>(1, 0);
+    memory_of_sums_ = memory != nullptr ? std::move(memory) : std::make_shared<Segment>(1, 0, "");
     memory_of_sums_->members = {std::move(ranks), job_->ranks()};
     if (machine_ == memory_of_sums_) in_levels_ = levels(leaders);
     std::unique_ptr<Machines> machines;

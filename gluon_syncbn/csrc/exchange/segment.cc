@@ -35,7 +35,8 @@ int opened(size_t rank, const std::string& path) {
 
 }  // namespace
 
-Segment::Segment(size_t ranks, size_t rank, const std::string& path) : Mailbox(rank, ranks), file_{opened(rank, path)} {
+Segment::Segment(size_t ranks, size_t rank, const std::string& token, const std::string& path)
+    : Mailbox(rank, ranks), file_{opened(rank, path)} {
     if (ranks > kMostRanks)
         throw std::runtime_error("a machine has more than " + std::to_string(kMostRanks) + " processes");
     const int file = file_.number;
@@ -45,12 +46,16 @@ Segment::Segment(size_t ranks, size_t rank, const std::string& path) : Mailbox(r
     if (rank == 0 && fchmod(file, 0600) != 0) fail("fchmod");
     if (rank == 0 && ftruncate(file, static_cast<off_t>(size)) != 0) fail("ftruncate");
     if (fstat(file, &is) != 0) fail("fstat");
-    if (static_cast<size_t>(is.st_size) != size) throw std::runtime_error(path + " is another file");
+    if (static_cast<size_t>(is.st_size) != size) throw std::runtime_error("it is another file");
     void* memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
     if (memory == MAP_FAILED) fail("mmap");
     memory_.reset(static_cast<Memory*>(memory), [size](Memory* all) { munmap(all, size); });
+    if (rank == 0)
+        token.copy(memory_->token, kTokenSize);
+    else if (token != std::string(memory_->token, kTokenSize))
+        throw std::runtime_error(path + " is of another process");
     struct flock lock = lock_of(rank);
-    if (fcntl(file, F_SETLK, &lock) != 0) fail("fcntl(F_SETLK)");  // also if it is that of another job
+    if (fcntl(file, F_SETLK, &lock) != 0) fail("fcntl(F_SETLK)");
     memory_->of[rank].process = process_;
 }
 

@@ -28,10 +28,10 @@ class Segment : public Mailbox {
     // Of a vector. The kernel gives memory only for the part of a place that was used.
     static constexpr size_t kMostValues = 74240;
 
-    // Rank 0 makes it. The others open it at `path`, among the file descriptors of rank 0's process. Throws
-    // std::runtime_error with the reason, as if the file there is of another container: then it has another size, or is
-    // the memory of another job, whose rank holds the lock.
-    Segment(size_t ranks, size_t rank, const std::string& path = "");
+    // Rank 0 makes it, with this `token`. The others open it at `path`, among the file descriptors of rank 0's process.
+    // Throws std::runtime_error with the reason. A process that sees other memory there, as in another container, finds no
+    // token or another one.
+    Segment(size_t ranks, size_t rank, const std::string& token, const std::string& path = "");
 
     int number() const { return file_.number; }
 
@@ -70,6 +70,7 @@ class Segment : public Mailbox {
   private:
     static constexpr size_t kOutboxes = 256;  // of a rank, which limits its simultaneous exchanges
     static constexpr size_t kEvents = 256;
+    static constexpr size_t kTokenSize = 32;
     static constexpr size_t kReasonSize = 1024;
 
     struct alignas(64) EventCount {
@@ -83,6 +84,7 @@ class Segment : public Mailbox {
     };
     // Begins as zeros, and ends with the last rank.
     struct Memory {
+        char token[kTokenSize];
         EventCount events[kEvents + kMostRanks];
         struct alignas(4096) OfRank {
             double values[kOutboxes][kMostValues];
