@@ -58,7 +58,7 @@ void check_equal(Meeting& meeting, const Phase& phase, size_t position, const Pa
 // (3)
 Underway begin_exchange(const Meeting& meeting, Phase& phase) {
     Exchange& exchange = *meeting.exchange;
-    const Layer& layer = meeting.layer;
+    const LayerIdentity& layer = meeting.layer;
     const LayerConfig& config = *meeting.config;
     const auto agreed = config.agreed_by == &exchange ? config.agreed : nullptr;
     const CallId id{layer.id,           meeting.draw.node, meeting.sequence, phase.number,

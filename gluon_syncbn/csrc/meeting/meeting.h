@@ -90,17 +90,22 @@ struct Phase {
     std::shared_ptr<const Total> total;  // of all, once it is there
 };
 
-class Layer;
+// What a layer is, for good.
+struct LayerIdentity {
+    const int64_t id;
+    const std::string name;
+    const Pooling pooling;
+};
 
 struct Meeting {
-    const Layer& layer;           // calls keep it
+    const LayerIdentity layer;    // a copy: the layer may be gone when another one repeats a call (tape.h)
     const LayerConfigPtr config;  // at its beginning
     const Draw draw;              // draw.node: only calls of the same node of a graph meet
     const int64_t sequence;       // its number among the calls of the node, which none has had before
     const std::shared_ptr<Exchange> exchange;
     // [contexts] of the call there; null: it has not come. A position is the index of a context.
     std::vector<std::shared_ptr<Scope>> scopes;
-    Meeting(const Layer& layer, LayerConfigPtr config, const Draw& draw, int64_t sequence,
+    Meeting(const LayerIdentity& layer, LayerConfigPtr config, const Draw& draw, int64_t sequence,
             std::shared_ptr<Exchange> exchange)
         : layer(layer), config(std::move(config)), draw(draw), sequence(sequence), exchange(std::move(exchange)) {
         scopes.resize(contexts().size());

@@ -23,14 +23,11 @@
 namespace syncbn {
 
 // Holds the meetings whose forwards are not done.
-class Layer {
+class Layer : public LayerIdentity {
   public:
-    const int64_t id;
-    const std::string name;
-    const Pooling pooling;
     std::atomic<bool> spoke_of_one_value{false};  // a warning comes once
 
-    Layer(int64_t id, std::string name, Pooling pooling) : id(id), name(std::move(name)), pooling(pooling) {}
+    Layer(int64_t id, const std::string& name, const Pooling& pooling) : LayerIdentity{id, name, pooling} {}
 
     LayerConfigPtr config() const;
 
