@@ -33,8 +33,8 @@ Totals& totals = *new Totals;  // outlives the threads that write at exit
 
 constexpr double kLately = 1;  // seconds; whoever waits asks more often
 
+// Under the lock of the records, because a question comes among them.
 struct Answer {
-    Mutex mutex;  // guards the rest
     Callers callers;
     double at = 0;  // its time
 };
@@ -85,10 +85,9 @@ std::string why_not_here(const LayerConfig& config, const std::string& context) 
 }
 
 Callers callers(double since) {
-    const std::lock_guard<std::mutex> lock(answer->mutex);
+    const std::lock_guard<std::mutex> lock(records->mutex);
     const double age = seconds() - answer->at;
     if (age >= kSleep) {  // otherwise, many replicas would ask all the time
-        const std::lock_guard<std::mutex> lock_of_records(records->mutex);
         records->asks = true;
         records->changed->notify_one();
     }
@@ -96,9 +95,8 @@ Callers callers(double since) {
 }
 
 SYNCBN_API(void, answer_callers, const char* wait, double patience) {
-    const std::lock_guard<std::mutex> lock(answer->mutex);
-    answer->at = seconds();
-    answer->callers = {wait, patience};
+    const std::lock_guard<std::mutex> lock(records->mutex);
+    answer.get() = {{wait, patience}, seconds()};
 }
 
 void record_meeting(const std::string& call, const Meeting& meeting, const Phase& phase) {
