@@ -299,7 +299,7 @@ const char* const kGone =
     "this graph holds a SyncBatchNorm of another process, or one that is gone. Write it again in its process: "
     "net.export, net.save and a symbol's save and tojson write BatchNorm. Then convert what is loaded.";
 
-// Those of `create_call`.
+// Those of `call_create`.
 struct Calls {
     Mutex mutex;  // guards the rest
     std::map<int64_t, NodePtr> nodes;
@@ -374,6 +374,7 @@ SYNCBN_API(int64_t, call_create, const Span<const char*>& keys, const Span<const
 }
 
 SYNCBN_API(void, layer_drop, int64_t id) {
+    const auto layer = registry().find(id);  // it ends after the locks: its memory on GPUs takes others
     std::lock_guard<std::mutex> lock(calls.mutex);
     for (auto it = calls.nodes.begin(); it != calls.nodes.end();)
         it = it->second->layer->id == id ? calls.nodes.erase(it) : std::next(it);
