@@ -1,5 +1,6 @@
 #include "mxnet.h"
 
+#include <cstdlib>
 #include <cstring>
 
 #include "array.h"
@@ -50,19 +51,24 @@ CustomOpPropCreator creator = nullptr;
 thread_local bool is_training = false;
 thread_local std::string error_of_array;
 
-int custom_op_register(const char* name, CustomOpPropCreator given) {
+}  // namespace
+
+// The core finds them by these names in the driver, as in MXNet's library.
+extern "C" {
+
+int MXCustomOpRegister(const char* name, CustomOpPropCreator given) {
     if (std::strcmp(name, "gluon_syncbn") == 0) creator = given;
     return 0;
 }
 
-int autograd_is_training(bool* training) {
+int MXAutogradIsTraining(bool* training) {
     *training = is_training;
     return 0;
 }
 
-const char* last_error() { return "the array is broken\nStack trace:\n  that of MXNet"; }
+const char* MXGetLastError() { return "the array is broken\nStack trace:\n  that of MXNet"; }
 
-int ndarray_get_data(void* handle, void** data) {
+int MXNDArrayGetData(void* handle, void** data) {
     const Within program(false);
     const ArrayP& array = *static_cast<ArrayP*>(handle);
     if (!array) expect(false, "the core reads no array that it has not asked for");
@@ -72,8 +78,8 @@ int ndarray_get_data(void* handle, void** data) {
 }
 
 // MXNet looks at the arrays of a call once that is over, so it makes no difference that this runs at once.
-int engine_push(void (*run)(void* context, void* parameter), void* parameter, void (*deleter)(void* parameter),
-                const void*, void**, int, void** writes, int write_count, const void*, int, const char*) {
+int MXEnginePushSyncND(void (*run)(void* context, void* parameter), void* parameter, void (*deleter)(void* parameter),
+                       const void*, void**, int, void** writes, int write_count, const void*, int, const char*) {
     const Within program(false);
     expect(write_count == 1 && writes[0] != nullptr, "an error goes to one array");
     expect(error_of_array.empty(), "a call fails once");
@@ -87,26 +93,24 @@ int engine_push(void (*run)(void* context, void* parameter), void* parameter, vo
     return 0;
 }
 
-int ndarray_free(void* handle) {
+int MXNDArrayFree(void* handle) {
     delete static_cast<ArrayP*>(handle);
     --figures.handles;
     return 0;
 }
 
-}  // namespace
+// No call of the driver's comes here.
+int MXAutogradIsRecording() { std::abort(); }
+int MXEnginePushSync() { std::abort(); }
+int MXEnginePushAsyncND() { std::abort(); }
+int MXShallowCopyNDArray() { std::abort(); }
+
+}  // extern "C"
 
 void load_core() {
-    syncbn::MXNet functions{};  // the others belong to GPUs
-    functions.MXGetLastError = last_error;
-    functions.MXCustomOpRegister = custom_op_register;
-    functions.MXAutogradIsTraining = autograd_is_training;
-    functions.MXNDArrayGetData = ndarray_get_data;
-    functions.MXNDArrayFree = ndarray_free;
-    functions.MXEnginePushSyncND = engine_push;
-    expect(syncbn_find_in(dlopen(nullptr, RTLD_NOW), "", "") != 0,
-           "a library without the functions that the layer calls is refused");
-    syncbn::mxnet_library = nullptr;
-    syncbn::mx = functions;
+    syncbn_find_in(dlopen("libm.so.6", RTLD_NOW), "", "");
+    expect(syncbn_register(kProcess) != 0, "a library without the functions that the layer calls is refused");
+    syncbn_find_in(dlopen(nullptr, RTLD_NOW), "", "");
     expect(syncbn_register(kProcess) == 0, "the operator is registered");
 }
 
