@@ -215,9 +215,11 @@ def _building(build: Callable, block: gluon.HybridBlock, *args: Any) -> None:
         if block._cached_op is not before:
             return
         inputs, symbol, graph = running_graph(block, *args)
-        # In the place of the block, because other threads call MXNet's operator as soon as they see it there.
-        draft = object.__new__(type(block))
+        # In the place of the block, because other threads call MXNet's operator as soon as they see it there. It is of
+        # MXNet's class, because one of a program's may end what it has, and of the block it asks what that may define.
+        draft = object.__new__(gluon.HybridBlock)
         vars(draft).update(vars(block), _get_graph=lambda *args: (inputs, symbol))
+        vars(draft).update(infer_shape=block.infer_shape, collect_params=block.collect_params)
         build(draft, *args)
         if draft._cached_graph is not block._cached_graph:  # the parts that a backend has made of it
             block._cached_graph = draft._cached_graph

@@ -52,6 +52,24 @@ def the_class_of_graphs():
     net(nd.ones((1, 1)))
     assert isinstance(net._cached_op, mx.nd.CachedOp)
 
+def a_block_with_methods_of_its_own():
+    class Net(nn.HybridBlock):
+        seen, closed = None, False
+        def __init__(self):
+            super().__init__()
+            self.weight = self.params.get("weight", shape=(2, 0), allow_deferred_init=True)
+        def infer_shape(self, x):
+            self.seen, self.weight.shape = x.shape, (2, x.shape[1])
+        def __del__(self):
+            Net.closed = True
+        def hybrid_forward(self, F, x, weight):
+            return F.FullyConnected(x, weight, num_hidden=2, no_bias=True)
+    net = Net()
+    net.initialize()
+    net.hybridize()
+    net(nd.ones((4, 3))).wait_to_read()
+    assert net.seen == (4, 3) and not Net.closed
+
 @mx.operator.register("scaled")
 class Scaled(mx.operator.CustomOpProp):
     def __init__(self, call):
