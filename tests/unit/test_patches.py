@@ -1,5 +1,6 @@
 """What is changed in MXNet is changed once, and can be put back."""
 
+import copy
 import inspect
 from types import FunctionType
 
@@ -51,10 +52,14 @@ def test_a_trainer_of_a_programs_own():
             called.append("own")
             super()._allreduce_grads()
 
+        def __reduce_ex__(self, protocol):
+            return str, ("a copy",)
+
     called, layer = [], SyncBatchNorm(in_channels=1)
     layer.initialize()
     trainer = Own(layer.collect_params(), "sgd")
     assert isinstance(trainer, Own) and (type(trainer).__name__, type(trainer).__module__) == ("Own", __name__)
+    assert copy.copy(trainer) == "a copy"
     of_mxnet = gluon.Trainer._allreduce_grads
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "settle_gradients", lambda _: called.append("ours"))
