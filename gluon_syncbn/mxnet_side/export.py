@@ -60,15 +60,17 @@ def with_layers(
     """
     graph: Json = json.loads(json.dumps(recorded))
     found = [(within, node, layers[number], number) for number, within, node in walk(graph) if number in layers]
-    masked = [
+    misfits = [
         node["name"]
         for within, node, layer, _ in found
-        if within is not graph and node["attrs"].get("masks") == "1" and not hasattr(layer, "_replicas")
+        if within is not graph and not hasattr(layer, "_replicas")
+        if "1" in (node["attrs"].get("masks"), node["attrs"].get("adds"))
     ]
-    if masked:
+    if misfits:
         raise ValueError(
-            f"{arguments.some(masked, ', ')}: a mask was given in the body of F.contrib.foreach, while_loop or "
-            "cond, expected none there: plain operators take none, and MXNet cannot leave out an input of a body"
+            f"{arguments.some(misfits, ', ')}: a mask or an addend was given in the body of F.contrib.foreach, "
+            "while_loop or cond, expected none there: plain operators take no mask, and add after they normalise, and "
+            "MXNet cannot leave out or move an input of a body"
         )
     for within in {id(within): within for within, *_ in found}.values():
         _drop_guards(within, {id(node) for _, node, *_ in found if is_ours(node)})

@@ -10,6 +10,7 @@ from mxnet.gluon import nn
 
 from gluon_syncbn import (
     SyncBatchNorm,
+    SyncBatchNormAdd,
     assert_synchronised,
     configure,
     convert,
@@ -78,6 +79,21 @@ def test_files_hold_plain_operators(kind, contexts, tmp_path):
     files = str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params")
     np.testing.assert_allclose(gluon.SymbolBlock.imports(*files)(x).asnumpy(), y, rtol=1e-5, atol=1e-5)
     assert operators(net._cached_graph[1]) == ["Custom"] * 3
+
+
+@pytest.mark.parametrize("norm", [SyncBatchNorm, SyncBatchNormAdd])
+def test_no_file_of_a_second_input_in_a_body(contexts, norm):
+    class Net(nn.HybridBlock):
+        def hybrid_forward(self, F, x):
+            return LOOPS["foreach"](F, lambda y: self.norm(y, F.ones(IMAGE[norm is SyncBatchNorm :])), x)
+
+    net = Net()
+    net.norm = norm(in_channels=3)
+    net.initialize(ctx=contexts[:1])
+    net.hybridize()
+    net(*data("foreach", contexts[:1]))
+    with pytest.raises(ValueError, match=r"batchnorm\w*_fwd: a mask or an addend was given in the body of"):
+        net._cached_graph[1].tojson()
 
 
 @pytest.mark.parametrize("kind", LOOPS)
