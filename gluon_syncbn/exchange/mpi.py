@@ -40,7 +40,7 @@ class MPITransport(Transport):
                 raise mx.MXNetError("kvstore 'mpi': not every process has created one. Create it in all, at the start.")
             time.sleep(1e-4)
         functions = ("MPI_Isend", "MPI_Improbe", "MPI_Imrecv", "MPI_Get_count", "MPI_Test", "MPI_Iallreduce")
-        handles = map(MPI._handleof, (MPI.BYTE, MPI.FLOAT, MPI.DOUBLE, MPI.SUM, self._comm))
+        handles = map(MPI._handleof, (MPI.FLOAT, MPI.DOUBLE, MPI.SUM, self._comm))
         constants = int(MPI.IN_PLACE), MPI.ANY_SOURCE, MPI.ANY_TAG
         self.mpi = [*_native.addresses(MPI.__file__, functions), *constants, *handles, 0]
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <climits>
 #include <cstring>
 #include <list>
 #include <mutex>
@@ -69,16 +70,17 @@ class MpiMailbox : public Inbox {
         do progress();
         while (!outgoing_.empty() && seconds() < until);
     }
-    // The caller of the following holds the lock.
+    // The caller of the following holds the lock. A count of MPI's is an int: in bytes, a message would end at 2 GB.
     void send(const Head& head, const void* content, size_t size, const Ranks& to) override {
         Transfer message(kHead + (size + sizeof(double) - 1) / sizeof(double));
+        if (message.size > INT_MAX) throw std::runtime_error("MPI takes no message of more than 16 GB");
         std::memcpy(message.memory.get(), &head, sizeof head);
         if (size > 0) std::memcpy(message.values(), content, size);
         // The order starts after this rank, so that not all ranks write to rank 0 first.
         const auto after = static_cast<size_t>(std::lower_bound(to.begin(), to.end(), rank()) - to.begin());
         for (size_t i = 0; i < to.size(); ++i) {
             outgoing_.push_back(message);
-            Mpi::check(mpi_.send(message.memory.get(), static_cast<int>(message.size * sizeof(double)), mpi_.bytes,
+            Mpi::check(mpi_.send(message.memory.get(), static_cast<int>(message.size), mpi_.float64,
                                  static_cast<int>(to[(after + i) % to.size()]), 0, mpi_.communicator,
                                  &outgoing_.back().request));
             if (mpi_.has_ended(&outgoing_.back().request)) outgoing_.pop_back();
@@ -95,10 +97,10 @@ class MpiMailbox : public Inbox {
         Mpi::check(mpi_.probe(static_cast<int>(mpi_.any_rank), static_cast<int>(mpi_.any_tag), mpi_.communicator,
                               &found, message, status));
         if (found != 0) {
-            Mpi::check(mpi_.count(status, mpi_.bytes, &count));
-            arriving_.emplace_back(static_cast<size_t>(count) / sizeof(double));
+            Mpi::check(mpi_.count(status, mpi_.float64, &count));
+            arriving_.emplace_back(static_cast<size_t>(count));
             Transfer& next = arriving_.back();
-            Mpi::check(mpi_.receive(next.memory.get(), count, mpi_.bytes, message, &next.request));
+            Mpi::check(mpi_.receive(next.memory.get(), count, mpi_.float64, message, &next.request));
         }
         // In their order: what a rank has sent before its end comes before that.
         while (!arriving_.empty() && mpi_.has_ended(&arriving_.front().request)) {

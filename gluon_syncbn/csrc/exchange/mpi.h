@@ -25,7 +25,7 @@ struct Mpi {
                       void* request);
     void* in_place;
     int64_t any_rank, any_tag;
-    Handle bytes, float32, float64, add;
+    Handle float32, float64, add;
     Handle communicator;  // of all
     Handle leaders;       // of the leaders of machines; 0 in others
 
