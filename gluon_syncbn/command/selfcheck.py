@@ -77,11 +77,10 @@ def stores() -> str:
 
 
 def processes() -> str:
-    # Looked up, and not imported: to import it starts MPI.
-    versions = {package.metadata["Name"]: package.version for package in importlib.metadata.distributions()}
     found = []
     for name, (package, brings) in named.PACKAGES.items():
-        version = versions.get(package)
+        # Looked up, and not imported: to import it starts MPI. The first one that is found is imported.
+        version = next((one.version for one in importlib.metadata.distributions(name=package)), None)
         found.append(f"kvstore({name!r}) with {package} {version}" if version else f"no {name} ({brings})")
     return ", ".join(found)
 

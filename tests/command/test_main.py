@@ -68,9 +68,9 @@ def test_what_a_report_has_of_devices(contexts, monkeypatch):
         report.trained_on_all(contexts[:3])
 
 
-def test_two_builds_at_once_are_noticed(tmp_path, monkeypatch):
-    # Both hold the module mxnet; pip does not mind.
-    for name in ("mxnet", "mxnet_cu112"):
+def test_packages_that_are_installed_twice(tmp_path, monkeypatch):
+    # Both builds hold the module mxnet; pip does not mind. Of one package, Python imports the first.
+    for name in ("mxnet", "mxnet_cu112", "mpi4py"):
         folder = tmp_path / f"{name}-1.9.1.dist-info"
         folder.mkdir()
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 1.9.1\n")
@@ -78,3 +78,4 @@ def test_two_builds_at_once_are_noticed(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match=r"mxnet 1\.9\.1 and mxnet-cu112 1\.9\.1 are installed") as error:
         check.versions()
     assert "pip uninstall mxnet mxnet-cu112" in str(error.value)
+    assert "kvstore('mpi') with mpi4py 1.9.1" in check.processes()
