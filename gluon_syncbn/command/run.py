@@ -51,7 +51,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
     parser.set_defaults(report=None)
     parser.add_argument("--version", action="version", version=f"gluon_syncbn {__version__}")
     commands = parser.add_subparsers(dest="command")
-    commands.add_parser("check").add_argument("--report", nargs="?", const=report.NAME)
+    commands.add_parser("check", allow_abbrev=False).add_argument("--report", nargs="?", const=report.NAME)
     command = commands.add_parser("run", allow_abbrev=False)
     command.add_argument("--cpus", type=int)
     command.add_argument("--convert", action="store_true")

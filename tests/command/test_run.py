@@ -316,6 +316,7 @@ def test_it_ends_as_the_script_does(ended, way):
     [
         (["walk"], "argument command: invalid choice: 'walk' (choose from "),
         (["check", "all"], "unrecognized arguments: all"),
+        (["check", "--rep"], "unrecognized arguments: --rep"),
         (["run"], "the following arguments are required: script"),
         (["run", "missing.py"], "script: 'missing.py' was given, expected a Python file that can be read"),
         (["run", "scripts"], "script: 'scripts' was given, expected a Python file that can be read"),
