@@ -46,6 +46,9 @@ def constructing(construct: Callable, trainer: gluon.Trainer, *args: Any, **kwar
     own = type(trainer)
     bases = (_Follows, own) if own is gluon.Trainer else (own, _Follows)
     trainer.__class__ = derived(own, *bases)
+    # The same in all processes. Gluon's counters may begin elsewhere in another one, where the Trainer puts
+    # ``dense10_weight`` before ``dense9_weight``.
+    trainer._in_order = sorted(trainer._params, key=lambda parameter: numbered(parameter.name))
     # Behind the parameters, the optimizer and its settings.
     trainer._has_chosen_store = "kvstore" in kwargs or len(args) > 3
     _share_store(trainer)
@@ -60,15 +63,9 @@ class _Follows(gluon.Trainer):
     _has_chosen_store = _has_begun = False
     _is_to_synchronise = False  # as `install(convert=True)` says; then all of the net may be plain, with a warning
     _compared_states: Optional[Dict[int, Any]] = None  # by the processes. To load others makes another dictionary
+    _in_order: List[gluon.Parameter]
     # The divisor then: the object, because a new one may be as large. None: the next sum compares weights first.
     _summed_for: Optional[float] = None
-
-    @functools.cached_property
-    def _in_order(self) -> List[gluon.Parameter]:
-        """The parameters in an order that is the same in all processes. Gluon's counters may begin elsewhere in another
-        one, where the Trainer puts ``dense10_weight`` before ``dense9_weight``.
-        """
-        return sorted(self._params, key=lambda parameter: numbered(parameter.name))
 
     def _init_kvstore(self) -> None:
         """Before the first step: the layers may have got their store since the Trainer was made. The Trainer sees the
