@@ -51,8 +51,8 @@ def main(arguments: Sequence[str]) -> int:
     processes, rounds = ([2], 50) if options.quick else (PROCESSES[over], ROUNDS[over])
     samples: List[_measuring.Cell] = []
     for count in tqdm(processes, desc="exchange", unit="job", disable=options.no_progress or None):
-        work = {"rounds": rounds}
-        near, far = (_measuring.job(over, count, script, work, network) for network in (False, True))
+        works = ({"rounds": rounds, "network": network} for network in (False, True))
+        near, far = (_measuring.job(over, count, script, work, work["network"]) for work in works)
         for size in SIZES:
             of_size = {**near[str(size)], **far[str(size)]}
             samples.append({"bytes": size, "processes": count, "microseconds": of_size})
@@ -84,7 +84,9 @@ def child(over: Literal["mpi", "horovod"], work: Dict[str, Any]) -> None:
 
     gluon_syncbn.configure(timeout=120)
     store = gluon_syncbn.kvstore(over)
-    bare, ours = PAIRS[store.why_not_in_memory is not None]
+    if store.why_not_in_memory is not None and not work["network"]:
+        raise SystemExit(f"the processes do not share memory: {store.why_not_in_memory}")
+    bare, ours = PAIRS[work["network"]]
     result = {}
     for size in SIZES:
         values, total = np.ones(size // 8), np.empty(size // 8)
