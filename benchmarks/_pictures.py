@@ -213,7 +213,7 @@ def inplace(cells: Cells) -> Picture:
 
 
 def over_tcp(cell: Any) -> str:
-    return ", TCP" if cell.get("network") else ""
+    return "\nover TCP" if cell.get("network") else ""
 
 
 def gradients(cells: Cells) -> Picture:
@@ -224,7 +224,7 @@ def gradients(cells: Cells) -> Picture:
     }
     labels = {name: label for name, label in labels.items() if name in cells[0]["seconds"]}
     series = {label: [point(one["seconds"][name], 1e3) for one in cells] for name, label in labels.items()}
-    texts = [f"{one['model']}, {one['crop']}\n{one['processes']} processes{over_tcp(one)}" for one in cells]
+    texts = [f"{one['model']}\n{one['crop']} pixels\n{one['processes']} processes{over_tcp(one)}" for one in cells]
     found = f"A sum of gradients takes {span(medians(cells, 'exchange'))} of the bare transport's time"
     note = f"exchange is what a step takes more than without it, so that it may be below 0; {rounds(cells)}"
     return Picture([("", texts, series)], "", "ms to sum the gradients", found, note, False, 0)
