@@ -51,8 +51,10 @@ def main(arguments: Sequence[str]) -> int:
     processes, rounds = ([2], 50) if options.quick else (PROCESSES[over], ROUNDS[over])
     samples: List[_measuring.Cell] = []
     for count in tqdm(processes, desc="exchange", unit="job", disable=options.no_progress or None):
-        works = ({"rounds": rounds, "network": network} for network in (False, True))
-        near, far = (_measuring.job(over, count, script, work, work["network"]) for work in works)
+        near, far = (
+            _measuring.job(over, count, script, {"rounds": rounds, "network": network}, network)
+            for network in (False, True)
+        )
         for size in SIZES:
             of_size = {**near[str(size)], **far[str(size)]}
             samples.append({"bytes": size, "processes": count, "microseconds": of_size})
