@@ -139,14 +139,12 @@ def for_replica(call: Callable, block: gluon.Block, *args: Any) -> Any:
     context = next((one for one in contexts if one.device_type == "cpu"), None)
     if context is None:
         return call(block, *args)
-    before = _native.issue_on(context.device_id)
     _of_thread.issues = True
     try:
-        with setting(_native.use_spare_space, False):
+        with setting(_native.issue_on, context.device_id), setting(_native.use_spare_space, False):
             return call(block, *args)
     finally:
         _of_thread.issues = False
-        _native.issue_on(before)
 
 
 def _has_parameters(block: gluon.Block) -> bool:
