@@ -274,7 +274,9 @@ import json, os, sys
 import helper
 print(json.dumps([sys.argv, sys.path[0], __name__, __file__, os.getcwd(), sys.modules["__main__"].__file__]))
 """
-    results = [job(text, *command, TRAIN, "--cpus", "3", "run", "-h", "--", "--c") for command in (("-u",), RUN)]
+    results = [
+        job(text, *command, TRAIN, "--cpus", "3", "run", "-h", "--", "--c") for command in (("-u",), (*RUN, "--"))
+    ]
     assert results[0][:2] == results[1][:2]
     assert results[0][0] == 0, results[0][2]
 
