@@ -95,25 +95,25 @@ def _saving(reduce: Callable, parameter: gluon.Parameter) -> mx.nd.NDArray:
     """A copy of an array with an error has no values. A failed step leaves its error in running statistics. Within a
     step, ``reset_ctx`` must not wait for replicas that are still to be called.
     """
-    if not session.depth():
-        steps.settle(parameter._data or ())
-        steps.tell()
-    return reduce(parameter)
+    if session.depth():
+        return reduce(parameter)
+    steps.settle(parameter._data or ())
+    steps.tell()
+    return steps.settled(lambda: reduce(parameter))
 
 
 def _writing(write: Callable, file: Any, count: Any, handles: Any, names: Any) -> int:
     """MXNet opens the file before it waits for the arrays (`MXNDArraySave` in src/c_api/c_api.cc), so the error of one
     would cost the file that was there. A parameter with the error of a failed step is as it was.
     """
-    errors = steps.errors_of(SimpleNamespace(handle=mx.base.NDArrayHandle(handle)) for handle in handles)
-    if errors and _native.failure():
-        for parameter in [one for trainer in list(session.trainers) for one in trainer._params]:
-            for array in parameter._data or ():
-                errors.pop(array.handle.value, None)
-    if errors:
-        first = next(iter(errors.values()))
-        steps.failure_seen(first)
-        raise first
+    parameters = [one for trainer in list(session.trainers) for one in trainer._params]
+    kept = {array.handle.value for parameter in parameters for array in parameter._data or ()}
+    for handle in handles:
+        array = SimpleNamespace(handle=mx.base.NDArrayHandle(handle))
+        if handle in kept:
+            steps.settle([array])
+        else:
+            mx.nd.NDArray.wait_to_read(array)
     return write(file, count, handles, names)
 
 

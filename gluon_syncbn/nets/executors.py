@@ -229,12 +229,12 @@ class _Group(DataParallelExecutorGroup):
             super().backward(*args, **kwargs)
         except BaseException as error:
             if not session.depth():
-                steps.break_off(f"{type(error).__name__} left the backward of a Module ({error})")
+                steps.break_off("the backward of a Module", error)
                 session.raised = _native.failure()
             raise
         _native.gate(kinds.arrays_of(self.grad_arrays))
 
-    def get_params(self, arg_params: Dict[str, mx.nd.NDArray], *args: Any, **kwargs: Any) -> None:
+    def get_params(self, arg_params: Dict[str, mx.nd.NDArray], aux_params: Dict[str, mx.nd.NDArray]) -> None:
         """An executor tells MXNet's engine only what its operators read and put out, and not that they write auxiliary
         states (`GraphExecutor::InitCachedOps` in src/executor/graph_executor.cc). So the engine may copy the running
         statistics before a forward that was issued earlier has written them.
@@ -245,7 +245,8 @@ class _Group(DataParallelExecutorGroup):
         outputs = [executor.outputs for executor in self.execs]
         steps.settle(kinds.arrays_of([outputs, self.param_arrays, self.aux_arrays]))
         steps.tell()
-        super().get_params(arg_params, *args, **kwargs)
+        get_params = super().get_params
+        steps.settled(lambda: [get_params(arg_params, aux_params), arg_params, aux_params])
         for _, within, node in walk(json_of(self.symbol)) if self.for_training else ():
             if is_ours(node) and node["attrs"]["fix_gamma"] == "1":
                 gamma = within["nodes"][node["inputs"][1][0]]["name"]

@@ -139,7 +139,7 @@ def update_bn_stats(
         totals = _population(net, layers, running, _equally_many(store, batches, num_iters))
         totals = _of_all_processes(store, "population statistics", totals)
     finally:
-        steps.drain()  # operators in flight write them, too
+        steps.drain("the end of update_bn_stats")  # operators in flight write them, too
         for array, value in before:
             value.copyto(array)
     given = {mean: total for mean, total in totals.items() if total[0] > 0}

@@ -57,7 +57,7 @@ def only_on(contexts: Sequence[Context]) -> Iterator[None]:
         mx.nd.waitall()
     except BaseException as error:
         _native.fail(f"{type(error).__name__} left gluon_syncbn.only_on(...): {error}")
-        drain()
+        drain("the end of only_on")
         raise
     finally:
         _native.devices([])

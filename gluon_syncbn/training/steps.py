@@ -9,24 +9,27 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from typing import Any, Dict, Iterable, List, Optional
+from typing import Any, Callable, Iterable, List, Optional, TypeVar
 
 import mxnet as mx
 
 from .. import _native
-from ..system import logs
+from ..system import kinds, logs
 from .session import session
+
+ArraysT = TypeVar("ArraysT")
 
 MOST_WAITS = 10
 
 
-def drain() -> List[str]:
-    """Waits until MXNet has no work left, with or without errors, and returns the errors.
+def drain(before: str = "") -> List[str]:
+    """Waits until MXNet has no work left, with or without errors, and returns the errors. With ``before``, those that
+    are not the step's are logged.
 
     An array of a failed step raises its error once, when it is read. It is usable again afterwards.
 
-    MXNet's wait forgets all errors that it finds (`ThreadedEngine::WaitForAll` in src/engine/threaded_engine.cc). So
-    after `MOST_WAITS` errors every wait fails, and another one would fail too.
+    MXNet's wait forgets all errors that it finds, and raises the first (`ThreadedEngine::WaitForAll` in
+    src/engine/threaded_engine.cc). So after `MOST_WAITS` errors every wait fails, and another one would fail too.
     """
     errors: List[str] = []
     raised = session.raised
@@ -36,32 +39,36 @@ def drain() -> List[str]:
             break
         except mx.MXNetError as error:
             errors.append(str(error))
+            if before and not isinstance(error, _native.StepError):
+                logs.log.error("failed before %s, so reading the result no longer raises this error: %s", before, error)
     session.raised = raised
     return errors
 
 
-def settle(arrays: Iterable[mx.nd.NDArray]) -> None:
-    """Waits for arrays that are to be saved, and takes the error of a failed step from them. MXNetError: another one.
-
-    Temporary space may have that error, too, and passes it on to a sum of replicas that takes it.
+def settle(arrays: Iterable[Any]) -> bool:
+    """Waits for arrays, and takes the error of a failed step from them. Returns whether one had it. The program has not
+    seen it. MXNetError: another one, because what is in the array then is no value.
     """
-    errors = errors_of(arrays)
-    if _native.failure():
-        drain()
-    elif errors:
-        raise next(iter(errors.values()))
-
-
-def errors_of(arrays: Iterable[Any]) -> Dict[int, mx.MXNetError]:
-    """Waits for arrays, and takes their errors from them. Returns these, by handle. The program has not seen them."""
-    raised, errors = session.raised, {}
+    raised, found = session.raised, False
     for array in arrays:
         try:
             mx.nd.NDArray.wait_to_read(array)
-        except mx.MXNetError as error:
-            errors[array.handle.value] = error
-    session.raised = raised
-    return errors
+        except _native.StepError:
+            if not _native.failure():
+                raise
+            session.raised, found = raised, True
+    return found
+
+
+def settled(compute: Callable[[], ArraysT]) -> ArraysT:
+    """Returns arrays that are computed of settled ones. An operator takes temporary space, which may have the error of
+    a failed step, too, once for each copy.
+    """
+    for _ in range(MOST_WAITS):
+        found = compute()
+        if not settle(kinds.arrays_of(found)):
+            return found
+    raise _native.StepError(_native.failure())
 
 
 def tell() -> None:
@@ -92,7 +99,7 @@ def reset() -> None:
                 logs.log.warning("starting a new step after a failed one: %s", reason)
             session.tell_others(reason)
         # A healthy step that is in flight ends too: its replicas could not find each other any more.
-        errors = drain()
+        errors = drain("a new step")
         _native.reset()
         session.raised = ""
     if len(errors) == MOST_WAITS:
@@ -143,18 +150,24 @@ def scope_left(kind: Optional[type], value: Any) -> None:
         if ended:  # ended by another thread, whose replicas have met this thread's replicas
             session.raised = ended
             raise _native.StepError(ended)
-    elif current:  # else another thread has begun a new step since then
-        break_off(f"{kind.__name__} left the recorded step ({value})")
-        failure_seen(value)
+    elif current and (_native.layers() or session.stores):  # else another thread has begun a new step since then
+        try:
+            break_off("the recorded step", value)
+        finally:
+            failure_seen(value)
 
 
-def break_off(what: str) -> None:
-    # The step before may be in flight, and its update would be lost. A job of processes ends, and must not wait first.
-    if not session.stores:
-        errors_of(array for one in session.trained() for array in one._data)
-    session.raised = f"{what}, so the replicas that had been called cannot finish it. The next step starts afresh."
-    _native.fail(session.raised)
-    session.tell_others(session.raised)
+def break_off(where: str, error: BaseException) -> None:
+    """MXNetError: the error of an operator that writes a weight, and that is not the step's."""
+    try:
+        # The step before may be in flight, and its update would be lost. A job of processes ends, and must not wait.
+        if not session.stores:
+            settle(array for one in session.trained() for array in one._data)
+    finally:
+        what = f"{type(error).__name__} left {where}" + (f" ({error})" if str(error) else "")
+        session.raised = f"{what}, so the replicas that had been called cannot finish it. The next step starts afresh."
+        _native.fail(session.raised)
+        session.tell_others(session.raised)
 
 
 def failure_seen(error: BaseException) -> None:

@@ -463,7 +463,73 @@ def test_files_while_a_step_fails(contexts, rng, tmp_path, updates):
             else:
                 save(path)
         assert values(path) == before, name
+        steps.drain()
         assert all(np.isfinite(value.asnumpy()).all() for value in all_of().values())
+
+
+def spoil(array):
+    """Has an operator fail that writes this array, and that has nothing to do with a step."""
+    array[:] = nd.linalg.potrf(nd.full((1, 1), -1, dtype=array.dtype, ctx=array.ctx))
+
+
+@pytest.mark.parametrize("what", ["net", "all", "export", "arrays", "states", "module"])
+def test_the_error_of_another_operator_after_a_failed_step(contexts, rng, tmp_path, what):
+    """It is not the step's: the array has no value then, and the file stays as it was."""
+    places = contexts[:2]
+    net = nn.HybridSequential()
+    net.add(nn.Dense(5, in_units=5), SyncBatchNorm(in_channels=5))
+    net.initialize(ctx=places)
+    net.hybridize()
+    trainer = gluon.Trainer(net.collect_params(), "adam", update_on_kvstore=False)
+    xs, heads = ([nd.array(rng.randn(4, 5), ctx=place) for place in places] for _ in range(2))
+    forward_and_backward(net, xs, heads)
+    trainer.step(8)
+    symbol = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("data"), name="bn")
+    module = mx.mod.Module(symbol, ["data"], [], context=places)
+    module.bind([("data", (8, 5))])
+    module.init_params()
+    spoiled, file, save = {
+        "net": (net[0].weight.data(places[1]), "net", net.save_parameters),
+        "all": (net[0].weight.data(places[1]), "all", net.collect_params().save),
+        "export": (net[0].weight.data(places[1]), "net-0000.params", lambda path: net.export(str(tmp_path / "net"))),
+        "arrays": (net[0].weight.data(places[1]), "list", lambda path: nd.save(path, net[0].weight.list_data())),
+        "states": (trainer._updaters[0].states[0][1], "states", trainer.save_states),
+        "module": (
+            module._exec_group.aux_arrays[0][1],
+            "net-0001.params",
+            lambda path: (setattr(module, "_params_dirty", True), module.save_checkpoint(str(tmp_path / "net"), 1)),
+        ),
+    }[what]
+    path = tmp_path / file
+    save(str(path))
+    before = path.read_bytes()
+    with pytest.raises(OutOfData), autograd.record():
+        net(xs[0])
+        raise OutOfData
+    spoil(spoiled)
+    with pytest.raises(mx.MXNetError, match="potrf"):
+        save(str(path))
+    assert path.read_bytes() == before
+
+
+def test_an_exception_and_the_error_of_an_update(contexts):
+    """Who leaves the scope waits for the weights, and meets an error that nobody has seen."""
+    layer = a_layer(contexts[:2])
+    gluon.Trainer(layer.collect_params(), "sgd")
+    spoil(layer.gamma.data(contexts[1]))
+    with pytest.raises(mx.MXNetError, match="potrf"), autograd.record():
+        raise OutOfData
+    assert "OutOfData left the recorded step, so" in gluon_syncbn._native.failure()
+
+
+def test_the_error_of_another_operator_before_the_next_step(contexts, caplog):
+    layer = a_layer(contexts[:2])
+    with pytest.raises(OutOfData), autograd.record():
+        raise OutOfData
+    spoil(nd.ones(1))
+    with autograd.record():
+        pass
+    assert "failed before a new step, so reading the result no longer" in caplog.text and "potrf" in caplog.text, layer
 
 
 @pytest.mark.parametrize("called", [0, 1])

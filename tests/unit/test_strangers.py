@@ -8,8 +8,9 @@ from environments import ended
 from places import SUPPORT
 
 PROGRAMS = '''
-import gluon_syncbn_first, copy, dataclasses, json, sys, traceback
+import gluon_syncbn_first, copy, dataclasses, json, os, sys, threading, traceback
 import mxnet as mx
+from gate import Gate
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 import gluon_syncbn
@@ -115,6 +116,31 @@ def backends_one_after_the_other():
     net.optimize_for(x, backend="MKLDNN", clear=False)
     assert net._cached_op is not first, "the second one did nothing"
     assert abs(net(x).asnumpy() - want).max() < 1e-5
+
+def an_exception_that_leaves_the_scope():
+    """It waits for no weight, and takes no operator's error."""
+    net = nn.Dense(2, in_units=2)
+    net.initialize()
+    gluon.Trainer(net.collect_params(), "sgd")
+    gate = Gate()
+    net.weight.data()[:] = gate.behind(nd.ones((2, 2)))
+    timer = threading.Timer(20, gate.open)
+    timer.start()
+    try:
+        with autograd.record():
+            raise ValueError
+    except ValueError:
+        assert timer.is_alive(), "it waited for a weight"
+    timer.cancel()
+    gate.open()
+    for save in (net.save_parameters, net.collect_params().save, lambda file: nd.save(file, net.weight.data())):
+        nd.linalg.potrf(-nd.ones((2, 2)), out=net.weight.data())
+        try:
+            save(os.devnull)
+        except mx.MXNetError as error:
+            assert "potrf" in str(error)
+        else:
+            assert False, "what an operator has left is in the file"
 
 results = {}
 for name, program in [one for one in globals().items() if getattr(one[1], "__code__", None)]:
