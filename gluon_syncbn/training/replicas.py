@@ -140,7 +140,7 @@ class Replicas:
         if not sources or self.pooling._replace(virtual_devices=1) != Pooling():
             return
         with autograd.pause():
-            for parameter in list(self.running):
+            for parameter in [one for one in self.running if one._data]:  # those of a Module have no values
                 for context in self.contexts:
                     if context not in trained:
                         parameter.data(sources[0]).copyto(parameter.data(context))

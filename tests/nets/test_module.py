@@ -303,6 +303,14 @@ def test_a_gamma_that_does_not_count_is_1(contexts, tmp_path, count, kvstore):
         np.testing.assert_array_equal(stored, 1)
 
 
+def test_only_on_beside_a_module(contexts):
+    """The layers of a Module have no parameters of Gluon."""
+    module = ready(classifier(SyncBatchNorm), contexts[:2])
+    with gluon_syncbn.only_on(contexts[:1]):
+        pass
+    train(module, [1])
+
+
 # MXNet leaves the file of the optimizer's states to the garbage collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_checkpoint(contexts, tmp_path):
