@@ -61,7 +61,8 @@ def difference(block: Block) -> str:
     for name in ("forward", "__call__", "hybrid_forward"):
         owner = next(one for one in cls.__mro__ if name in vars(one))
         known = owner in _BatchNorm.__mro__ or (owner.__module__, owner.__qualname__) == _CUDNN_OFF
-        if not known or name in vars(block):
+        own = vars(block).get(name)
+        if not known or getattr(own, "replaced", own):  # `recompute` calls what it has replaced
             return f"it has a {name} of its own"
     return ""
 

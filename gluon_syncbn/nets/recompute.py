@@ -7,6 +7,7 @@ import itertools
 import os
 import random
 import re
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -86,27 +87,36 @@ def recompute(block: BlockT, active: bool = True) -> BlockT:
     """
     arguments.block("block", block)
     active = arguments.flag("active", active)
-    own = vars(block).get("forward")  # else it is that of the class, which `convert` may change
-    changed = getattr(own, "func", None) is _forward
-    if active and not changed:
-        if not _OfThread.first:
-            _OfThread.first = int(mx.nd.random.randint(1, 2**31 - 1).asscalar())
-            _of_thread.generator = random.Random(_OfThread.first)
-        patches.replace(_record_use, Parameter, "data")
-        patches.replace(_seeding, mx.random, "seed")
-        vars(block)["forward"] = functools.partial(_forward, block, own)
+    own = vars(block).get("forward")
+    if active and not isinstance(own, _Recomputed):
+        vars(block)["forward"] = _Recomputed(block, own)
         forget_graphs(block)  # graphs around it hold its operators, and those within keep old rates of Dropout
-    elif changed and not active:
+    elif isinstance(own, _Recomputed) and not active:
         vars(block).pop("_draws_random", None)
         del block.forward
-        if own.args[1]:
-            vars(block)["forward"] = own.args[1]
+        if own.replaced:
+            vars(block)["forward"] = own.replaced
     return block
 
 
-def _forward(block: Block, own: Optional[Callable[..., Any]], *args: Any) -> Any:
-    """Runs in the place of a block's forward, and computes that again in the backward."""
-    forward = own or functools.partial(type(block).forward, block)
+class _Recomputed:
+    """Stands in the place of a block's forward, and computes that again in the backward."""
+
+    def __init__(self, block: Block, replaced: Optional[Callable[..., Any]]) -> None:
+        self._block, self.replaced = block, replaced  # None: that of the class, which `convert` may change
+        _install()
+
+    def __reduce__(self) -> Any:
+        return _Recomputed, (self._block, self.replaced)  # another process installs, too
+
+    def __call__(self, *args: Any) -> Any:
+        caller = sys._getframe(1).f_locals.get("self")  # a copy of the block has the same forward
+        is_its_own = isinstance(caller, Block) and vars(caller).get("forward") is self
+        return _forward(caller if is_its_own else self._block, self.replaced, *args)
+
+
+def _forward(block: Block, replaced: Optional[Callable[..., Any]], *args: Any) -> Any:
+    forward = replaced or functools.partial(type(block).forward, block)
     arrays = arrays_of(args)
     if any(isinstance(array, mx.sym.Symbol) for array in arrays):
         raise mx.MXNetError(
@@ -118,8 +128,9 @@ def _forward(block: Block, own: Optional[Callable[..., Any]], *args: Any) -> Any
     if not recording and not _of_thread.frames:
         return forward(*args)
     within, context = list(blocks.iterate(block)), arrays[0].ctx
-    seed = _generator().getrandbits(31) if _may_be_random(block, within, forward, args) else None
+    seed = _generator(context).getrandbits(31) if _may_be_random(block, within, forward, args) else None
     if recording:
+        _install()  # after an `uninstall`
         _check(block, within, context)
         return _recorded(block, forward, seed, args)
     with _frame(seed, context, {}):  # within a block that is being recomputed
@@ -185,15 +196,31 @@ def _recorded(block: Block, forward: Callable[..., Any], seed: Optional[int], ar
 
 # ---- forwards --------------------------------------------------------------------------------------------------
 # MXNet keeps a generator for each thread and does not expose its state. Drawing a number from it would wait for the
-# operators in flight. So a forward that will be recomputed takes its seed from a generator here, which starts with the
-# seed of ``mx.random.seed``. Scripts seed before they have a block: until they do so again, with a number of MXNet's.
+# operators in flight. So a forward that will be recomputed takes its seed from a generator of its context here, in any
+# thread. That starts with the seed of ``mx.random.seed``. Scripts seed before they have a block: until they seed
+# again, with a number of MXNet's.
 
 _seed = mx.random.seed  # without what follows
+_first: Optional[int] = None  # the seed of all contexts
+_generators: Dict[mx.Context, random.Random] = {}  # of seeds, outside of all forwards
 
 
-def _seeding(seed: Callable[..., None], seed_state: Any, *args: Any, **kwargs: Any) -> None:
-    seed(seed_state, *args, **kwargs)
-    _of_thread.generator = random.Random(int(seed_state))
+def _install() -> None:
+    global _first
+    patches.replace(_record_use, Parameter, "data")
+    patches.replace(_seeding, mx.random, "seed")
+    if _first is None:
+        _first = int(mx.nd.random.randint(1, 2**31 - 1).asscalar())
+
+
+def _seeding(seed: Callable[..., None], seed_state: Any, ctx: Any = "all") -> None:
+    global _first
+    seed(seed_state, ctx)
+    if ctx == "all":
+        _first = int(seed_state)
+        _generators.clear()
+    else:  # the numbers of a process that has this context alone
+        _generators[mx.Context(ctx)] = random.Random(int(seed_state))
 
 
 # The second forward uses copies of the parameters. One reason is the engine. The other: an array also belongs to the
@@ -201,10 +228,7 @@ def _seeding(seed: Callable[..., None], seed_state: Any, *args: Any, **kwargs: A
 
 
 class _OfThread(threading.local):
-    first = 0  # the seed of threads that have none of their own
-
     def __init__(self) -> None:
-        self.generator = random.Random(self.first)  # of seeds, outside of all forwards
         #: The recomputed forwards that the thread is within, the outermost first: the generator of the seeds within,
         #: and the parameters that it uses, or that it is given the second time.
         self.frames: List[Tuple[random.Random, Arrays, bool]] = []
@@ -213,14 +237,16 @@ class _OfThread(threading.local):
 _of_thread = _OfThread()
 
 
-def _generator() -> random.Random:
-    return _of_thread.frames[-1][0] if _of_thread.frames else _of_thread.generator
+def _generator(context: mx.Context) -> random.Random:
+    if _of_thread.frames:
+        return _of_thread.frames[-1][0]
+    return _generators.setdefault(context, random.Random(f"{_first} {context}"))
 
 
 @contextmanager
 def _frame(seed: Optional[int], context: mx.Context, parameters: Arrays, again: bool = False) -> Iterator[None]:
     """Makes random operators on this context, and recomputed forwards within, draw from the seed if there is one."""
-    generator = _generator() if seed is None else random.Random(seed)
+    generator = _generator(context) if seed is None else random.Random(seed)
     if seed is not None:
         _seed(seed, context)
     _of_thread.frames.append((generator, parameters, again))

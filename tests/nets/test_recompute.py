@@ -7,6 +7,7 @@ import itertools
 import logging
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import mxnet as mx
 import numpy as np
@@ -312,6 +313,40 @@ def test_a_rate_that_rises_after_the_first_step(contexts, change, way):
         np.testing.assert_allclose(x.grad.asnumpy(), (y / x).asnumpy(), rtol=1e-5)
 
 
+@pytest.mark.parametrize("anew", [False, True], ids=["kept", "anew"])
+def test_threads_draw_masks_of_their_own(contexts, anew):
+    """On each context and at each call; the threads live on, or are new at each call, as GluonCV's are."""
+    net = recompute(nn.Dropout(0.5))
+    pools = [ThreadPoolExecutor(1) for _ in contexts[:3]]
+
+    def call(i):
+        with autograd.record():
+            masks[-1].append((i, (net(nd.ones(100, ctx=contexts[i])).asnumpy() != 0).tolist()))
+
+    masks = []
+    for seed in (5, 5, 6):
+        mx.random.seed(seed)
+        masks.append([])
+        for _ in range(3):
+            if anew:
+                in_threads(call, 3)
+            else:
+                [future.result() for future in [pool.submit(call, i) for i, pool in enumerate(pools)]]
+        masks[-1].sort(key=lambda mask: mask[0])
+    different = {str(mask) for of_seed in masks for _, mask in of_seed}
+    assert masks[0] == masks[1] and len(different) == 18
+
+
+def test_a_seed_of_one_context(contexts):
+    """It gives the context the numbers of a process that has this context alone."""
+    net, masks = recompute(nn.Dropout(0.5)), []
+    for context in contexts[:2]:
+        mx.random.seed(5, ctx=context)
+        with autograd.record():
+            masks.append([net(nd.ones(100, ctx=context)).asnumpy().tolist() for _ in range(2)])
+    assert masks[0] == masks[1] and masks[0][0] != masks[0][1]
+
+
 # ---- arguments, results, use -------------------------------------------------------------------------------
 
 
@@ -381,6 +416,38 @@ def test_it_leaves_names_files_and_copies_alone(contexts, tmp_path):
     for unit in net:
         recompute(unit, active=False)
     assert [set(vars(unit)) for unit in net] == attributes
+
+
+class Scales(nn.Block):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return x * self.factor
+
+
+def test_a_shallow_copy():
+    block = recompute(Scales(2))
+    twin = copy.copy(block)
+    twin.factor = 5
+    with autograd.record():
+        assert [one(nd.ones(1)).asscalar() for one in (block, twin, block)] == [2, 5, 2]
+
+
+def test_layers_that_are_converted_later(contexts, recwarn):
+    """Each layer is recomputed by itself, so that the forward that it has is not its own."""
+    want = train(make_net(contexts[:2]), contexts[:2])
+    net = revert(make_net(contexts[:2]))
+    layers = [one for one in iterate(net) if isinstance(one, nn.BatchNorm)]
+    for layer in layers:
+        recompute(layer)
+    convert(net)
+    assert_close(train(net, contexts[:2]), want)
+    gluon_syncbn.assert_synchronised(net)
+    revert(net)
+    assert {type(layer) for layer in layers} == {nn.BatchNorm}
+    assert not [str(one.message) for one in recwarn if "as it was" in str(one.message)]
 
 
 CHANGES = {
