@@ -61,7 +61,8 @@ def _at_exit() -> None:
         pass
     slowest = _native.slowest()
     if slowest:
-        log.debug(slowest)
+        with logs.errors_reported(slowest):
+            log.debug(slowest)
     if os.getpid() != _pid:
         return  # a child of a fork: the exchanges belong to its parent
     if _native.failure():
@@ -126,10 +127,11 @@ def _pass_on_records() -> None:
 
 def _pass_on(seconds: float) -> bool:
     level, _, text = _native.next_record(seconds).partition(" ")
-    if level == "0":
-        _native.answer_callers(*_what_callers_wait_for())
-    elif level:
-        log.log(int(level), text)
+    with logs.errors_reported(text):
+        if level == "0":
+            _native.answer_callers(*_what_callers_wait_for())
+        elif level:
+            log.log(int(level), text)
     return bool(level)
 
 

@@ -8,6 +8,8 @@ sets the level and prints to stderr. ``logging.getLogger("gluon_syncbn").setLeve
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
+from typing import Iterator
 
 from . import arguments
 from .environment import read
@@ -28,3 +30,14 @@ def start() -> None:
             handler = logging.StreamHandler()
             handler.setFormatter(logging.Formatter("gluon_syncbn: %(message)s"))
             log.addHandler(handler)
+
+
+@contextmanager
+def errors_reported(text: str) -> Iterator[None]:
+    """Reports what a filter or handler of the program's raises, with the record's text, as `logging` reports errors of
+    its own handlers: for a caller that has to go on.
+    """
+    try:
+        yield
+    except (Exception, SystemExit):
+        logging.Handler().handleError(log.makeRecord(log.name, logging.ERROR, __file__, 0, text, (), None))

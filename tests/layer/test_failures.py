@@ -36,6 +36,7 @@ from replicas import (
 
 import gluon_syncbn
 from gluon_syncbn import StepError, SyncBatchNorm
+from gluon_syncbn.mxnet_side import lifetime
 from gluon_syncbn.mxnet_side.nodes import json_of
 from gluon_syncbn.training import steps
 
@@ -134,6 +135,27 @@ def test_a_read_between_replicas_ends_soon(contexts, rng, way):
     line = "layer(x).asnumpy()  # between the replicas)"
     assert_explains(error, layer, "missing cpu(1). Nobody has called", "waits in asnumpy", __file__, line)
     assert_next_step_is_right(layer, contexts[:2], rng)
+
+
+@pytest.mark.parametrize("where", ["filter", "frames"])
+def test_an_error_in_the_thread_that_logs_and_answers(where, contexts, rng, monkeypatch, caplog, capsys):
+    """A filter of the program's raises, or what reads the frames of its threads: that is reported, and no more."""
+    layer, own = a_layer(contexts[:2], timeout=100), lifetime._frames
+
+    def broken(of):
+        monkeypatch.setattr(lifetime, "_frames", own)
+        raise KeyError("a mistake")
+
+    if where == "filter":
+        monkeypatch.setattr(logging.getLogger("gluon_syncbn"), "filters", [broken])
+        caplog.set_level(logging.DEBUG, logger="gluon_syncbn")  # a record of each meeting
+        assert_next_step_is_right(layer, contexts[:2], rng)
+    else:
+        monkeypatch.setattr(lifetime, "_frames", broken)
+    with pytest.raises(StepError, match="waits in asnumpy"), autograd.record():
+        for x in shards(rng, contexts[:2]):
+            layer(x).asnumpy()
+    assert "KeyError: 'a mistake'" in capsys.readouterr().err
 
 
 def test_a_batch_on_fewer_devices_ends_soon(contexts, rng, caplog):
