@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from concurrent import futures
 from typing import Sequence
@@ -10,9 +11,12 @@ import mxnet as mx
 
 from .. import _native
 from ..system.distribution import WHERE, command
+from ..system.logs import errors_reported, log
 from .base import Transport, leave, result_of
 
 _POLL = 0.01  # seconds between two looks at the other ranks
+_GRACE = 10.0  # seconds that a rank stays after a failure, until the others have come to their end
+_QUIET = 10.0  # seconds after which it says what it waits for
 
 
 class MPITransport(Transport):
@@ -53,15 +57,32 @@ class MPITransport(Transport):
         self.mpi[-1] = MPI._handleof(self._leaders)
 
     def close(self) -> None:
-        """Waits until all ranks have come to their end, as MPI_Finalize does. Some may run much longer."""
+        """Waits until all ranks have come to their end, as MPI_Finalize does. Some may run much longer. After a failure
+        they have `_GRACE` seconds: mpiexec ends all with the first that leaves, also a handler that saves its work.
+        """
+        here, quiet, until = self._comm.Ibarrier(), time.monotonic() + _QUIET, math.inf
         while True:
+            have_come, now = here.Test(), time.monotonic()
             fates = [_native.fate_of(self.handle, rank) for rank in range(self.size)]
-            if self.size > 1 and set(fates) - {"", "has ended"}:
-                # MPI_Finalize waits for processes that may be stuck or gone, and a job may hang where a rank leaves
-                # while another one is in there. MPI_Abort runs destructors in MXNet that end in a signal. If all ranks
-                # leave without either, mpiexec returns 1.
-                leave()
-            if all(fates):
+            failed = [rank for rank, fate in enumerate(fates) if fate not in ("", "has ended")] if self.size > 1 else []
+            if failed and until == math.inf:
+                until = now + _GRACE
+                first = f"rank {failed[0]} of {self.size} {fates[failed[0]]}"
+                self._say(f"ends, and its job with it when all have, or in {_GRACE:.0f} s: {first}")
+            if (have_come and all(fates)) or now > until:
                 break
+            if now > quiet and not failed:
+                quiet = math.inf
+                missing = ", ".join(str(rank) for rank, fate in enumerate(fates) if not fate)
+                self._say(f"has come to its end, and waits for that of rank {missing}, as MPI_Finalize does")
             time.sleep(_POLL)
+        if failed:
+            # MPI_Finalize waits for processes that may be stuck or gone, and a job may hang where a rank leaves while
+            # another one is in there. MPI_Abort runs destructors in MXNet that end in a signal. If all ranks leave
+            # without either, mpiexec returns 1.
+            leave()
         _native.processes_closed(self.handle)
+
+    def _say(self, text: str) -> None:
+        with errors_reported(text):
+            log.warning("rank %d of %d %s", self.rank, self.size, text)

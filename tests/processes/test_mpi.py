@@ -1,6 +1,7 @@
 """Several processes on this machine, started by ``mpiexec``: what they compute, and what they learn of each other."""
 
 import os
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -27,6 +28,7 @@ TOGETHER = [
     "configures_after_the_trainer",
     "calls_stay_in_the_engine",
 ]
+WAYS_TO_LEAVE = ["raises", "exits", "ends", "left_the_scope"]
 # These end in an error, with which the store ends and the processes go on.
 FAILING = ["another_net", "a_batch_that_is_not_finite", "broadcasts_parameters", "gathers_other_rows"]
 
@@ -40,7 +42,7 @@ def together():
 @pytest.fixture(scope="module")
 def failed():
     """Jobs of two processes that end early, two at a time: most of each is starting Python and waiting."""
-    jobs = ["fault exits 60", "interrupted", "fails_after_another_has_ended"]
+    jobs = [*(f"saves_its_work {way}" for way in WAYS_TO_LEAVE), "interrupted", "fails_after_another_has_ended"]
     with ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2)) as pool:
         return dict(zip(jobs, pool.map(lambda arguments: Job(2, *arguments.split()), jobs)))
 
@@ -106,15 +108,24 @@ def test_rows_of_another_shape(together):
         assert f"gather 'features': rank {rank} came with rows of shape ({3 + rank},) and type float32" in error
 
 
-def test_a_process_that_ends(failed):
-    """Rank 0 gets an error that names layer, rank and step, at once, and mpiexec's exit code is not 0."""
-    job = failed["fault exits 60"]
+@pytest.mark.parametrize("way", WAYS_TO_LEAVE)
+def test_a_process_that_leaves(way, failed):
+    """Rank 0 gets an error that names layer, rank and step, at once, and saves its work. Both say why the job ends."""
+    job = failed[f"saves_its_work {way}"]
     seconds, error = job.failure_of(0)
-    assert (
-        "in the forward of call 2 of SyncBatchNorm 'layer0'). The output of rank 1, or the log of its machine, "
-        "says why. Give every process the same number of steps, or train within gluon_syncbn.join"
-    ) in error
     assert seconds < 20
+    if way == "left_the_scope":
+        why = "rank 1 of 2 has failed: OSError left the recorded step (the disk is full)"
+    else:
+        why = "rank 1 of 2 has ended"
+        assert (
+            "in the forward of call 3 of SyncBatchNorm 'layer0'). The output of rank 1, or the log of its machine, "
+            "says why. Give every process the same number of steps, or train within gluon_syncbn.join"
+        ) in error
+    assert why in error
+    for rank in range(2):
+        (told,) = re.findall(f"^rank {rank} of 2 ends, and its job with it .*$", job.output, re.MULTILINE)
+        assert why in told
     assert "OK 0" not in job.output
     assert job.code not in (0, None)
 

@@ -3,6 +3,7 @@
 ``mpi_worker.py SCENARIO+SCENARIO ...``. Other workers have scenarios of their own, and share what stands here.
 """
 
+import atexit
 import contextlib
 import gc
 import itertools
@@ -636,6 +637,45 @@ def fault():
             train_step(k)
 
 
+def saves_its_work():
+    """Rank 1 leaves its loop in the given way, and rank 0 saves the net: mpiexec ends it with the first that leaves."""
+    gluon_syncbn.configure(kvstore=kv)
+    layer = gluon_syncbn.SyncBatchNorm(in_channels=5, prefix="layer0_")
+    layer.initialize(ctx=CONTEXTS[:1])
+    way, disk, errors = sys.argv[2], OSError("the disk is full"), []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+
+    def save():
+        time.sleep(2)  # in which mpiexec would have ended this rank
+        path = path_of(".saved")
+        layer.save_parameters(str(path))
+        assert (nd.load(str(path))["running_mean"] == layer.running_mean.data()).asnumpy().all()
+        path.unlink()
+        report(kv.rank, start, *errors)
+
+    if kv.rank == 0 and way == "exits":
+        atexit.register(save)
+    try:
+        for k in range(4):
+            start, faulty = time.monotonic(), kv.rank == 1 and k == 2
+            if faulty and way == "raises":
+                raise disk
+            if faulty and way == "ends":
+                os.kill(os.getpid(), signal.SIGTERM)
+            if faulty and way == "exits":
+                break
+            with autograd.record():
+                y = layer(nd.array(np.random.randn(2, 5, 3), ctx=CONTEXTS[0]))
+                if faulty:
+                    raise disk
+            y.asnumpy()
+    except gluon_syncbn.StepError as error:
+        errors.append(error)
+        if way != "exits":
+            save()
+        raise SystemExit(3) from None
+
+
 def steps_until_one_fails():
     """Or until the test asks for the end. With ``child``, one is killed, and rank 1 has forked as a DataLoader does."""
     child = 0
@@ -673,8 +713,6 @@ def train_step(k):
     x = nd.array(np.random.randn(2, 5, 3), ctx=CONTEXTS[0])
     if faulty and fault == "frozen":
         os.kill(os.getpid(), signal.SIGSTOP)
-    if faulty and fault == "exits":
-        raise SystemExit(0)
     with autograd.record():
         y = _layers[1](_layers[0](x))
     y.backward(x)

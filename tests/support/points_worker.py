@@ -25,14 +25,14 @@ from replicas import Batch, make_batch, on_devices, prepare, truth  # noqa: E402
 from reports import leave, leave_memory, wait_for  # noqa: E402
 
 from gluon_syncbn import _native  # noqa: E402
-from gluon_syncbn.exchange import bridge  # noqa: E402
+from gluon_syncbn.exchange import bridge, mpi  # noqa: E402
 from gluon_syncbn.exchange.store import ProcessStore  # noqa: E402
 from gluon_syncbn.training.session import session  # noqa: E402
 
 _native._core.syncbn_points_arm.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_double]
 
 LIMIT = 60  # seconds that a step waits that nothing hits
-bridge._GRACE = 1.0  # seconds; of two ranks, one that is stopped never ends
+bridge._GRACE = mpi._GRACE = 1.0  # seconds; of two ranks, one that is stopped never ends
 
 
 def arm(point, action, times, seconds):
