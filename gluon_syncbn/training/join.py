@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import Any, Iterator, List, Tuple
+from typing import Any, Callable, Iterator, List, Tuple
 
 import mxnet as mx
 from mxnet import autograd, gluon
@@ -11,6 +11,8 @@ from mxnet import autograd, gluon
 from .. import _native
 from ..exchange.store import ProcessStore
 from ..system import arguments, kinds
+
+_PARTS = ("allreduce_grads", "update")  # of a step
 
 
 @contextmanager
@@ -43,10 +45,11 @@ def join(net: gluon.Block, trainer: gluon.Trainer) -> Iterator[None]:
     contributes no sample to the statistics and zeros to the gradients. The result equals that of one process with all
     batches, because layers of this package weight statistics by samples. All processes leave the block together.
 
-    Within the block, ``trainer.step(n)`` takes the number of samples of this process. It divides the gradients by the
-    samples of all processes. Each step costs two small messages. Plain BatchNorm in the net would see the repeated
-    batch, so convert the net first. `contrastive.gather` raises an error within the block, because a process without a
-    batch has no rows.
+    Within the block, ``trainer.step(n)`` takes the number of samples of this process, not of all as elsewhere. It
+    divides the gradients by the samples of all processes. Each step costs two small messages. To clip the sums of
+    gradients, do so in the ``step`` of a subclass of ``gluon.Trainer``, which all processes call. Plain BatchNorm in
+    the net would see the repeated batch, so convert the net first. `contrastive.gather` raises an error within the
+    block, because a process without a batch has no rows.
 
     Parameters
     ----------
@@ -58,10 +61,11 @@ def join(net: gluon.Block, trainer: gluon.Trainer) -> Iterator[None]:
     Raises
     ------
     ValueError
-        If an argument has another type.
+        If an argument has another type, or ``trainer.step`` gets the samples of all processes.
     MXNetError
-        At the end of the block, if this process never called the net, and others still train. If an exception leaves
-        the block, the other processes end with an error that names this rank and the exception.
+        If ``allreduce_grads`` or ``update`` is called outside of ``step``. At the end of the block, if this process
+        never called the net, and others still train. If an exception leaves the block, the other processes end with an
+        error that names this rank and the exception.
     """
     arguments.block("net", net)
     store: Any = trainer._kvstore_params["kvstore"] if isinstance(trainer, gluon.Trainer) else None
@@ -69,7 +73,8 @@ def join(net: gluon.Block, trainer: gluon.Trainer) -> Iterator[None]:
         arguments.refuse("trainer", trainer, "a gluon.Trainer(..., kvstore=gluon_syncbn.kvstore(...))")
     calls: List[Tuple[Any, ...]] = []  # of the net, in the step that goes on or was the last
     unused: List[mx.nd.NDArray] = []  # parameters that got no gradient in the last step
-    in_step, ended, own_step = False, False, vars(trainer).get("step")  # which may be the user's
+    in_step, in_update, ended = False, False, False
+    own = {name: vars(trainer).get(name) for name in ("step", *_PARTS)}  # which may be the user's
 
     def call(net: gluon.Block, inputs: Tuple[Any, ...]) -> None:
         nonlocal in_step
@@ -82,18 +87,36 @@ def join(net: gluon.Block, trainer: gluon.Trainer) -> Iterator[None]:
         calls.append(inputs)
 
     def step(batch_size: int, ignore_stale_grad: bool = False) -> None:
-        nonlocal in_step
+        nonlocal in_step, in_update
         if ended:  # a wrapper that was made within the block calls it still
             take_step(batch_size, ignore_stale_grad)
             return
         trained = [array for p in trainer._params if p.grad_req != "null" for array in p.list_data()]
         unused[:] = [array for array in trained if not array._fresh_grad]
         samples = arguments.whole("batch_size", batch_size, 0, 2**53)
-        take_step(sum(store.tell_all("the samples of a step", samples)), ignore_stale_grad)
-        in_step = False
+        if samples and _are_of_all(samples, calls, store.num_workers):
+            arguments.refuse("batch_size", samples, "the samples of this process within gluon_syncbn.join, not of all")
+        total = sum(store.tell_all("the samples of a step", samples))
+        in_update = True
+        take_step(total, ignore_stale_grad)
+        in_step = in_update = False
+
+    def part_of_step(name: str, method: Callable[..., None]) -> Callable[..., None]:
+        def part(*args: Any, **kwargs: Any) -> None:
+            if not (in_update or ended):
+                raise mx.MXNetError(
+                    f"trainer.{name} was called within gluon_syncbn.join, where a process without a batch calls "
+                    "trainer.step alone, and would not do what comes between the parts of a step. Do it in the step of "
+                    "a subclass of gluon.Trainer."
+                )
+            method(*args, **kwargs)
+
+        return part
 
     hook = net.register_forward_pre_hook(call)
-    take_step, trainer.step = trainer.step, step
+    take_step = trainer.step
+    ours = {"step": step, **{name: part_of_step(name, getattr(trainer, name)) for name in _PARTS}}
+    vars(trainer).update(ours)
     store.joins += 1
     try:
         yield
@@ -116,11 +139,24 @@ def join(net: gluon.Block, trainer: gluon.Trainer) -> Iterator[None]:
     finally:
         hook.detach()
         ended = True
-        if trainer.step is step:
-            del trainer.step
-            if own_step is not None:
-                trainer.step = own_step
+        for name in ours:
+            if vars(trainer).get(name) is ours[name]:
+                del vars(trainer)[name]
+                if own[name] is not None:
+                    setattr(trainer, name, own[name])
         store.joins -= 1
+
+
+def _are_of_all(samples: int, calls: List[Tuple[Any, ...]], processes: int) -> bool:
+    """Whether this process has an equal share of so many samples, and not all, in its calls of the net. A batch of
+    images is along the first dimension, one of sequences also along the second. Each call may have samples of its own,
+    or another view of the same.
+    """
+    given = [arrays[0] for arrays in map(kinds.arrays_of, calls) if arrays]
+    on_each = list({array.context: array for array in given}.values())
+    own = {sum(len(x) for x in xs if x.ndim) for xs in (given, on_each)}
+    own |= {sum(x.shape[1] for x in xs if 1 < x.ndim < 4) for xs in (given, on_each)}
+    return samples not in own and samples / processes in own
 
 
 def _repeat_without_samples(net: gluon.Block, calls: List[Tuple[Any, ...]]) -> None:

@@ -50,6 +50,17 @@ def masks_of(x):
     return nd.array((x.sum(1) > 0) & (x.sum((1, 2, 3)) > 5)[:, None, None], dtype="float64")
 
 
+class Clips(gluon.Trainer):
+    """Clips the sums of all processes, in each of them."""
+
+    def step(self, batch_size, ignore_stale_grad=False):
+        self.allreduce_grads()
+        for gradients in (p.list_grad() for p in self._params if p.grad_req != "null"):
+            for gradient in gradients:
+                nd.clip(gradient, -0.5, 0.5, out=gradient)
+        self.update(batch_size, ignore_stale_grad)
+
+
 def train(net, trainer, contexts, parts, masked=False):
     xs = [nd.array(x, ctx=c, dtype="float64") for (_, x, _), c in zip(parts, contexts)]
     masks = [[masks_of(x).as_in_context(c)] if masked else [] for (_, x, _), c in zip(parts, contexts)]
@@ -72,7 +83,8 @@ def ready(net, contexts, way, store=None, masked=False):
         values = random.randn(*parameter.shape) * 0.5 + name.endswith(("gamma", "running_var"))
         parameter.set_data(nd.array(np.abs(values) if name.endswith("running_var") else values, dtype="float64"))
     settings = {"learning_rate": 0.1, "momentum": 0.9}
-    return gluon.Trainer(net.collect_params(), "sgd", settings, kvstore=store, update_on_kvstore=False)
+    kind = Clips if way == "hybrid" else gluon.Trainer
+    return kind(net.collect_params(), "sgd", settings, kvstore=store, update_on_kvstore=False)
 
 
 def masks_equal_one_process():
@@ -155,6 +167,33 @@ def errors_end_all():
             train(net, trainer, OWN, shards(step)[HERE])
             if kv.rank == 1 and step == 3:
                 raise OSError("disk full")
+
+
+def samples_of_all():
+    """Outside of the block that is what a step takes."""
+    refused(lambda trainer: trainer.step(2 * len(OWN) * kv.num_workers))
+
+
+def clips_alone():
+    refused(lambda trainer: trainer.allreduce_grads())
+
+
+def updates_alone():
+    refused(lambda trainer: trainer.update(2))
+
+
+def refused(end_step):
+    """In the first step of the block."""
+    gluon_syncbn.configure(kvstore=kv)
+    net = build(gluon_syncbn.SyncBatchNorm, gluon_syncbn.SyncBatchNormAdd)
+    trainer = ready(net, OWN, "eager", kv)
+    with reporting(range(kv.num_workers), (ValueError, mx.MXNetError)), gluon_syncbn.join(net, trainer):
+        with autograd.record():
+            outputs = [array for c in OWN for array in net(nd.ones((2, 4, 3, 3), c, dtype="float64"))]
+        autograd.backward(outputs)
+        end_step(trainer)
+        for later in range(STEPS[kv.rank]):
+            train(net, trainer, OWN, shards(later)[HERE])
 
 
 def gathers():
