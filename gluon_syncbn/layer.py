@@ -452,5 +452,5 @@ class _RunningMean(Parameter):
 
 def _place(replicas: Replicas, parameter: Parameter) -> None:
     replicas.set_contexts(parameter.list_ctx(), parameter._data[0].shape[0])
-    if replicas.separates():
+    if replicas.separates() and replicas.on_cpus:
         patches.replace(patches.for_replica, Block, "__call__")

@@ -71,6 +71,8 @@ class _Scope(autograd._RecordingStateScope):
     def __enter__(self) -> Any:
         if self._trains():
             steps.scope_entered()
+            if session.depth() == 1:
+                _of_thread.called = {}
         return super().__enter__()
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> Any:
@@ -125,14 +127,8 @@ _of_thread = threading.local()
 
 def for_replica(call: Callable, block: gluon.Block, *args: Any) -> Any:
     """For layers on several CPU contexts: the outermost block that is called in training issues the operators of a
-    replica. These take resources of their own (csrc/native/resources.cc).
-
-    A block that cannot be hybridized and has no parameters, such as a loss, may read what no layer feeds. So its
-    operators take temporary space that is free: that of the replica may be held by operators that wait for a layer.
+    replica. These draw from random states of their own (csrc/native/resources.cc).
     """
-    if not isinstance(block, gluon.HybridBlock) and not _has_parameters(block):
-        with setting(_native.use_spare_space, True):
-            return call(block, *args)
     if getattr(_of_thread, "issues", False) or not autograd.is_training():
         return call(block, *args)
     contexts = (x.ctx for x in kinds.arrays_of(args) if isinstance(x, mx.nd.NDArray))
@@ -141,14 +137,10 @@ def for_replica(call: Callable, block: gluon.Block, *args: Any) -> Any:
         return call(block, *args)
     _of_thread.issues = True
     try:
-        with setting(_native.issue_on, context.device_id), setting(_native.use_spare_space, False):
+        with setting(_native.issue_on, context.device_id):
             return call(block, *args)
     finally:
         _of_thread.issues = False
-
-
-def _has_parameters(block: gluon.Block) -> bool:
-    return len(block._params.keys()) > 0 or any(map(_has_parameters, block._children.values()))
 
 
 # ---- graphs ---------------------------------------------------------------------------------------------------
@@ -163,6 +155,7 @@ class _Issuing(mx.nd.CachedOp):
     def __init__(self, symbol: mx.sym.Symbol, flags: List[Tuple[str, Any]], graph: Json) -> None:
         super().__init__(symbol, flags)
         found = layers_of(graph)
+        self.symbol, self.flags = symbol, flags
         self.layers = [layer for layer, _ in found]
         self.exchange: Any = ...  # the default with which they have run
         self.lock: Callable[[mx.Context], ContextManager] = session.issuing if found else nullcontext
@@ -189,8 +182,25 @@ class _Issuing(mx.nd.CachedOp):
             for layer in self.layers:
                 layer.runs(IN_GRAPH)
             self.exchange = session.exchange
+        if self.keeps and autograd.is_recording() and any(layer.separates() for layer in self.layers):
+            self._note_call(context)
         with self.lock(context), executing(context, *self.calls if training else ()) if self.keeps else nullcontext():
             return super().__call__(*args, **kwargs)
+
+    def _note_call(self, context: mx.Context) -> None:
+        """From the second call in a step on, operators are made anew at each call. MXNet makes those of the backwards
+        anew anyway, because the gradients of the weights are other arrays at each step. But it drops the old ones only
+        when all operators before them that read the weights have run (`ThreadedEngine::DeleteOperator` in
+        src/engine/threaded_engine.cc). If a loss joins devices, these may issue their backwards in different orders,
+        and would wait for each other.
+        """
+        called = _of_thread.called
+        if (id(self), context) in called:
+            again = mx.nd.CachedOp(self.symbol, [flag for flag in self.flags if flag[0] != "static_shape"])
+            self.handle, again.handle = again.handle, self.handle
+            self.keeps = False
+            called["dropped"] = again  # until the next step, because another thread may be calling it
+        called[id(self), context] = None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

@@ -101,14 +101,14 @@ def cpu_devices(n: int) -> List[Context]:
     """Returns ``n`` CPU contexts, ``[mx.cpu(0), ..., mx.cpu(n - 1)]``. Contexts made by hand serve as well.
 
     MXNet's operators on all CPU contexts share four copies of temporary space and one random state. Replicas that wait
-    for each other could then wait for ever. So, as soon as a layer is on several CPU contexts, a replica's operators
-    take copies and random states of its own. A copy keeps the largest space that it ever served. So each context needs
-    about the memory of a process with plain BatchNorm on one context.
+    for each other could then wait for ever. So, as soon as a layer is on several contexts, temporary space belongs to
+    the threads that run operators, and random states to contexts.
 
     A replica is a block that is called in training, with its arrays on a context. Its Dropout draws from random states
-    of this context, in each thread that issues it. ``mx.random.seed(seed)`` seeds them, with another seed for each
-    context. ``mx.random.seed(seed, ctx=context)`` gives one of them the numbers of a process with one context. All
-    else, such as initial weights, draws the numbers that a seed gives without this package.
+    of this context, in each thread that issues it. So do operators outside of any block on ``mx.cpu(1)`` and later ones
+    in training. ``mx.random.seed(seed)`` seeds these states, with another seed for each context.
+    ``mx.random.seed(seed, ctx=context)`` gives one of them the numbers of a process with one context. All else, such as
+    initial weights, draws the numbers that a seed gives without this package.
 
     Parameters
     ----------

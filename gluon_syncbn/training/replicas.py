@@ -160,9 +160,9 @@ class Replicas:
             problem = _native.separate_resources()
             if problem:
                 warnings.warn(
-                    f"the CPU contexts of {self.name} share temporary space and random states ({problem}). Replicas "
-                    "may wait for each other there until the time limit, unless MXNET_CPU_TEMP_COPY and "
-                    "MXNET_CPU_PARALLEL_RAND_COPY are large",
+                    f"the devices of {self.name} share temporary space and random states ({problem}). Replicas may "
+                    "wait for each other there until the time limit, unless MXNET_CPU_TEMP_COPY, "
+                    "MXNET_GPU_TEMP_COPY and MXNET_CPU_PARALLEL_RAND_COPY are large",
                     stacklevel=2,
                 )
         self.placed[self.id] = self
@@ -231,8 +231,8 @@ class Replicas:
         return self.reaches_other_processes() or len(self.contexts) > 1
 
     def separates(self) -> bool:
-        """Whether replicas on CPU contexts need temporary space and random states of their own."""
-        return sum(context.device_type == "cpu" for context in self.contexts) > 1
+        """Whether replicas of one process need temporary space and random states of their own."""
+        return len(self.contexts) > 1
 
     def reaches_other_processes(self) -> bool:
         return isinstance(self.exchange or session.exchange, ProcessStore)

@@ -1,4 +1,4 @@
-"""Replicas on CPU contexts take temporary space and random states of their own, with MXNet's few copies of each."""
+"""Operators take temporary space of the thread that runs them, and replicas on CPU contexts have random states."""
 
 import os
 import threading
@@ -278,6 +278,21 @@ def masks_of(places):
         return [y.asnumpy() != 0 for y in ys]
 
     return draw
+
+
+def test_outside_of_blocks(contexts):
+    """While recording, noise on a later context is its own, which noise on the first one does not change."""
+    a_net(contexts[:2])
+
+    def noise(before):
+        mx.random.seed(3)
+        with autograd.record():
+            drawn = [nd.random.normal(shape=4, ctx=contexts[0]) for _ in range(before)]
+            return [*drawn, nd.random.normal(shape=4, ctx=contexts[1])]
+
+    few, many = noise(1), noise(3)
+    np.testing.assert_array_equal(few[-1].asnumpy(), many[-1].asnumpy())
+    assert (few[0].asnumpy() != few[-1].asnumpy()).all()
 
 
 @pytest.mark.parametrize("seed", [mx.random.seed, mx.npx.random.seed], ids=["mx.random", "mx.npx.random"])

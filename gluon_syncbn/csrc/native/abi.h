@@ -106,10 +106,18 @@ struct Context {
     int type, number;
 };
 
+// mxnet::engine::Var
+struct Variable {
+    struct {
+        size_t (*version)(Variable* self);
+    }* table;  // of its virtual functions
+    size_t version;
+};
+
 // mxnet::Resource
 struct Resource {
     int kind;  // of ResourceRequest
-    void* variable;
+    Variable* variable;
     int32_t id;
     void* memory;
 };

@@ -1,0 +1,167 @@
+"""Losses that join devices, in all ways of running, against plain BatchNorm on one context with the whole batch.
+
+An operator that waits for another replica must hold nothing that this replica needs.
+"""
+
+import itertools
+import sys
+
+import mxnet as mx
+import numpy as np
+import pytest
+from environments import ended
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+from places import TESTS
+from replicas import WAYS, assert_near
+
+import gluon_syncbn
+from gluon_syncbn import SyncBatchNorm
+from gluon_syncbn.contrastive import gather
+
+
+def a_net(contexts, norm, way, prefix="net_"):
+    net = nn.HybridSequential(prefix=prefix)
+    with net.name_scope():
+        for _ in range(3):
+            net.add(nn.Conv2D(6, 3, padding=1, in_channels=6, use_bias=False), norm(in_channels=6))
+            net.add(nn.Activation("tanh"), nn.Dropout(0.0))
+        net.add(nn.GlobalAvgPool2D(), nn.Dense(4, in_units=6))
+    net.initialize(mx.init.Xavier(), ctx=contexts)
+    net(nd.zeros((1, 6, 8, 8), ctx=contexts[0]))
+    if way is not None:
+        net.hybridize(**way)
+    return net
+
+
+def rows_of(zs):
+    """All rows on each device, and the numbers of its own."""
+    starts = np.cumsum([0, *(len(z) for z in zs)])
+    return [nd.arange(start, start + len(z), ctx=z.context) for start, z in zip(starts, zs)]
+
+
+def agreement(own, others, rows):
+    return -nd.pick(nd.log_softmax(nd.dot(own, others, transpose_b=True)), rows).sum()
+
+
+def two_forwards(net, _, xs):
+    """SimCLR."""
+    first, second = [net(x) for x in xs], [net(1 - x) for x in xs]
+    pairs = zip(first, second, gather(first), gather(second), rows_of(first))
+    return [agreement(a, bs, rows) + agreement(b, a_s, rows) for a, b, a_s, bs, rows in pairs]
+
+
+def gathered_concatenations(net, _, xs):
+    zs = [nd.concat(net(x), net(x * x), dim=1) for x in xs]
+    return [agreement(z, every, rows) for z, every, rows in zip(zs, gather(zs), rows_of(zs))]
+
+
+def across_devices(net, _, xs):
+    """The loss of each device needs what the others have."""
+    ys = [net(x) for x in xs]
+    sums = [sum(z.sum(axis=0).as_in_context(y.context) for z in ys) for y in ys]
+    return [nd.square(y - total.expand_dims(0) / 8).sum() for y, total in zip(ys, sums)]
+
+
+class Reading(gluon.HybridBlock):
+    """A loss with a parameter, which reads its labels."""
+
+    def __init__(self):
+        super().__init__(prefix="loss_")
+        self.scale = self.params.get("scale", shape=(1,), init="ones")
+
+    def forward(self, y, label):
+        label = nd.topk(nd.concat(label, 1 - label, dim=1), axis=1, k=1)
+        assert label.sum().asscalar() >= 0
+        return super().forward(y, label)
+
+    def hybrid_forward(self, F, y, label, scale):
+        return F.broadcast_mul(F.broadcast_sub(y, label), scale).square().sum()
+
+
+def label_reading(net, _, xs):
+    loss = Reading()
+    loss.initialize(ctx=[x.context for x in xs])
+    return [loss(net(x), x[:, :1, 0, 0]) for x in xs]
+
+
+def discriminator(net, other, xs):
+    """Of a relativistic GAN: real and generated images of all devices, each less the mean of the others."""
+    made = [x + other(x).reshape((-1, 4, 1, 1)).mean(axis=1, keepdims=True) for x in xs]
+    real, fake = [net(x) for x in xs], [net(x) for x in made]
+    of_fake, of_real = (sum(y.sum().as_in_context(mx.cpu()) for y in ys) / 32 for ys in (fake, real))
+    joined = zip(real, fake)
+    return [
+        nd.square(r - of_fake.as_in_context(r.context)).sum() + nd.square(f + of_real.as_in_context(f.context)).sum()
+        for r, f in joined
+    ]
+
+
+def siamese(net, other, xs):
+    """One branch on each device at a time, and a head with layers of its own."""
+    pairs = [(net(x), net(x.flip(axis=3))) for x in xs]
+    seen = [(a * b).sum(axis=1).reshape((-1, 1, 1, 1)) * x for (a, b), x in zip(pairs, xs)]
+    return [nd.square(other(x)).sum() + (a - b).abs().sum() for (a, b), x in zip(pairs, seen)]
+
+
+def auxiliary(net, other, xs):
+    """The losses of the devices, and one that joins them on a device."""
+    ys, zs = [net(x) for x in xs], [other(x) for x in xs]
+    joined = nd.concat(*[z.as_in_context(zs[-1].context) for z in zs], dim=0)
+    return [*(nd.square(y).sum() for y in ys), nd.dot(joined, joined, transpose_a=True).norm()]
+
+
+GRAPHS = [
+    two_forwards,
+    gathered_concatenations,
+    across_devices,
+    label_reading,
+    discriminator,
+    siamese,
+    auxiliary,
+]
+
+
+def gradients_of(graph, nets, shards, contexts, count):
+    """The gradients of the last of these steps, summed over the contexts. Plain running statistics come in the order of
+    the backwards.
+    """
+    for _ in range(count):
+        xs = [nd.array(shard, ctx=context) for shard, context in zip(shards, contexts)]
+        with autograd.record():
+            losses = graph(*nets, xs)
+        autograd.backward(losses)
+    trained = itertools.chain(*(net.collect_params("(?!.*running).*").items() for net in nets))
+    return {name: sum(array.asnumpy() for array in parameter.list_grad()) for name, parameter in trained}
+
+
+@pytest.mark.filterwarnings("ignore:Gradient of Parameter")
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("way", WAYS)
+def test_as_one_device(contexts, rng, graph, way):
+    gluon_syncbn.configure(timeout=15)
+    places, shards = contexts[:2], [rng.rand(2 + i, 6, 8, 8) for i in range(2)]
+    got = [a_net(places, SyncBatchNorm, WAYS[way], prefix) for prefix in ("net_", "other_")]
+    want = [a_net(places[:1], nn.BatchNorm, None, prefix) for prefix in ("net_", "other_")]
+    for net, plain in zip(got, want):
+        for p, q in zip(plain.collect_params().values(), net.collect_params().values()):
+            q.set_data(p.data())
+    whole = gradients_of(graph, want, [np.concatenate(shards)], places[:1], 4)
+    assert_near(gradients_of(graph, got, shards, places, 4), whole, 2e-4)
+
+
+#: What changes who runs an operator, and when.
+ENGINES = {
+    "one thread": {"MXNET_CPU_WORKER_NTHREADS": 1, "MXNET_CPU_PRIORITY_NTHREADS": 1},
+    "eight threads": {"MXNET_CPU_WORKER_NTHREADS": 8},
+    "one pool": {"MXNET_ENGINE_TYPE": "ThreadedEngine"},
+    "no bundles": {"MXNET_EXEC_BULK_EXEC_TRAIN": 0},
+    "through Custom": {"GLUON_SYNCBN_OPERATOR": "custom"},
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_in_other_engines(engine):
+    here = [f"{__file__}::test_as_one_device", "-q", "-p", "no:cacheprovider"]
+    run = ended([sys.executable, "-m", "pytest", *here], cwd=TESTS.parent, **ENGINES[engine])
+    assert run.returncode == 0, run.stdout + run.stderr
