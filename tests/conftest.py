@@ -1,5 +1,6 @@
 """One pytest process holds all layers: its CPU contexts must be able to wait for each other."""
 
+import collections
 import contextlib
 import faulthandler
 import os
@@ -85,6 +86,13 @@ def pytest_collection_modifyitems(items):
         folder = item.path.relative_to(TESTS).parts[0]
         if folder in ("processes", "gpu", "examples"):
             item.add_marker(folder)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """How many tests each reason skips, in place of a line for each test."""
+    reasons = collections.Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", ()))
+    for reason, tests in reasons.most_common():
+        terminalreporter.line(f"SKIPPED {tests}: {reason.partition('Skipped: ')[2] or reason}")
 
 
 def pytest_report_header():

@@ -4,8 +4,8 @@ import os
 import subprocess
 
 # conftest.py imports this module first. The package and the tests write settings of MXNet into the environment later,
-# and a child would inherit them.
-_SHELL = dict(os.environ)
+# and a child would inherit them. A make that a child starts would print as a part of the one that started pytest.
+_SHELL = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
 
 
 def shell(*folders, **variables):
