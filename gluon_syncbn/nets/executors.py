@@ -148,18 +148,23 @@ def _synchronised(
     """
     recorded = json_of(symbol)
     is_other = number_nodes(recorded)
+    names = {node["name"] for node in recorded["nodes"]}
     chosen: Dict[int, SyncBatchNorm] = {}
     layers: List[_Node] = []
     stay: List[str] = []
     for number, within, node in walk(recorded):
         takes = node["op"] in operators or (node["op"] == "BatchNorm" and SYNCHRONISED in node["attrs"])
+        if not takes and not is_ours(node):
+            continue
+        mean = within["nodes"][node["inputs"][-2][0]]["name"]
+        if mean not in names:
+            continue  # a backend, such as that of oneDNN, made it a part of its own operator, and renamed its inputs
         if takes and gives_moments(within, node):
             stay.append(node["name"])
-        elif takes or is_ours(node):
+        else:
             layer = choose(node)
             if layer is not None:
                 chosen[number] = layer
-            mean = within["nodes"][node["inputs"][-2][0]]["name"]
             replicas = _replicas(node) if layer is None else layer._replicas
             layers.append((mean, replicas, 0 if layer is not None else int(node["attrs"]["node"])))
     if stay:

@@ -1,6 +1,7 @@
 """What `net.export` writes of a net that is synchronised: plain operators, which anybody can load."""
 
 import json
+import logging
 import re
 import sys
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from environments import ended
 from mxnet import gluon, nd
+from mxnet.contrib.quantization import quantize_net_v2
 from mxnet.gluon import nn
 from places import ROOT, SUPPORT
 from replicas import forward_and_backward
@@ -169,6 +171,36 @@ def test_mxnet_fuses_the_batch_normalisation_of_a_file(contexts, rng, tmp_path):
         np.testing.assert_allclose(predictor(x).asnumpy(), want, rtol=1e-4, atol=1e-5)
     operators = [node["op"] for node in json_of(predictor._cached_graph[1])["nodes"] if node["op"] != "null"]
     assert operators == ["_sg_mkldnn_conv", "_sg_mkldnn_conv", "Flatten", "_sg_mkldnn_fully_connected"]
+
+
+@pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments")
+@pytest.mark.parametrize("fuse", [False, True])
+def test_onednn_takes_a_trained_net(fuse, contexts, rng, tmp_path):
+    """As it takes the same net with plain layers: quantised to 8 bits, and in a file of the optimised net."""
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.Conv2D(8, 3, in_channels=3), SyncBatchNorm(in_channels=8), nn.Activation("relu"))
+        net.add(nn.Conv2D(5, 3, in_channels=8), SyncBatchNorm(in_channels=5), nn.Flatten(), nn.Dense(4, in_units=45))
+    trained(convert(net, fuse=fuse), contexts[:2], contexts[:2], rng)
+    x = nd.array(rng.randn(2, 3, 7, 7))
+    want = net(x).asnumpy()
+
+    def quantised():
+        batches = mx.io.NDArrayIter(x, batch_size=2)
+        logger = logging.getLogger("quantisation")
+        return quantize_net_v2(net, calib_data=batches, calib_mode="naive", ctx=mx.cpu(), logger=logger)(x).asnumpy()
+
+    in_8_bits = quantised()
+    for backend in ("MKLDNN", "MKLDNN_QUANTIZE"):
+        net.optimize_for(x, backend=backend)
+        np.testing.assert_allclose(net(x).asnumpy(), want, rtol=1e-4, atol=1e-5)
+        net.export(str(tmp_path / "net"))
+        assert '"Custom"' not in (tmp_path / "net-symbol.json").read_text()
+        files = str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params")
+        np.testing.assert_allclose(gluon.SymbolBlock.imports(*files)(x).asnumpy(), want, rtol=1e-4, atol=1e-5)
+    revert(net).hybridize()
+    np.testing.assert_array_equal(in_8_bits, quantised())
+    assert 0 < np.abs(in_8_bits - want).max() < 0.1 * np.abs(want).max()
 
 
 @pytest.mark.skipif(not (ROOT / "docs").exists(), reason="needs the source tree")
