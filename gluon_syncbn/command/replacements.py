@@ -78,7 +78,7 @@ def install(cpus: Optional[int] = None, convert: bool = False) -> str:
     Warns
     -----
     UserWarning
-        When a graph is bound that uses the mean or variance of contrib's operator, which then stays.
+        When a graph is bound that uses the mean or variance of an operator, which then stays MXNet's.
     """
     convert = arguments.flag("convert", convert)
     if cpus is not None:

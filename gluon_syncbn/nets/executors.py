@@ -8,6 +8,7 @@ Each group gets its own graph, because equal nodes on several contexts meet.
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import warnings
 from contextlib import nullcontext
@@ -37,6 +38,8 @@ operators: Set[str] = set()
 #: A synchronised node of an executor, which keeps the replicas alive: the name of the running mean, the replicas, and
 #: the number among the layer's nodes.
 _Node = Tuple[str, Replicas, int]
+#: Marks a node in the graph of a ``Module`` of which a warning was given: its executors bind that graph.
+_STAYS = "null"
 #: What executors were bound for training by; empty if none was.
 trained: Set[str] = set()
 
@@ -78,7 +81,9 @@ def _grouping(
 
 
 def _binding(bind: Callable, symbol: mx.sym.Symbol, /, ctx: Context, *args: Any, **kwargs: Any) -> Executor:
-    choose = functools.partial(_beside_others, ctx, kwargs.get("grad_req") != "null")
+    request = inspect.signature(bind).bind_partial(symbol, ctx, *args, **kwargs).arguments.get("grad_req")
+    requests = request.values() if isinstance(request, dict) else request if isinstance(request, list) else [request]
+    choose = functools.partial(_beside_others, ctx, any(one != "null" for one in requests))
     graph, layers = _synchronised(symbol, choose)
     # A step may be open, but no operator that is made here is a call of it.
     on = ctx.device_id if ctx.device_type == "cpu" else -1
@@ -153,14 +158,16 @@ def _synchronised(
     layers: List[_Node] = []
     stay: List[str] = []
     for number, within, node in walk(recorded):
-        takes = node["op"] in operators or (node["op"] == "BatchNorm" and SYNCHRONISED in node["attrs"])
+        mark = node["attrs"].get(SYNCHRONISED)
+        takes = mark != _STAYS and (node["op"] in operators or (node["op"] == "BatchNorm" and mark is not None))
         if not takes and not is_ours(node):
             continue
         mean = within["nodes"][node["inputs"][-2][0]]["name"]
         if mean not in names:
             continue  # a backend, such as that of oneDNN, made it a part of its own operator, and renamed its inputs
         if takes and gives_moments(within, node):
-            stay.append(node["name"])
+            stay.append(f"{node['name']} ({node['op']})")
+            node["attrs"][SYNCHRONISED], is_other = _STAYS, True
         else:
             layer = choose(node)
             if layer is not None:
@@ -169,8 +176,7 @@ def _synchronised(
             layers.append((mean, replicas, 0 if layer is not None else int(node["attrs"]["node"])))
     if stay:
         warnings.warn(
-            f"{arguments.some(stay, ', ')}: mx.sym.contrib.SyncBatchNorm remains MXNet's own operator, because the "
-            "graph uses its mean or variance",
+            f"{arguments.some(stay, ', ')}: MXNet's own operator stays, because the graph uses its mean or variance",
             stacklevel=5,
         )
     if chosen:

@@ -514,8 +514,10 @@ def test_executors_by_hand(how, contexts, rng):
     heads = rng.randn(12, 5, 4, 4)
     want = executed([body(PLAIN)], contexts[:1], how, heads)
     symbol = body(SyncBatchNorm, ndev=2)
-    predicts = symbol.simple_bind(contexts[1], grad_req="null", data=(2, 3, 7, 7))
-    assert predicts.forward()[0].shape == (2, 5, 4, 4)
+    nothing = dict.fromkeys(symbol.list_arguments(), "null")
+    for given in (["null"], [nothing], [list(nothing.values())], []):  # executors that never train are no partners
+        predicts = symbol.simple_bind(contexts[1], *given, **{} if given else {"grad_req": "null"}, data=(2, 3, 7, 7))
+        assert predicts.forward()[0].shape == (2, 5, 4, 4)
     for _ in range(2):  # one pair after the other
         assert_same(executed([symbol] * 2, contexts[:2], how, heads), want)
     assert_same(executed([body(SyncBatchNorm, ndev=1)], contexts[:1], how, heads), want)
@@ -801,11 +803,29 @@ def test_contribs_symbol(contexts, installed, one_device):
     assert "_contrib_SyncBatchNorm" in symbol.tojson() and "gluon_syncbn" not in symbol.tojson()
 
 
-def test_contribs_symbol_stays_where_its_mean_is_used(contexts, installed):
-    norm = mx.sym.contrib.SyncBatchNorm(mx.sym.var("data"), output_mean_var=True, ndev=1, key="k", name="seen")
-    symbol = mx.sym.Group([norm[0], norm[1]])
-    with pytest.warns(UserWarning, match="seen: mx.sym.contrib.SyncBatchNorm remains MXNet's own operator"):
-        symbol.simple_bind(contexts[0], data=(2, 3, 4))
+@pytest.mark.parametrize("operator", ["SyncBatchNorm", "BatchNorm"])
+def test_an_operator_stays_where_its_mean_is_used(operator, contexts):
+    """A warning names it once, also where a ``Module`` binds one executor for each context."""
+    gluon_syncbn.install(convert=True)
+    try:
+        data = mx.sym.var("data")
+        if operator == "BatchNorm":
+            norm, named = mx.sym.BatchNorm(data, output_mean_var=True, name="seen"), "seen (BatchNorm)"
+        else:
+            norm = mx.sym.contrib.SyncBatchNorm(data, output_mean_var=True, ndev=2, key="k", name="seen")
+            named = "seen (_contrib_SyncBatchNorm)"
+        other = mx.sym.BatchNorm(norm[0], name="other")
+        for symbol, converted in ((norm, 0), (mx.sym.Group([other, norm[1]]), 1)):
+            module = mx.mod.Module(symbol, label_names=None, context=contexts[:2])
+            with pytest.warns(UserWarning, match="stays, because") as warned:
+                module.bind([("data", (4, 3))])
+            said = f"{named}: MXNet's own operator stays, because the graph uses its mean or variance"
+            assert [str(warning.message) for warning in warned] == [said]
+            graph = json_of(module._exec_group.execs[1]._symbol)
+            assert [node["op"] for node in graph["nodes"]].count("Custom") == converted
+            assert f'"op": "{named[6:-1]}"' in module.symbol.tojson() and "__gluon" not in module.symbol.tojson()
+    finally:
+        gluon_syncbn.uninstall()
 
 
 def test_contribs_symbol_is_mxnets_again(contexts):
