@@ -21,7 +21,7 @@ from ..system.logs import log
 from ..training import devices, steps
 from ..training.replicas import IN_GRAPH, NEVER, UNFUSED, followers_of, stores_of
 from ..training.session import NONFINITE, session
-from . import blocks
+from . import blocks, optimizers
 
 _MEANS = ("running_mean", "moving_mean")
 #: Of each launcher: the variable with the number of its processes, another one that must be set, and our store.
@@ -109,7 +109,8 @@ class _Follows(gluon.Trainer):
         if isinstance(store, ProcessStore) and divisor is not self._summed_for:
             store.compare_divisor(self, round(self._scale / divisor, 6))
         with nullcontext() if self._update_on_kvstore else _gated(self):
-            super()._update(*args, **kwargs)
+            with optimizers.alike(self) if isinstance(store, ProcessStore) else nullcontext():
+                super()._update(*args, **kwargs)
 
     def save_states(self, fname: str) -> None:
         """A failed step leaves its error in the state of the optimizer, which is as it was. MXNet would open the file,
@@ -148,6 +149,7 @@ def _share_store(trainer: gluon.Trainer) -> None:
         settings["kvstore"] = session.store(name)
     store = settings["kvstore"]
     if isinstance(store, ProcessStore):
+        optimizers.check(trainer, store.num_workers)
         store.expect(trainer)
         if session.exchange is None and not session.chosen:  # `configure` has not chosen
             session.set_exchange(store)

@@ -64,7 +64,7 @@ def two():
     """A job of two processes: on one machine, also what fails, and on two."""
     parts = "+".join([*SCENARIOS, "takes_many_small_steps"])
     failing = "+".join(f"!{fault}" for fault in FAULTS if fault != "ends")
-    return Job(2, f"@0,0+{parts}+{failing}+@0,1+{parts}+!freezes", worker=WORKER, limit=400)
+    return Job(2, f"@0,0+updates_alike+{parts}+{failing}+@0,1+{parts}+!freezes", worker=WORKER, limit=400)
 
 
 def assert_done(job, ranks, machines):

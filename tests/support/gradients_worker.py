@@ -13,6 +13,7 @@ from pathlib import Path
 
 import mpi_worker
 import numpy as np
+import pytest
 from mpi_worker import CONTEXTS, DEVICES, HERE, OWN, devices_of, kv, main
 from replicas import on_devices, rounded
 from reports import report, wait_for
@@ -31,18 +32,20 @@ class Pair:
 
     LONG = 70_000  # a width with which each rank adds a part of a sum
 
-    def __init__(self, seed=0, grad_req="write", width=50):
+    def __init__(self, seed=0, grad_req="write", width=50, optimizer="sgd", dtype="float64"):
         gluon_syncbn.configure(kvstore=kv)
-        self.width = width
+        self.width, self.dtype = width, dtype
         self.rng = np.random.RandomState(seed)
         self.net, self.alone = self._net(gluon_syncbn.SyncBatchNorm, OWN), self._net(nn.BatchNorm, CONTEXTS[3:])
         values = np.random.RandomState(7 + seed)
         for p, q in zip(self.parameters(self.net), self.parameters(self.alone)):
             p.grad_req = q.grad_req = grad_req
             value = values.randn(*p.shape) * 0.3 + p.name.endswith("gamma")
-            p.set_data(nd.array(value, dtype="float64"))
-            q.set_data(nd.array(value, dtype="float64"))
-        self.trainer, self.twin = self._trainer(self.net, kv), self._trainer(self.alone, None)
+            p.set_data(nd.array(value, dtype=self.dtype))
+            q.set_data(nd.array(value, dtype=self.dtype))
+        self.trainer, self.twin = (
+            self._trainer(net, store, optimizer) for net, store in ((self.net, kv), (self.alone, None))
+        )
 
     def _net(self, norm, contexts):
         for _ in range(kv.rank):
@@ -50,12 +53,13 @@ class Pair:
         net = nn.HybridSequential()
         net.add(nn.Dense(6, in_units=3), norm(in_channels=6), nn.Activation("tanh"), nn.Dense(self.width, in_units=6))
         net.initialize(ctx=contexts)
-        net.cast("float64")
+        net.cast(self.dtype)
         return net
 
     @staticmethod
-    def _trainer(net, kvstore):
-        return gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1, "momentum": 0.9}, kvstore=kvstore)
+    def _trainer(net, kvstore, optimizer="sgd"):
+        settings = {"learning_rate": 0.1, **({"momentum": 0.9} if optimizer in ("sgd", "lars") else {})}
+        return gluon.Trainer(net.collect_params(), optimizer, settings, kvstore=kvstore)
 
     @staticmethod
     def parameters(net):
@@ -66,9 +70,9 @@ class Pair:
         shards = [self.rng.randn(n, 3) * (i + 1) for i, n in enumerate(sizes)]
         heads = [self.rng.randn(n, self.width) / self.width**0.5 for n in sizes]
         with autograd.record():
-            ys = [self.net(x) for x in on_devices(shards[HERE], OWN, "float64")]
-        autograd.backward(ys, on_devices(heads[HERE], OWN, "float64"))
-        x, head = (nd.array(np.concatenate(a), ctx=CONTEXTS[3], dtype="float64") for a in (shards, heads))
+            ys = [self.net(x) for x in on_devices(shards[HERE], OWN, self.dtype)]
+        autograd.backward(ys, on_devices(heads[HERE], OWN, self.dtype))
+        x, head = (nd.array(np.concatenate(a), ctx=CONTEXTS[3], dtype=self.dtype) for a in (shards, heads))
         with autograd.record():
             y = self.alone(x)
         y.backward(head)
@@ -79,11 +83,11 @@ class Pair:
         self.trainer.step(samples, **settings)
         self.twin.step(samples, **settings)
 
-    def assert_same(self):
+    def assert_same(self, tolerance=1e-9):
         for p, q in zip(self.parameters(self.net), self.parameters(self.alone)):
             for context in OWN:
                 got, want = p.data(context).asnumpy(), q.data().asnumpy()
-                assert np.abs(got - want).max() < 1e-9 * max(1, np.abs(want).max()), p.name
+                assert np.abs(got - want).max() < tolerance * max(1, np.abs(want).max()), p.name
             first = kv.allgather("a test", p.data(OWN[0]).asnumpy().ravel())[0]
             assert (p.data(OWN[-1]).asnumpy().ravel() == first).all(), "other bits"
 
@@ -143,10 +147,31 @@ def leaves_out_what_is_stale():
     assert (extra.weight.data(OWN[0]).asnumpy() == 1).all()
 
 
+def updates_alike():
+    """By every optimizer, on all devices of all processes; those that keep numbers of their own do as on one device."""
+    for name in sorted(mx.optimizer.Optimizer.opt_registry.keys() - REFUSED.keys() - UNFIT):
+        own_numbers = name in ("nadam", "lars")
+        while name == "nadam" and set(str(int(nn.Dense(1).prefix[5:-1]) + 1)) != {"9"}:
+            pass  # until one net has dense9 and dense10, or dense99 and dense100, whose order among names is another
+        pair = Pair(optimizer=name, dtype="float64" if own_numbers else "float32")  # which all have
+        for k in range(3):
+            for trainer in (pair.trainer, pair.twin):
+                trainer.set_learning_rate(0.1 / (k + 1))
+            pair.step()
+        pair.assert_same(1e-3 if own_numbers else np.inf)  # the gradient of a bias before a layer is of rounding
+    for name, text in REFUSED.items():
+        net = nn.Dense(2, in_units=3)
+        net.initialize(ctx=CONTEXTS[:2])
+        with pytest.raises(ValueError, match=f"optimizer: '{name.upper()}' was given, expected {text}"):
+            gluon.Trainer(net.collect_params(), name, kvstore=kv)
+
+
+UNFIT = {"groupadagrad", "adamax"}  # takes matrices only; makes a NaN of a gradient that is always 0
+REFUSED = {"sgld": "an optimizer without noise", "lbsgd": "one device for each process"}
+
+
 def refuses_equal_names():
     """The sums of two parameters of one name would be those of one."""
-    import pytest
-
     nets = [nn.Dense(2, in_units=3, prefix="same_") for _ in range(2)]
     for net in nets:
         net.initialize()
@@ -214,8 +239,6 @@ def adds_in_the_order_of_the_ranks():
 
 def copies_a_net():
     """An average that rank 0 alone has never trains, and stays as it is. Copies in all processes train as any net."""
-    import pytest
-
     pair = Pair(5)
     average = copy.deepcopy(pair.net) if kv.rank == 0 else None
     before = [p.data(OWN[0]).asnumpy() for p in pair.net.collect_params().values()]
@@ -374,7 +397,7 @@ def fails(fault):
             nd.waitall()
         raise KeyboardInterrupt  # as Ctrl-C, with the step in flight
     except (mx.MXNetError, KeyboardInterrupt) as error:
-        if fault == "ends":  # mpiexec ends this rank as soon as rank 1, at its end, knows that this one has failed
+        if fault == "ends":  # the other rank reports nothing
             report(kv.rank, since, error)
             raise SystemExit(3) from None
         with tempfile.TemporaryDirectory() as folder:

@@ -1,0 +1,70 @@
+"""Lets an optimizer of MXNet's do the same on all devices of all processes."""
+
+from __future__ import annotations
+
+import re
+from contextlib import contextmanager
+from numbers import Real
+from typing import Any, Dict, Iterator, Sequence
+
+import mxnet as mx
+from mxnet import gluon
+
+from ..system import arguments
+
+_DIGITS = re.compile(r"(\d+)")
+_OF_ALL = frozenset(vars(mx.optimizer.Optimizer()))  # what every optimizer has: settings, and counts for each device
+
+
+def check(trainer: gluon.Trainer, processes: int) -> None:
+    """ValueError: devices that have added their gradients would get different weights."""
+    optimizer, on_several = trainer._optimizer, any(len(p._data or ()) > 1 for p in trainer._params)
+    if isinstance(optimizer, mx.optimizer.SGLD) and (on_several or processes > 1):
+        expected = "an optimizer without noise between processes, or kvstore='device': each device draws its own"
+        arguments.refuse("optimizer", type(optimizer).__name__, expected)
+    if isinstance(optimizer, mx.optimizer.LBSGD) and on_several:
+        expected = "one device for each process: it takes the devices of a process for batches that follow each other"
+        arguments.refuse("optimizer", type(optimizer).__name__, expected)
+
+
+@contextmanager
+def alike(trainer: gluon.Trainer) -> Iterator[None]:
+    """Within the block, all devices update alike. MXNet has one optimizer for all devices of a process. Some go on to
+    other numbers with each parameter that they update, such as ``m_schedule`` of Nadam and ``last_lr`` of LARS. So each
+    device has these numbers for itself, and updates the parameters in the order that they have in a process of its own,
+    where Gluon's counters begin at 0: later, ``dense10`` comes before ``dense9``.
+    """
+    optimizer, updaters = trainer._optimizer, trainer._updaters
+    now = _numbers(optimizer)
+    for updater in updaters:
+        if getattr(updater, "numbers_of", None) is not optimizer:  # the first step, or after `load_states`
+            updater.numbers_of, updater.numbers = optimizer, now
+            names = [[int(text) if text.isdecimal() else text for text in _DIGITS.split(p.name)] for p in trainer._params]
+            updater.order = sorted(range(len(names)), key=names.__getitem__)
+    known = updaters[0].numbers
+    set_since = {name: value for name, value in now.items() if name not in known or value is not known[name]}
+    for updater in updaters:
+        updater.numbers = {**updater.numbers, **set_since}  # by the program
+
+    def of_device(updater: Any) -> Any:
+        def update(*of_parameters: Sequence[Any]) -> None:
+            for name in _numbers(optimizer):
+                del vars(optimizer)[name]
+            vars(optimizer).update(updater.numbers)
+            given = {one[0]: one for one in zip(*of_parameters)}
+            updater(*zip(*(given[index] for index in updater.order if index in given)))
+            updater.numbers = _numbers(optimizer)
+
+        return update
+
+    trainer._updaters = [of_device(updater) for updater in updaters]
+    try:
+        yield
+    finally:
+        trainer._updaters = updaters
+        vars(optimizer).update(updaters[0].numbers)
+
+
+def _numbers(optimizer: mx.optimizer.Optimizer) -> Dict[str, Any]:
+    own = {name: value for name, value in vars(optimizer).items() if name not in _OF_ALL}
+    return {name: value for name, value in own.items() if value is None or isinstance(value, Real)}
