@@ -216,12 +216,12 @@ def _building(build: Callable, block: gluon.HybridBlock, *args: Any) -> None:
     In MXNet, threads that record one net at once take each other's name scopes. Or they make graphs of their own, whose
     nodes do not meet.
     """
-    for prepare in before_recording:
-        prepare(block)
     before = block._cached_op  # that of an earlier ``optimize_for``
     with session.tracing:
         if block._cached_op is not before:
             return
+        for prepare in before_recording:
+            prepare(block)
         inputs, symbol, graph = running_graph(block, *args)
         # In the place of the block, because other threads call MXNet's operator as soon as they see it there. It is of
         # MXNet's class, because one of a program's may end what it has, and of the block it asks what that may define.

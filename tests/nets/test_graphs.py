@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import time
 import warnings
 
 import mxnet as mx
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from replicas import assert_near, on_devices, step_of_net
+from replicas import assert_near, in_threads, on_devices, step_of_net
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, convert, freeze, revert
@@ -310,6 +311,25 @@ def test_a_symbol_there_and_back(contexts, rng):
     (x,) = on_devices([rng.randn(2, 3, 7, 7)], contexts, "float64")
     np.testing.assert_allclose(revert(net)(x).asnumpy(), plain(x).asnumpy(), atol=1e-12)
     assert type(net) is gluon.SymbolBlock and operators(net).count("BatchNorm") == 2
+
+
+def test_threads_that_call_a_symbol_first(contexts, monkeypatch):
+    """One makes layers of its nodes, and the others take them."""
+    data = mx.sym.var("data", dtype="float32")
+    net = gluon.SymbolBlock(gluon_syncbn.symbol.SyncBatchNorm(data, name="bn"), data)
+    for parameter in net.collect_params().values():
+        parameter.shape = (3,)
+    net.initialize(ctx=contexts[:2])
+    opened, open_graph = [], gluon_syncbn.symbol.open_graph
+
+    def slowly(block):
+        opened.append(block)
+        time.sleep(0.3)
+        return open_graph(block)
+
+    monkeypatch.setattr(gluon_syncbn.symbol, "open_graph", slowly)
+    in_threads(lambda i: net(nd.ones((2, 3), ctx=contexts[i])), 2)
+    assert opened == [net]
 
 
 def test_a_symbol_in_the_place_of_mxnets(contexts, rng, monkeypatch):
