@@ -350,9 +350,8 @@ class SyncBatchNorm(nn.BatchNorm):
         frozen = self._kwargs["use_global_stats"] or (eager and not training)
         if eager and training:
             replicas.runs(UNFUSED if computes.fuses and not frozen else EAGER)
-        if training and not frozen and (replicas.problem or not replicas.contexts):
-            deferred = self.running_mean._deferred_init  # where a graph is recorded before the first batch
-            replicas.check(replicas.contexts or (deferred[1] if deferred else []))
+        if training and not frozen and replicas.problem:
+            replicas.check(replicas.contexts)
         inplace = computes.inplace and not frozen and self._works_in_place(eager)
         call = op.call(replicas, eager, frozen, inplace, masks=mask is not None and not frozen)
         data = [x] if addend is None else [x, addend]

@@ -108,9 +108,14 @@ class _Follows(gluon.Trainer):
         store, divisor = self._kvstore, self._optimizer.rescale_grad
         if isinstance(store, ProcessStore) and divisor is not self._summed_for:
             store.compare_divisor(self, round(self._scale / divisor, 6))
-        with nullcontext() if self._update_on_kvstore else _gated(self):
-            with optimizers.alike(self) if isinstance(store, ProcessStore) else nullcontext():
-                super()._update(*args, **kwargs)
+        try:
+            with nullcontext() if self._update_on_kvstore else _gated(self):
+                with optimizers.alike(self) if isinstance(store, ProcessStore) else nullcontext():
+                    super()._update(*args, **kwargs)
+        except UserWarning:  # a stale gradient: replicas that wait for one without a batch know why
+            for gradient in [one for p in self._params if p.grad_req != "null" for one in p.list_grad()]:
+                gradient.wait_to_read()
+            raise
 
     def save_states(self, fname: str) -> None:
         """A failed step leaves its error in the state of the optimizer, which is as it was. MXNet would open the file,

@@ -117,10 +117,12 @@ def assert_synchronised(net: Block) -> None:
     """
     rows = [row for row in summary(net, show=False) if row.statistics not in (_NO_BATCH, _FROZEN)]
     left = [f"{row.layer}: {row.statistics}" for row in rows if not row.synchronised]
-    if left or not rows:
+    if not rows:
+        raise AssertionError(f"'{net.name}' has no layer of batch normalisation that takes statistics of its batch")
+    if left:
         raise AssertionError(
             f"{len(left)} of {len(rows)} layers of batch normalisation are not synchronised: "
-            + (arguments.some(left, "; ") or f"'{net.name}' has no layer that takes statistics of its batch")
+            + arguments.some(left, "; ")
         )
 
 

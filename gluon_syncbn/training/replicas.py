@@ -204,6 +204,8 @@ class Replicas:
         store: Any = self.exchange or session.exchange
         if self.ran == how and self.store is store:
             return
+        if not self.kwargs["use_global_stats"]:
+            self.check(self.contexts)
         meets = bool(self.contexts) and self.pooling.mode != "local" and not self.kwargs["use_global_stats"]
         between = isinstance(store, ProcessStore)
         session.ran.setdefault(self.id, tuple(self.contexts) if meets and not between else ())
