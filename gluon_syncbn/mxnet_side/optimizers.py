@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from contextlib import contextmanager
 from numbers import Real
-from typing import Any, Dict, Iterator, Sequence
+from typing import Any, Dict, Iterator, List, Sequence
 
 import mxnet as mx
 from mxnet import gluon
@@ -39,8 +39,7 @@ def alike(trainer: gluon.Trainer) -> Iterator[None]:
     for updater in updaters:
         if getattr(updater, "numbers_of", None) is not optimizer:  # the first step, or after `load_states`
             updater.numbers_of, updater.numbers = optimizer, now
-            names = [[int(text) if text.isdecimal() else text for text in _DIGITS.split(p.name)] for p in trainer._params]
-            updater.order = sorted(range(len(names)), key=names.__getitem__)
+            updater.order = sorted(range(len(trainer._params)), key=lambda index: _counted(trainer._params[index].name))
     known = updaters[0].numbers
     set_since = {name: value for name, value in now.items() if name not in known or value is not known[name]}
     for updater in updaters:
@@ -63,6 +62,10 @@ def alike(trainer: gluon.Trainer) -> Iterator[None]:
     finally:
         trainer._updaters = updaters
         vars(optimizer).update(updaters[0].numbers)
+
+
+def _counted(name: str) -> List[Any]:
+    return [int(text) if text.isdecimal() else text for text in _DIGITS.split(name)]
 
 
 def _numbers(optimizer: mx.optimizer.Optimizer) -> Dict[str, Any]:
