@@ -322,17 +322,15 @@ class SyncBatchNorm(nn.BatchNorm):
     def _adopt_parameters(self, *settings: Any) -> None:
         """Makes the contexts of ``running_mean`` this layer's replicas; by default with the settings as before."""
         self._replicas: Replicas = Replicas(self.name, self._kwargs, *(settings or self._replicas.settings))
-        self._replicas.running.update((self.running_mean, self.running_var))
-        self.running_mean.__class__ = _RunningMean
+        self._replicas.running.update({id(one): one for one in (self.running_mean, self.running_var)})
+        patches.replace(_initialising, Parameter, "_init_impl")
         patches.replace(export.of_plain_graph, mx.base._LIB, "MXSymbolRemoveAmpCast")
-        followers.setdefault(self.running_mean, []).append(self._replicas)
+        followers(self.running_mean).append(self._replicas)
         if self.running_mean._data is not None:
             _place(self._replicas, self.running_mean)
 
     def _release_parameters(self) -> None:
-        followers[self.running_mean].remove(self._replicas)
-        if not followers[self.running_mean]:
-            self.running_mean.__class__ = Parameter
+        followers(self.running_mean).remove(self._replicas)
 
     def __getstate__(self) -> Dict[str, Any]:
         """For ``copy`` and ``pickle``. A copy has replicas of its own, which do not meet those of the original."""
@@ -438,15 +436,13 @@ class ShuffleBatchNorm(SyncBatchNorm):
         super().__init__(*args, **kwargs)
 
 
-class _RunningMean(Parameter):
-    """Tells layers where their parameters are: ``initialize``, ``reset_ctx`` and ``load_parameters`` all come here. A
+def _initialising(initialise: Callable, parameter: Parameter, *args: Any) -> None:
+    """Tells layers where their running means are: ``initialize``, ``reset_ctx``, ``load_parameters`` all come here. A
     hybridized net calls no Python code of its layers, so a layer cannot check this itself.
     """
-
-    def _init_impl(self, *args: Any) -> None:
-        super()._init_impl(*args)
-        for replicas in followers_of([self]):
-            _place(replicas, self)
+    initialise(parameter, *args)
+    for replicas in followers_of([parameter]):
+        _place(replicas, parameter)
 
 
 def _place(replicas: Replicas, parameter: Parameter) -> None:

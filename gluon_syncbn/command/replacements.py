@@ -87,6 +87,7 @@ def install(cpus: Optional[int] = None, convert: bool = False) -> str:
         before = _settings.setdefault(name, value)
         if value != before:
             arguments.refuse(name, value, f"{before}, as installed before; call gluon_syncbn.uninstall() first")
+    patches.install()  # again, after `uninstall(everything=True)`
     if _installed:
         return _words()
     _put([(ContribSyncBatchNorm, SyncBatchNorm), (mx.kvstore.create, _creating(mx.kvstore.create))])
@@ -112,8 +113,8 @@ def uninstall(everything: bool = False) -> None:
     ----------
     everything : bool
         Whether MXNet's functions and classes that the import has wrapped also become the original ones. Call it so
-        between two steps. Afterwards a layer of this package predicts. A training step raises an error until a new
-        process begins, because a failed step could hang. The operator, threads, handlers of exits and forks, and
+        between two steps. Afterwards a layer of this package predicts. A training step raises an error until `install`
+        or a new process, because a failed step could hang. The operator, threads, handlers of exits and forks, and
         settings that MXNet has read stay.
 
     Raises
@@ -138,7 +139,7 @@ def uninstall(everything: bool = False) -> None:
         patches.remove()
         _native.fail(
             "gluon_syncbn.uninstall(everything=True) has taken back what a training step needs. To train with a "
-            "SyncBatchNorm, start a new process, and call it after the last step"
+            "SyncBatchNorm, call gluon_syncbn.install() or start a new process, and call it after the last step"
         )
 
 
@@ -158,7 +159,7 @@ def _converting_nodes(block: HybridBlock) -> None:
 
 
 def _converting_net(made: gluon.Trainer) -> None:
-    made._is_to_synchronise = True
+    session.trainers(made).is_to_synchronise = True
     for block in _with_parameters(made._params):
         convert_layers(block)
 

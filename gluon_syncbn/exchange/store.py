@@ -16,7 +16,6 @@ import os
 import re
 import socket
 import threading
-import weakref
 from typing import Any, Callable, Dict, Iterator, List, Mapping, NoReturn, Optional, Sequence, Tuple
 
 import mxnet as mx
@@ -24,6 +23,7 @@ import numpy as np
 
 from .. import _native
 from ..system import arguments, environment, kinds, locks
+from ..system.identity import OfEach
 from ..system.logs import log
 from .base import Exchange, Transport
 
@@ -112,7 +112,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         self.joins = 0  # blocks of `join` that the program is in
         self._collected = self._warned = False  # of layers that some processes do not have
         self._rounds: Dict[str, Iterator[int]] = {}  # of exchanges, by their names
-        self._trainers: weakref.WeakKeyDictionary[Any, _TrainerState] = weakref.WeakKeyDictionary()
+        self._trainers = OfEach(lambda _: _TrainerState(self._count("trainers")))
         #: Whether gradients of GPUs may go over NCCL.
         self.nccl = True
         self._lock: Any
@@ -303,9 +303,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
     def expect(self, trainer: Any) -> _TrainerState:
         """Gives a Trainer the next number, unless it has one. All processes make theirs in the same order."""
         with self._lock:
-            if trainer not in self._trainers:
-                self._trainers[trainer] = _TrainerState(self._count("trainers"))
-            return self._trainers[trainer]
+            return self._trainers(trainer)
 
     def _sum(self, what: str, sums: Mapping[str, Sequence[List[mx.nd.NDArray]]], update: str = "") -> None:
         """Adds values over the devices of all processes into targets; does not wait."""

@@ -20,31 +20,40 @@ from . import blocks, trainer
 from .fusion import fuse
 from .nodes import Json, json_of, layers_of, number_nodes, symbol_of
 
-#: By the owner and the name of a function: what runs in its place, and MXNet's, or None if the owner inherits it.
-_originals: Dict[Tuple[Any, str], Tuple[Callable, Any]] = {}
+#: By the owner and the name of a function: what runs in its place.
+_wanted: Dict[Tuple[Any, str], Callable] = {}
+#: Of those that run there now: MXNet's, or None if the owner inherits it.
+_originals: Dict[Tuple[Any, str], Any] = {}
+_is_installed = False
 #: What symbols and `install` do to a block before MXNet records it.
 before_recording: List[Callable[[gluon.HybridBlock], None]] = []
 
 
 def install() -> None:
     """Changes MXNet for all programs. `replace` changes what only some need, at its first use."""
+    global _is_installed
+    _is_installed = True
     replace(_Scope, autograd, "_RecordingStateScope")
-    replace(trainer.constructing, gluon.Trainer, "__init__")
+    for name, around in trainer.METHODS.items():
+        replace(around, gluon.Trainer, name)
     replace(_saving, gluon.Parameter, "_reduce")
     replace(_writing, mx.base._LIB, "MXNDArraySave")
     replace(_building, gluon.HybridBlock, "_build_cache")
     mx.base.register_error("gluon_syncbn.StepError", _failed)  # as the core begins the text of one
+    for (owner, name), around in list(_wanted.items()):  # what `remove` has taken back
+        replace(around, owner, name)
 
 
 def replace(around: Callable, owner: Any, name: str) -> None:
-    """Puts a function in the place of one of a module or a class; once is enough.
+    """Puts a function in the place of one of a module or a class; once is enough. After `remove`, `install` does it.
 
     A call becomes ``around(original, *arguments)``. A class, which is a subclass, takes the place itself.
     """
-    if (owner, name) in _originals:
+    _wanted[owner, name] = around
+    if (owner, name) in _originals or not _is_installed:
         return
     original = getattr(owner, name)
-    _originals[owner, name] = around, vars(owner).get(name)
+    _originals[owner, name] = vars(owner).get(name)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return around(original, *args, **kwargs)
@@ -54,9 +63,10 @@ def replace(around: Callable, owner: Any, name: str) -> None:
 
 def remove() -> None:
     """Puts all originals back."""
-    trainer.release()
+    global _is_installed
+    _is_installed = False
     while _originals:
-        (owner, name), (_, original) = _originals.popitem()
+        (owner, name), original = _originals.popitem()
         if original is None:
             delattr(owner, name)
         else:
@@ -108,7 +118,7 @@ def _writing(write: Callable, file: Any, count: Any, handles: Any, names: Any) -
     """MXNet opens the file before it waits for the arrays (`MXNDArraySave` in src/c_api/c_api.cc), so the error of one
     would cost the file that was there. A parameter with the error of a failed step is as it was.
     """
-    parameters = [one for trainer in list(session.trainers) for one in trainer._params]
+    parameters = [one for trainer in session.trainers.objects() for one in trainer._params]
     kept = {array.handle.value for parameter in parameters for array in parameter._data or ()}
     for handle in handles:
         array = SimpleNamespace(handle=mx.base.NDArrayHandle(handle))
@@ -166,7 +176,7 @@ class _Issuing(mx.nd.CachedOp):
         may_meet = [(layer, of) for layer, of in found if layer.pooling.mode != "local"]
         meeting = [(layer, int(of["node"])) for layer, of in may_meet if of["use_global_stats"] != "1"]
         # An operator takes the call that was announced first: one call must not overtake another on its context.
-        running = [parameter for layer, _ in meeting for parameter in list(layer.running)[:1]]
+        running = [parameter for layer, _ in meeting for parameter in list(layer.running.values())[:1]]
         self.calls = [layer.id for layer, _ in meeting], [node for _, node in meeting], running
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -7,16 +7,15 @@ import hashlib
 import warnings
 from contextlib import contextmanager, nullcontext
 from numbers import Real
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Sequence, Tuple
 
 from mxnet import gluon
 
 from .. import _native
 from ..exchange import named
-from ..exchange.store import ProcessStore, numbered
+from ..exchange.store import ProcessStore
 from ..system import arguments, environment, kinds
 from ..system.arguments import some
-from ..system.classes import derived
 from ..system.logs import log
 from ..training import devices, steps
 from ..training.replicas import IN_GRAPH, NEVER, UNFUSED, followers_of, stores_of
@@ -43,99 +42,93 @@ def constructing(construct: Callable, trainer: gluon.Trainer, *args: Any, **kwar
     nothing else. `only_on` finds the Trainer's gradients: those of contexts that take no part would be added again.
     """
     construct(trainer, *args, **kwargs)
-    own = type(trainer)
-    bases = (_Follows, own) if own is gluon.Trainer else (own, _Follows)
-    trainer.__class__ = derived(own, *bases)
-    # The same in all processes. Gluon's counters may begin elsewhere in another one, where the Trainer puts
-    # ``dense10_weight`` before ``dense9_weight``.
-    trainer._in_order = sorted(trainer._params, key=lambda parameter: numbered(parameter.name))
-    # Behind the parameters, the optimizer and its settings.
-    trainer._has_chosen_store = "kvstore" in kwargs or len(args) > 3
+    # Behind the parameters, the optimizer and its settings. The note is the Trainer's own, so that a copy has it too.
+    if "kvstore" not in kwargs and len(args) <= 3:
+        vars(trainer)["_has_chosen_store"] = False
     _share_store(trainer)
-    session.trainers.add(trainer)
+    session.trainers(trainer)
     for change in after_construction:
         change(trainer)
 
 
-class _Follows(gluon.Trainer):
-    """What a Trainer does besides, behind the methods of a subclass of a program's, as if MXNet's did it."""
+def beginning(begin: Callable, trainer: gluon.Trainer) -> None:
+    """Before the first step: the layers may have got their store since the Trainer was made. The Trainer sees the whole
+    net now, and warns of layers that compute something else than they were asked for.
 
-    _has_chosen_store = _has_begun = False
-    _is_to_synchronise = False  # as `install(convert=True)` says; then all of the net may be plain, with a warning
-    _compared_states: Optional[Dict[int, Any]] = None  # by the processes. To load others makes another dictionary
-    _in_order: List[gluon.Parameter]
-    # The divisor then: the object, because a new one may be as large. None: the next sum compares weights first.
-    _summed_for: Optional[float] = None
-
-    def _init_kvstore(self) -> None:
-        """Before the first step: the layers may have got their store since the Trainer was made. The Trainer sees the
-        whole net now, and warns of layers that compute something else than they were asked for.
-
-        MXNet would copy the first context's running statistics to all. ``save_states`` and ``load_states`` come here,
-        too, maybe in one process alone. So a store of processes compares weights in the first sum.
-        """
-        _share_store(self)
-        super()._init_kvstore()
-        if self._kvstore is not None and _watches(self):
-            _native.gate([a for p in self._params for a in (p._data if p.grad_req == "null" else p._grad) or ()])
-        if isinstance(self._kvstore, ProcessStore):
-            self._params_to_init: List[gluon.Parameter] = []  # what MXNet would copy
-            self._summed_for = None
-        if not self._has_begun:
-            self._has_begun = True
-            for text in _surprises(self):
-                warnings.warn(text, stacklevel=3)
-            _tell_who_meets(self._params)
-
-    def _allreduce_grads(self) -> None:
-        """A store of processes gets the gradients of a step together. MXNet gives them one by one, without an end."""
-        devices.settle_gradients(self._params)
-        store = self._kvstore
-        if isinstance(store, ProcessStore):
-            if self._summed_for is None:
-                _compare_beginning(self, store)
-            gradients = {p.name: p.list_grad() for p in self._in_order if p.grad_req != "null"}
-            store.add_gradients(self, gradients, "\n".join(update_of(self) + _loaded(self)))
-            self._summed_for = self._optimizer.rescale_grad
-        else:
-            with _gated(self) if self._update_on_kvstore else nullcontext():  # the store updates while it adds
-                super()._allreduce_grads()
-
-    def _update(self, *args: Any, **kwargs: Any) -> None:
-        """``update`` comes after ``allreduce_grads``, whose sums are there before anybody knows what they will be
-        divided by. It sets the divisor, as `step` does before the sums.
-        """
-        store, divisor = self._kvstore, self._optimizer.rescale_grad
-        if isinstance(store, ProcessStore) and divisor is not self._summed_for:
-            store.compare_divisor(self, round(self._scale / divisor, 6))
-        try:
-            with nullcontext() if self._update_on_kvstore else _gated(self):
-                with optimizers.alike(self) if isinstance(store, ProcessStore) else nullcontext():
-                    super()._update(*args, **kwargs)
-        except UserWarning:  # a stale gradient: replicas that wait for one without a batch know why
-            for gradient in [one for p in self._params if p.grad_req != "null" for one in p.list_grad()]:
-                gradient.wait_to_read()
-            raise
-
-    def save_states(self, fname: str) -> None:
-        """A failed step leaves its error in the state of the optimizer, which is as it was. MXNet would open the file,
-        and then raise the error.
-        """
-        updater = self._kvstore._updater if self._update_on_kvstore else self._updaters[0]
-        steps.settle(kinds.arrays_of(getattr(updater, "states", {})))
-        super().save_states(fname)
+    MXNet would copy the first context's running statistics to all. ``save_states`` and ``load_states`` come here, too,
+    maybe in one process alone. So a store of processes compares weights in the first sum.
+    """
+    _share_store(trainer)
+    begin(trainer)
+    state = session.trainers(trainer)
+    if trainer._kvstore is not None and _watches(trainer):
+        of_each = [p._data if p.grad_req == "null" else p._grad for p in trainer._params]
+        _native.gate([array for arrays in of_each for array in arrays or ()])
+    if isinstance(trainer._kvstore, ProcessStore):
+        trainer._params_to_init = []  # what MXNet would copy
+        state.summed_for = None
+    if not state.has_begun:
+        state.has_begun = True
+        for text in _surprises(trainer):
+            warnings.warn(text, stacklevel=4)
+        _tell_who_meets(trainer._params)
 
 
-def release() -> None:
-    """Gives Trainers their own classes again."""
-    for trainer in list(session.trainers):
-        if isinstance(trainer, _Follows):
-            trainer.__class__ = trainer._own_class
+def adding(add: Callable, trainer: gluon.Trainer) -> None:
+    """A store of processes gets the gradients of a step together. MXNet gives them one by one, without an end."""
+    devices.settle_gradients(trainer._params)
+    store = trainer._kvstore
+    if isinstance(store, ProcessStore):
+        state = session.trainers(trainer)
+        if state.summed_for is None:
+            _compare_beginning(trainer, store)
+        gradients = {p.name: p.list_grad() for p in state.in_order(trainer) if p.grad_req != "null"}
+        store.add_gradients(trainer, gradients, "\n".join(update_of(trainer) + _loaded(trainer)))
+        state.summed_for = trainer._optimizer.rescale_grad
+    else:
+        with _gated(trainer) if trainer._update_on_kvstore else nullcontext():  # the store updates while it adds
+            add(trainer)
+
+
+def updating(update: Callable, trainer: gluon.Trainer, *args: Any, **kwargs: Any) -> None:
+    """``update`` comes after ``allreduce_grads``, whose sums are there before anybody knows what they will be divided
+    by. It sets the divisor, as `step` does before the sums.
+    """
+    store, divisor = trainer._kvstore, trainer._optimizer.rescale_grad
+    if isinstance(store, ProcessStore) and divisor is not session.trainers(trainer).summed_for:
+        store.compare_divisor(trainer, round(trainer._scale / divisor, 6))
+    try:
+        with nullcontext() if trainer._update_on_kvstore else _gated(trainer):
+            with optimizers.alike(trainer) if isinstance(store, ProcessStore) else nullcontext():
+                update(trainer, *args, **kwargs)
+    except UserWarning:  # a stale gradient: replicas that wait for one without a batch know why
+        for gradient in [one for p in trainer._params if p.grad_req != "null" for one in p.list_grad()]:
+            gradient.wait_to_read()
+        raise
+
+
+def saving_states(save: Callable, trainer: gluon.Trainer, fname: str) -> None:
+    """A failed step leaves its error in the state of the optimizer, which is as it was. MXNet would open the file, and
+    then raise the error. The states in a KVStore of the program's own are its own.
+    """
+    updater = getattr(trainer._kvstore, "_updater", None) if trainer._update_on_kvstore else trainer._updaters[0]
+    steps.settle(kinds.arrays_of(getattr(updater, "states", {})))
+    save(trainer, fname)
+
+
+#: What runs in the places of its methods. A subclass of a program's calls them as MXNet's.
+METHODS: Dict[str, Callable] = {
+    "__init__": constructing,
+    "_init_kvstore": beginning,
+    "_allreduce_grads": adding,
+    "_update": updating,
+    "save_states": saving_states,
+}
 
 
 def _share_store(trainer: gluon.Trainer) -> None:
     settings = trainer._kvstore_params
-    chosen = trainer._has_chosen_store or settings["update_on_kvstore"]
+    chosen = vars(trainer).get("_has_chosen_store", True) or settings["update_on_kvstore"]
     stores = [] if chosen else stores_of(trainer._params)
     if len(stores) == 1 and settings["kvstore"] is not stores[0]:
         settings["kvstore"] = stores[0]
@@ -165,7 +158,7 @@ def _compare_beginning(trainer: gluon.Trainer, store: ProcessStore) -> None:
     """Compares the weights with those of the other processes, and the states of the optimizer that were loaded. MXNet
     would copy rank 0's weights, after a forward and a backward with others.
     """
-    ordered = trainer._in_order
+    ordered = session.trainers(trainer).in_order(trainer)
     for one, following in zip(ordered, ordered[1:]):
         if one.name == following.name:  # the gradients go by their names
             arguments.refuse("params", one.name, "parameters with different names: give the nets other prefixes")
@@ -174,8 +167,9 @@ def _compare_beginning(trainer: gluon.Trainer, store: ProcessStore) -> None:
 
 
 def _states(trainer: gluon.Trainer) -> List[bytes]:
-    """Returns the states of the optimizer for each parameter, in the order of `_in_order`."""
-    states, places = trainer._updaters[0].states, (trainer._param2idx[p.name] for p in trainer._in_order)
+    """Returns the states of the optimizer for each parameter, in the order of `OfTrainer`."""
+    states, ordered = trainer._updaters[0].states, session.trainers(trainer).in_order(trainer)
+    places = [trainer._param2idx[p.name] for p in ordered]
     return [b"".join(array.asnumpy().tobytes() for array in kinds.arrays_of(states.get(at))) for at in places]
 
 
@@ -183,8 +177,8 @@ def _loaded(trainer: gluon.Trainer) -> List[str]:
     """Describes the states of the optimizer in the first step after they were loaded; empty in others. MXNet's file has
     them by the place of the parameter, and a Trainer sorts ``dense10`` before ``dense9`` (gluon/trainer.py).
     """
-    before, now = trainer._compared_states, trainer._updaters[0].states
-    trainer._compared_states = now  # which has nothing in the first step, if none were loaded
+    state, now = session.trainers(trainer), trainer._updaters[0].states
+    before, state.compared = state.compared, now  # which has nothing in the first step, if none were loaded
     if before is now or not now:
         return []
     return [f"loaded states {hashlib.blake2b(b' '.join(_states(trainer)), digest_size=7).hexdigest()}"]
@@ -196,7 +190,7 @@ _USUAL = {"lr_mult": 1, "wd_mult": 1, "grad_req": "write", "new gradient": True}
 
 def update_of(trainer: gluon.Trainer) -> List[str]:
     """Describes all that the update of this step depends on: the processes compare it."""
-    optimizer, ordered = trainer._optimizer, trainer._in_order
+    optimizer, ordered = trainer._optimizer, session.trainers(trainer).in_order(trainer)
     lines = [type(optimizer).__name__, f"learning rate {optimizer.learning_rate}"]
     numbers = {name: value for name, value in vars(optimizer).items() if isinstance(value, Real) and name[0] != "_"}
     lines += [f"{name} {value}" for name, value in numbers.items()]
@@ -281,7 +275,7 @@ def _surprises(trainer: gluon.Trainer) -> Iterator[str]:
     parameters = trainer._params
     replicas, layers = followers_of(parameters), _layers(parameters)
     apart = [one.name for one in replicas if one.reaches_other_processes() and one.pooling.mode != "local"]
-    by_horovod = type(trainer).__module__.startswith("horovod.")
+    by_horovod = any(cls.__module__.startswith("horovod.") for cls in type(trainer).__mro__)
     several = any(store.num_workers > 1 for store in stores_of(parameters))
     if apart and several and not isinstance(trainer._kvstore, ProcessStore) and not by_horovod:
         yield (
@@ -290,7 +284,7 @@ def _surprises(trainer: gluon.Trainer) -> Iterator[str]:
             "gluon.Trainer(..., kvstore=kv) with the KVStore of the layers, unless the script adds gradients itself"
         )
     on_several = several or any(len(one._data or ()) > 1 for one in parameters)
-    if any(one.meets() for one in replicas) or (trainer._is_to_synchronise and on_several):
+    if any(one.meets() for one in replicas) or (session.trainers(trainer).is_to_synchronise and on_several):
         # Layers whose gamma is not trained are frozen and do not count. Operators in a graph of the net count.
         synchronised = [stem for stem, (mean, *_) in layers.items() if followers_of([mean])]
         trained = [stem for stem, (_, gamma, _) in layers.items() if gamma is not None and gamma.grad_req != "null"]

@@ -9,7 +9,7 @@ from typing import Any, Callable
 def _derive(own: Any, *bases: Any) -> Any:
     """Returns a class with the name of ``own``, which is one of its bases and its ``_own_class``."""
     named = {"__doc__": own.__doc__, "__module__": own.__module__, "_own_class": own}
-    if own.__reduce_ex__ is object.__reduce_ex__:  # else it is the program's
+    if (own.__reduce_ex__, own.__reduce__) == (object.__reduce_ex__, object.__reduce__):  # else it is the program's
         named["__reduce_ex__"] = _reduced
     return type(own.__name__, bases, named)
 

@@ -20,6 +20,7 @@ from ..exchange.base import Exchange
 from ..exchange.pooling import MODES, Pooling
 from ..exchange.store import ProcessStore
 from ..system import cuda
+from ..system.identity import OfEach
 from .session import session
 
 #: How a layer was called in training: not yet, by itself, by itself although it was to fuse operators, in a graph.
@@ -59,12 +60,12 @@ def executing(
 
 
 #: The replicas of the layers that a parameter belongs to. A copy of the parameter has none before its layers are there.
-followers: weakref.WeakKeyDictionary[Parameter, List[Replicas]] = weakref.WeakKeyDictionary()
+followers: OfEach[List[Replicas]] = OfEach(lambda _: [])
 
 
 def followers_of(parameters: Iterable[Any]) -> List[Replicas]:
     """Returns the replicas of the layers that some of these parameters belong to, each once."""
-    return list(dict.fromkeys(one for parameter in parameters for one in followers.get(parameter, ())))
+    return list(dict.fromkeys(one for parameter in parameters for one in followers.get(parameter) or ()))
 
 
 def stores_of(parameters: Iterable[Any]) -> List[ProcessStore]:
@@ -116,7 +117,8 @@ class Replicas:
         self.calls: Dict[Any, str] = {}  # the numbers of eager ones in the core, by their settings
         self.attributes: Dict[str, Dict[str, str]] = {}  # of these, by their numbers
         self.problem = ""  # why these contexts cannot train, at least without other processes
-        self.running: weakref.WeakSet[Parameter] = weakref.WeakSet()  # the parameters of the running statistics
+        #: The parameters of the running statistics, by their `id`: their class may define ``==``.
+        self.running: weakref.WeakValueDictionary[int, Parameter] = weakref.WeakValueDictionary()
         self.ran = NEVER  # how the last training call came
         self.taken_in = ""  # names the operators that the layer absorbed in the graph that was recorded last
         numbers = MODES.index(pooling.mode), pooling.virtual_devices, pooling.group_size or 0
@@ -140,7 +142,8 @@ class Replicas:
         if not sources or self.pooling._replace(virtual_devices=1) != Pooling():
             return
         with autograd.pause():
-            for parameter in [one for one in self.running if one._data]:  # those of a Module have no values
+            have_values = [one for one in list(self.running.values()) if one._data]  # those of a Module have none
+            for parameter in have_values:
                 for context in self.contexts:
                     if context not in trained:
                         parameter.data(sources[0]).copyto(parameter.data(context))

@@ -12,11 +12,31 @@ from mxnet.context import Context
 from .. import _native
 from ..exchange import named
 from ..exchange.base import Exchange
-from ..exchange.store import ProcessStore
+from ..exchange.store import ProcessStore, numbered
 from ..system import arguments, locks
+from ..system.identity import OfEach
 
 _UNCHANGED: Any = type("_Unchanged", (), {"__repr__": lambda _: "unchanged"})()
 NONFINITE = ("propagate", "skip", "error")  # the order is that of `Nonfinite` in csrc/meeting/meeting.h
+
+
+class OfTrainer:
+    """What is known of a Trainer besides."""
+
+    def __init__(self, trainer: Any) -> None:
+        # The places of its parameters in an order that is the same in all processes. Gluon's counters may begin
+        # elsewhere in another one, where the Trainer puts ``dense10_weight`` before ``dense9_weight``. Places, because
+        # a parameter holds its Trainer, which would live for ever.
+        self._order = sorted(range(len(trainer._params)), key=lambda at: numbered(trainer._params[at].name))
+        self.has_begun = False
+        self.is_to_synchronise = False  # by `install(convert=True)`; then all of the net may be plain, with a warning
+        self.compared: Optional[Dict[int, Any]] = None  # states, by the processes. To load others makes another dict
+        # The divisor then: the object, because a new one may be as large. None: the next sum compares weights first.
+        self.summed_for: Optional[float] = None
+
+    def in_order(self, trainer: Any) -> List[Any]:
+        """Returns the parameters of the Trainer."""
+        return [trainer._params[place] for place in self._order]
 
 
 class Session:
@@ -38,7 +58,7 @@ class Session:
         self.training_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that have opened a scope
         #: By the number of a layer that has trained: the contexts on which it meets, if that is in this process alone.
         self.ran: Dict[int, Tuple[Context, ...]] = {}
-        self.trainers: weakref.WeakSet[Any] = weakref.WeakSet()  # of Gluon
+        self.trainers = OfEach(OfTrainer)  # of Gluon
         self.raised = ""  # the last failure that went through a scope as an exception
         self.ending = False  # exit handlers have begun
 
@@ -79,8 +99,8 @@ class Session:
 
     def trained(self) -> List[Any]:
         """Returns the parameters of all Trainers that have gradients."""
-        parameters = dict.fromkeys(one for trainer in list(self.trainers) for one in trainer._params)
-        return [one for one in parameters if one._grad is not None]
+        parameters = {id(one): one for trainer in self.trainers.objects() for one in trainer._params}
+        return [one for one in parameters.values() if one._grad is not None]
 
     def depth(self) -> int:
         """Number of scopes that this thread has open."""

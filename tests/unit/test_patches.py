@@ -1,6 +1,7 @@
 """What is changed in MXNet is changed once, and can be put back."""
 
 import copy
+import gc
 import inspect
 from types import FunctionType
 
@@ -11,10 +12,12 @@ from mxnet.base import _LIB
 from gluon_syncbn import SyncBatchNorm
 from gluon_syncbn.mxnet_side import patches
 from gluon_syncbn.training import devices
+from gluon_syncbn.training.session import session
 
 
 def test_install_and_remove():
-    changed = {place: around for place, (around, _) in patches._originals.items()}
+    SyncBatchNorm()  # whose first one changes more
+    changed = list(patches._originals)
     ours = [getattr(*place) for place in changed]
     patches.install()
     assert [getattr(*place) for place in changed] == ours, "changed twice"
@@ -24,15 +27,17 @@ def test_install_and_remove():
         assert plain == [one.__base__ if isinstance(one, type) else inspect.unwrap(one) for one in ours]
         assert all(function.__module__.startswith(("mxnet.", "ctypes")) for function in plain)
         assert not any(hasattr(function, "__wrapped__") for function in plain)
+        SyncBatchNorm()
+        assert [getattr(*place) for place in changed] == plain, "a new layer changes MXNet again"
     finally:
-        for place, around in changed.items():
-            patches.replace(around, *place)
+        patches.install()
+    assert set(patches._originals) == set(changed)
 
 
 def test_arguments():
     """Each function takes what MXNet's takes, by position and, where a program calls it, by name."""
     SyncBatchNorm()  # whose first one changes more
-    for (owner, name), (around, _) in patches._originals.items():
+    for (owner, name), around in patches._wanted.items():
         if owner is _LIB or not isinstance(around, FunctionType):
             continue
         original = inspect.unwrap(getattr(owner, name))
@@ -52,17 +57,34 @@ def test_a_trainer_of_a_programs_own():
             called.append("own")
             super()._allreduce_grads()
 
-        def __reduce_ex__(self, protocol):
-            return str, ("a copy",)
-
     called, layer = [], SyncBatchNorm(in_channels=1)
     layer.initialize()
     trainer = Own(layer.collect_params(), "sgd")
-    assert isinstance(trainer, Own) and (type(trainer).__name__, type(trainer).__module__) == ("Own", __name__)
-    assert copy.copy(trainer) == "a copy"
-    of_mxnet = gluon.Trainer._allreduce_grads
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices, "settle_gradients", lambda _: called.append("ours"))
-        patch.setattr(gluon.Trainer, "_allreduce_grads", lambda self: called.append("MXNet's") or of_mxnet(self))
-        trainer.allreduce_grads()
-    assert called == ["own", "ours", "MXNet's"]
+    assert type(trainer) is Own
+    for one in (trainer, copy.copy(trainer), copy.deepcopy(trainer)):
+        called.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(devices, "settle_gradients", lambda _: called.append("ours"))
+            one.allreduce_grads()
+        assert called == ["own", "ours"]
+
+
+def test_what_is_kept_of_a_trainer_ends_with_it():
+    class Alike(gluon.Trainer):
+        __hash__ = None
+
+        def __eq__(self, other):
+            return True
+
+    layers = [SyncBatchNorm(in_channels=1) for _ in range(2)]
+    gc.collect()
+    before = len(session.trainers.objects())
+    trainers = []
+    for layer in layers:
+        layer.initialize()
+        trainers.append(Alike(layer.collect_params(), "sgd"))
+    assert session.trainers(trainers[0]) is not session.trainers(trainers[1])
+    assert len(session.trainers.objects()) == before + 2
+    del trainers, layers, layer
+    gc.collect()
+    assert len(session.trainers.objects()) == len(session.trainers.values()) == before

@@ -41,6 +41,81 @@ def a_net_that_is_a_dataclass():
     gluon_syncbn.freeze(net)
     assert net._cached_op is None and twin._cached_op is not None, "freeze drops the graph of one of two equal nets"
 
+class OneWeight(nn.Dense):
+    def __init__(self):
+        super().__init__(1, in_units=1)
+        self.initialize()
+    def train(self, trainer):
+        with autograd.record():
+            loss = self(nd.ones((2, 1))).sum()
+        loss.backward()
+        trainer.step(2)
+
+def trainers_keep_their_class():
+    class Own(gluon.Trainer):
+        def __reduce__(self):
+            return rebuilt, (Own, 3)
+    def rebuilt(cls, rate):
+        one = object.__new__(cls)
+        one.rate = rate
+        return one
+    class Registered(gluon.Trainer):
+        def __init_subclass__(cls, *, task):
+            super().__init_subclass__()
+    class Segmentation(Registered, task="segmentation"):
+        pass
+    @dataclasses.dataclass
+    class Fit(gluon.Trainer):
+        net: nn.Block
+        def __post_init__(self):
+            super().__init__(self.net.collect_params(), "sgd")
+    net = OneWeight()
+    for cls in (gluon.Trainer, Own, Segmentation):
+        trainer = cls(net.collect_params(), "sgd")
+        assert type(trainer) is cls
+        net.train(trainer)
+    assert vars(copy.copy(Own(net.collect_params(), "sgd"))) == {"rate": 3}
+    net.train(Fit(net))
+
+def a_trainer_whose_store_keeps_the_optimizer():
+    @mx.kvstore.KVStoreBase.register
+    class Keeps(mx.kvstore.KVStoreBase):
+        saved, type, rank, num_workers = None, "keeps", 0, 1
+        is_capable = staticmethod(lambda capability: True)
+        def broadcast(self, key, value, out, priority=0):
+            pass
+        def pushpull(self, key, value, out=None, priority=0):
+            pass
+        def set_optimizer(self, optimizer):
+            pass
+        def save_optimizer_states(self, fname, dump_optimizer=False):
+            self.saved = fname
+        def load_optimizer_states(self, fname):
+            pass
+    net, store = OneWeight(), Keeps()
+    trainer = gluon.Trainer(net.collect_params(), "sgd", kvstore=store)
+    net.train(trainer)
+    trainer.save_states("states")
+    assert store.saved == "states"
+
+def parameters_keep_their_class():
+    @dataclasses.dataclass
+    class Noted(gluon.Parameter):
+        label: str
+        def __post_init__(self):
+            super().__init__(self.label, grad_req="null", shape=(1,), init="zeros", differentiable=False)
+        def note(self):
+            return 5
+    net = nn.BatchNorm(in_channels=1)
+    mean = Noted(net.running_mean.name)
+    vars(net)["running_mean"] = net._reg_params["running_mean"] = net.params._params[mean.name] = mean
+    gluon_syncbn.convert(net)
+    net.initialize(ctx=gluon_syncbn.cpu_devices(2))
+    assert type(mean) is Noted and mean.note() == 5
+    assert [row.contexts for row in gluon_syncbn.summary(net, show=False)] == [[mx.cpu(0), mx.cpu(1)]]
+    gluon_syncbn.revert(net)
+    assert type(mean) is Noted and mean.note() == 5 and type(net.running_var) is gluon.Parameter
+
 def the_class_of_graphs():
     class Mine(mx.nd.CachedOp):
         pass
