@@ -224,7 +224,7 @@ def test_truth_values_of_a_file(true, contexts):
         if change is convert:
             rows = {row.layer.split()[0]: row.statistics for row in summary(net)}
             assert rows["frozen"].startswith("plain, because it is frozen") and rows["one"].startswith("synchronised")
-    np.testing.assert_allclose(answers[1:], answers[:1] * 2, rtol=1e-5)
+    np.testing.assert_allclose(answers[1:], answers[:1] * 2, rtol=1e-5, atol=1e-6)
 
 
 def test_a_node_without_attributes(contexts):
