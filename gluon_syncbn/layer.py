@@ -18,7 +18,18 @@ from mxnet.gluon.parameter import Parameter
 from .activation import PLAIN, Computation, of_arguments
 from .mxnet_side import export, op, patches
 from .system import arguments, kinds
-from .training.replicas import EAGER, UNFUSED, Pooling, Replicas, followers, followers_of
+from .training.replicas import (
+    EAGER,
+    UNFUSED,
+    Pooling,
+    Replicas,
+    follow,
+    followers_of,
+    records,
+    setting,
+    traced,
+    unfollow,
+)
 from .training.session import session
 
 if TYPE_CHECKING:
@@ -314,7 +325,8 @@ class SyncBatchNorm(nn.BatchNorm):
             for parameter in self._reg_params.values():
                 parameter.shape = (args[0].shape[self._kwargs["axis"]],)
         else:
-            super().infer_shape(*args)
+            with setting(records, []):
+                super().infer_shape(*args)
 
     def _alias(self) -> str:
         return "batchnorm"  # parameters get the names that they have in a net with plain BatchNorm
@@ -325,12 +337,12 @@ class SyncBatchNorm(nn.BatchNorm):
         self._replicas.running.update({id(one): one for one in (self.running_mean, self.running_var)})
         patches.replace(_initialising, Parameter, "_init_impl")
         patches.replace(export.of_plain_graph, mx.base._LIB, "MXSymbolRemoveAmpCast")
-        followers(self.running_mean).append(self._replicas)
+        follow(self.running_mean, self._replicas)
         if self.running_mean._data is not None:
             _place(self._replicas, self.running_mean)
 
     def _release_parameters(self) -> None:
-        followers(self.running_mean).remove(self._replicas)
+        unfollow(self.running_mean, self._replicas)
 
     def __getstate__(self) -> Dict[str, Any]:
         """For ``copy`` and ``pickle``. A copy has replicas of its own, which do not meet those of the original."""
@@ -348,6 +360,8 @@ class SyncBatchNorm(nn.BatchNorm):
         frozen = self._kwargs["use_global_stats"] or (eager and not training)
         if eager and training:
             replicas.runs(UNFUSED if computes.fuses and not frozen else EAGER)
+        if not eager:
+            traced(self.running_mean, replicas)
         if training and not frozen and replicas.problem:
             replicas.check(replicas.contexts)
         inplace = computes.inplace and not frozen and self._works_in_place(eager)

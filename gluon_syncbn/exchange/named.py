@@ -43,8 +43,10 @@ def transport(name: Any) -> Transport:
     return getattr(importlib.import_module(f".{name}", __package__), TRANSPORTS[name])()
 
 
-# One for each KVStore, so that one lock guards it.
+# One for each KVStore, so that one lock guards it, and one KVStore for each name. They stay: MXNet may free one that is
+# still adding, and the process would end in SIGFPE.
 _adding = functools.lru_cache(maxsize=None)(DeviceExchange)
+_created = functools.lru_cache(maxsize=None)(mx.kvstore.create)
 
 
 def exchange(kvstore: Any) -> Optional[Exchange]:
@@ -63,7 +65,7 @@ def exchange(kvstore: Any) -> Optional[Exchange]:
     if isinstance(kvstore, str):
         if kvstore not in TYPES:
             arguments.refuse("kvstore", kvstore, _EXPECTED + "." + _refusal(kvstore))
-        kvstore = mx.kv.create(kvstore)
+        kvstore = _created(kvstore)
     if not isinstance(kvstore, mx.kvstore.KVStoreBase):
         arguments.refuse("kvstore", kvstore, _EXPECTED)
     if kvstore.type not in TYPES:

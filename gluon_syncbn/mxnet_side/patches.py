@@ -14,7 +14,7 @@ from mxnet import autograd, gluon
 from .. import _native
 from ..system import arguments, kinds
 from ..training import steps
-from ..training.replicas import IN_GRAPH, executing, followers_of, setting
+from ..training.replicas import IN_GRAPH, executing, followers_of, records, setting
 from ..training.session import session
 from . import blocks, trainer
 from .fusion import fuse
@@ -232,7 +232,9 @@ def _building(build: Callable, block: gluon.HybridBlock, *args: Any) -> None:
             return
         for prepare in before_recording:
             prepare(block)
-        inputs, symbol, graph = running_graph(block, *args)
+        kept: List[Any] = []  # until MXNet's operator keeps them
+        with setting(records, kept):
+            inputs, symbol, graph = running_graph(block, *args)
         # In the place of the block, because other threads call MXNet's operator as soon as they see it there. It is of
         # MXNet's class, because one of a program's may end what it has, and of the block it asks what that may define.
         draft = object.__new__(gluon.HybridBlock)

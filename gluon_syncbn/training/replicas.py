@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import warnings
 import weakref
 from contextlib import contextmanager, suppress
@@ -60,12 +61,44 @@ def executing(
 
 
 #: The replicas of the layers that a parameter belongs to. A copy of the parameter has none before its layers are there.
-followers: OfEach[List[Replicas]] = OfEach(lambda _: [])
+followers: OfEach[weakref.WeakValueDictionary[int, Replicas]] = OfEach(lambda _: weakref.WeakValueDictionary())
+#: Those that nodes name in a symbol of the program's. It may outlive the layer, so they live as long as the parameter.
+_in_symbols: OfEach[Dict[int, Replicas]] = OfEach(lambda _: {})
 
 
 def followers_of(parameters: Iterable[Any]) -> List[Replicas]:
     """Returns the replicas of the layers that some of these parameters belong to, each once."""
-    return list(dict.fromkeys(one for parameter in parameters for one in followers.get(parameter) or ()))
+    return list(dict.fromkeys(one for parameter in parameters for one in (followers.get(parameter) or {}).values()))
+
+
+def follow(parameter: Parameter, replicas: Replicas) -> None:
+    followers(parameter)[replicas.id] = replicas
+
+
+def unfollow(parameter: Parameter, replicas: Replicas) -> None:
+    for kept in (followers(parameter), _in_symbols(parameter)):
+        kept.pop(replicas.id, None)
+
+
+class _OfThread(threading.local):
+    records: Optional[List[Replicas]] = None  # those in a graph that a block is recording, which keeps them itself
+
+
+_of_thread = _OfThread()
+
+
+def records(value: Optional[List[Replicas]]) -> Optional[List[Replicas]]:
+    """For `setting`."""
+    before, _of_thread.records = _of_thread.records, value
+    return before
+
+
+def traced(parameter: Parameter, replicas: Replicas) -> None:
+    """A layer puts a node into a symbol."""
+    if _of_thread.records is None:
+        _in_symbols(parameter)[replicas.id] = replicas
+    else:
+        _of_thread.records.append(replicas)
 
 
 def stores_of(parameters: Iterable[Any]) -> List[ProcessStore]:
@@ -211,7 +244,7 @@ class Replicas:
             self.check(self.contexts)
         meets = bool(self.contexts) and self.pooling.mode != "local" and not self.kwargs["use_global_stats"]
         between = isinstance(store, ProcessStore)
-        session.ran.setdefault(self.id, tuple(self.contexts) if meets and not between else ())
+        session.ran[tuple(self.contexts) if meets and not between else ()] += self.ran == NEVER
         self.ran = how
         while between and meets and self.store is not store:
             more = any(not one.contexts and one.pooling.mode != "local" for one in list(self.by_token.values()))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import typing
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any, Callable, DefaultDict, Dict, List, Literal, Optional, Tuple
 
 from mxnet.context import Context
@@ -56,8 +57,8 @@ class Session:
         locks.give(self, beginning=threading.RLock, tracing=threading.RLock)
         locks.give(self, _issuing=lambda: defaultdict(threading.Lock))
         self.training_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that have opened a scope
-        #: By the number of a layer that has trained: the contexts on which it meets, if that is in this process alone.
-        self.ran: Dict[int, Tuple[Context, ...]] = {}
+        #: How many layers have trained, by the contexts on which they met first; none for several processes.
+        self.ran: typing.Counter[Tuple[Context, ...]] = Counter()
         self.trainers = OfEach(OfTrainer)  # of Gluon
         self.raised = ""  # the last failure that went through a scope as an exception
         self.ending = False  # exit handlers have begun

@@ -176,9 +176,40 @@ def test_processes_compare_the_present_settings():
         one._kwargs["eps"] = 1e-5
 
 
+@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize("channels", [0, 3])
+def test_nets_that_share_parameters_leave_nothing(contexts, channels, hybrid):
+    def made(params=None):
+        net = nn.HybridSequential(prefix="shared_", params=params)
+        with net.name_scope():
+            net.add(SyncBatchNorm(in_channels=channels))
+        return net
+
+    first = made()
+    first.initialize(ctx=contexts[:2])
+    gc.collect()
+    before = len(Replicas.by_token)
+    for _ in range(3):
+        net = made(first.collect_params())
+        net.hybridize(hybrid)
+        with autograd.record():
+            ys = [net(mx.nd.ones((2, 3), ctx=context)) for context in contexts[:2]]
+        autograd.backward(ys)
+    data = mx.sym.var("data", dtype="float32")
+    graph = made(first.collect_params())(data)
+    del net, ys
+    gc.collect()
+    assert len(Replicas.by_token) == before + 1, "that of the symbol, which has outlived its net"
+    block = gluon.SymbolBlock(graph, [data], first.collect_params())
+    with autograd.train_mode():
+        ys = [block(mx.nd.ones((2, 3), ctx=context)) for context in contexts[:2]]
+    assert all((y.asnumpy() == 0).all() for y in ys)
+
+
 def test_a_layer_with_a_kvstore_is_copied_and_not_pickled():
     layer = SyncBatchNorm(in_channels=3, kvstore="device")
     assert copy.deepcopy(layer)._replicas.exchange is layer._replicas.exchange
+    assert SyncBatchNorm(kvstore="device")._replicas.exchange is layer._replicas.exchange, "MXNet's stores stay"
     with pytest.raises(TypeError, match=r"cannot be pickled, nor can a layer.*net.save_parameters"):
         pickle.dumps(layer)
 
