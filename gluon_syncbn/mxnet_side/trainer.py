@@ -77,9 +77,8 @@ def beginning(begin: Callable, trainer: gluon.Trainer) -> None:
 def adding(add: Callable, trainer: gluon.Trainer) -> None:
     """A store of processes gets the gradients of a step together. MXNet gives them one by one, without an end."""
     devices.settle_gradients(trainer._params)
-    store = trainer._kvstore
+    store, state = trainer._kvstore, session.trainers(trainer)  # which a copy does not have before
     if isinstance(store, ProcessStore):
-        state = session.trainers(trainer)
         if state.summed_for is None:
             _compare_beginning(trainer, store)
         gradients = {p.name: p.list_grad() for p in state.in_order(trainer) if p.grad_req != "null"}
