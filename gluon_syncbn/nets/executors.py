@@ -83,7 +83,8 @@ def _grouping(
 def _binding(bind: Callable, symbol: mx.sym.Symbol, /, ctx: Context, *args: Any, **kwargs: Any) -> Executor:
     request = inspect.signature(bind).bind_partial(symbol, ctx, *args, **kwargs).arguments.get("grad_req")
     requests = request.values() if isinstance(request, dict) else request if isinstance(request, list) else [request]
-    choose = functools.partial(_beside_others, ctx, any(one != "null" for one in requests))
+    trains = any(one != "null" for one in requests)
+    choose = functools.partial(_beside_others, ctx, trains)
     graph, layers = _synchronised(symbol, choose)
     # A step may be open, but no operator that is made here is a call of it.
     on = ctx.device_id if ctx.device_type == "cpu" else -1
@@ -91,6 +92,8 @@ def _binding(bind: Callable, symbol: mx.sym.Symbol, /, ctx: Context, *args: Any,
         executor = bind(graph, ctx, *args, **kwargs)
     if layers:
         executor.__class__, executor.layers = _Executor, layers
+        for mean, replicas, _ in layers if trains else ():
+            replicas.channels = executor.aux_dict[mean].shape[0]
     return executor
 
 

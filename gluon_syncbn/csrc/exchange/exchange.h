@@ -20,9 +20,8 @@ namespace syncbn {
 
 // The processes' agreement about a layer. With groups, it also says which others share some with this one.
 struct Agreed : Reach {
-    int64_t key = 0;   // the same in every process
-    std::string name;  // for messages
-    size_t channels = 0;
+    int64_t key = 0;      // the same in every process
+    std::string name;     // for messages
     size_t replicas = 0;  // of this process
     size_t longest = 0;   // values of a process's vectors, side by side, at most
 };

@@ -89,6 +89,17 @@ class Processes::WaitForVectors final : public WaitForOthers {
   protected:
     std::string name() const override { return name_of_call(label_, name_); }
     bool is_missing(size_t rank) const override {
+    // `several`: each has a multiple of this length.
+    void check_lengths(size_t length, bool several) {
+        const size_t size = length * sizeof(double);
+        for (size_t i = 0; i < from_.size(); ++i) {
+            if (found_[i].size == size || (several && size > 0 && found_[i].size % size == 0)) continue;
+            give_up("in " + name() + ", rank " + mail_.number_of(from_[i]) + " sent " +
+                    std::to_string(found_[i].length()) + " values where rank " + mail_.number_of(mail_.rank()) +
+                    " has " + std::to_string(length) + (several ? " of each replica" : "") +
+                    ". All processes must build the same net and cast it alike.");
+        }
+    }
         return std::binary_search(from_.begin(), from_.end(), rank) && mail_.find(rank, label_).values == nullptr;
     }
     std::string missing() const override {
@@ -222,7 +233,7 @@ class Processes::Hops {
         std::vector<Mailbox::Found> parts = wait_->found();
         const auto place = std::lower_bound(hop.from.begin(), hop.from.end(), hop.mail->rank()) - hop.from.begin();
         if (hop.contributes) parts.insert(parts.begin() + place, Mailbox::Found{values_, length_ * sizeof(double)});
-        if (combine_ == Combine::kSideBySide) {
+        if (brings_all) {
             total_ = side_by_side(parts, static_cast<size_t>(place), *id_.agreed);
         } else {
             Contribution rows{{}, length_};
@@ -254,6 +265,8 @@ void Processes::meet(std::shared_ptr<Segment> memory, Ranks ranks, Ranks leaders
     if (leaders.size() > 1 && memory_of_sums_->rank() == 0)
         machines = std::make_unique<Machines>(*job_, std::move(leaders), mpi, adds_from);
     const auto fail = [this](const std::string& reason) { report(Mailbox::State::kFailed, reason); };
+        const bool brings_all = combine_ == Combine::kSideBySide;
+        wait_->check_lengths(brings_all ? length_ / id_.contexts.size() : length_, brings_all);
     sums_ = std::make_unique<Sums>(*memory_of_sums_, std::move(machines), fail);
 }
 
@@ -302,8 +315,8 @@ std::shared_ptr<const Agreed> Processes::agree(int64_t key, const std::string& n
     const size_t rank = job_->rank();
     const size_t longest =
         *std::max_element(replicas.begin(), replicas.end()) * static_cast<size_t>(pooling.slots()) * (1 + 2 * channels);
-    const auto agreed = std::make_shared<const Agreed>(
-        Agreed{reach_of(pooling, replicas, rank), key, name, channels, replicas[rank], longest});
+    const auto agreed =
+        std::make_shared<const Agreed>(Agreed{reach_of(pooling, replicas, rank), key, name, replicas[rank], longest});
     std::lock_guard<std::mutex> lock(mutex_);
     for (auto it = agreed_.begin(); it != agreed_.end();) it = it->second.expired() ? agreed_.erase(it) : std::next(it);
     agreed_.emplace(key, agreed);
@@ -323,7 +336,7 @@ Underway Processes::begin(Combine combine, const CallId& id, const Contribution&
     if (combine != Combine::kSideBySide)
         return begun(machine_ != nullptr && own.length <= Segment::kMostValues ? in_levels_ : in_job_);
     if (!agreed->ranks.empty()) {
-        const size_t replicas = own.length / (2 * agreed->channels + (id.phase == 0));
+        const size_t replicas = id.contexts.size();
         if (replicas != agreed->replicas) {  // they form groups of their own
             const std::vector<int>& groups = agreed->groups;
             const std::string reach = agreed->ranks.size() > 1 ? "reach from " + job_->name_of(job_->rank()) : "";
