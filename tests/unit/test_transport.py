@@ -1,6 +1,8 @@
 """What is the same for all transports, over one between threads: the store, groups, and how a wait ends."""
 
 import os
+import re
+import threading
 
 import mxnet as mx
 import numpy as np
@@ -263,6 +265,50 @@ def test_a_child_of_a_fork_is_no_member(tmp_path):
 
     (child,) = fork_ranks(1, tmp_path, in_child)
     os.waitpid(child, 0)
+@pytest.mark.parametrize("size", [3, 5, 8])
+def test_a_rank_that_does_not_come(size):
+    """Each error names it, also where those who wait for it are some hops away."""
+    all_stores = stores(size)
+
+    def work(store):
+        if store.rank != 1:
+            allreduce(store.handle, (0, -1, 0, 0, "bn", 2.0), np.ones(3))
+
+    for rank, error in enumerate(everywhere(all_stores, work)):
+        assert rank == 1 or re.search(r"waits for rank 1(, through rank [0-9, ]+,)? in the forward", str(error)), error
+
+
+def test_an_exchange_has_one_limit():
+    """Of five ranks, rank 2 needs rank 1, which is late, and then rank 4, which comes when rank 2 has given up."""
+    failed = threading.Event()
+
+    def work(store):
+        if store.rank == 4:
+            failed.wait(3.2)
+        elif store.rank == 1:
+            failed.wait(1.5)
+        try:
+            allreduce(store.handle, (0, -1, 0, 0, "bn", 2.0 if store.rank == 2 else 60.0), np.ones(3))
+        except mx.MXNetError:
+            failed.set()
+            raise
+
+    error = everywhere(stores(5), work)[2]
+    assert "rank 2 of 5 waits for rank 4 in the forward of call 1 of SyncBatchNorm 'bn' after 2 s" in str(error)
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_another_length(size):
+    """What another process sends is never read past its end."""
+
+    def work(store):
+        return allreduce(store.handle, (0, -1, 0, 0, "bn", 60.0), np.ones(7 if store.rank else 11))
+
+    told = r"in the forward of call 1 of SyncBatchNorm 'bn', rank [01] sent (7|11) values where rank [01] has (7|11)\. "
+    for error in everywhere(stores(size), work):
+        assert re.search(told + "All processes must build the same net", str(error)), error
+
+
     assert (tmp_path / "output.0").read_text() == "OK\n"
     assert not any(_native.fate_of(store.handle, rank) for rank in range(2))
 

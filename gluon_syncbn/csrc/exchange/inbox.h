@@ -17,8 +17,9 @@ namespace syncbn {
 
 // A message begins with this.
 struct Head {
-    // A vector; the end of a `process` without a word; a failure, whose text follows; another end.
-    enum Kind : int64_t { kVector, kDied, kFailed, kEnded };
+    // A vector; the end of a `process` without a word; a failure, whose text follows; another end; a wait for the ranks
+    // that follow.
+    enum Kind : int64_t { kVector, kDied, kFailed, kEnded, kWaits };
     Label label;
     int64_t kind, from;
     uint64_t length;  // bytes of what follows
@@ -28,7 +29,8 @@ static_assert(sizeof(Head) % sizeof(double) == 0, "what follows is aligned");
 
 class Inbox : public Mailbox {
   public:
-    Inbox(size_t rank, size_t ranks) : Mailbox(rank, ranks), states_(ranks), died_(ranks), reasons_(ranks) {}
+    Inbox(size_t rank, size_t ranks)
+        : Mailbox(rank, ranks), states_(ranks), died_(ranks), reasons_(ranks), waits_(ranks) {}
 
     Found find(size_t rank, const Label& label) const override {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -48,6 +50,17 @@ class Inbox : public Mailbox {
         return labels;
     }
 
+    void say_awaited(const Label& label, const Ranks& ranks) override {
+        std::lock_guard<std::mutex> lock(mutex_);
+        const size_t size = ranks.size() * sizeof ranks[0];
+        send({label, Head::kWaits, own(), size}, ranks.data(), size, without(everybody, rank_));
+    }
+    Ranks awaited_by(size_t rank, const Label& label) const override {
+        std::lock_guard<std::mutex> lock(mutex_);
+        const auto& [said, ranks] = waits_[rank];
+        return said.is_of_call(label) ? ranks : Ranks();
+    }
+
     uint32_t event_of(const Label&) const override { return 0; }  // there is one for all
 
     State state_of(size_t rank) const override { return states_[rank]; }
@@ -64,6 +77,7 @@ class Inbox : public Mailbox {
         size_t size;
         const Head& head() const { return *reinterpret_cast<const Head*>(memory.get()); }
         double* values() const { return memory.get() + kHead; }
+        const size_t* ranks() const { return reinterpret_cast<const size_t*>(values()); }
         size_t from() const { return static_cast<size_t>(head().from); }
     };
 
@@ -88,6 +102,8 @@ class Inbox : public Mailbox {
             received_.push_back(message);
         else if (head.kind == Head::kDied)
             died_[message.from()] = head.process;
+        else if (head.kind == Head::kWaits)
+            waits_[message.from()] = {head.label, Ranks(message.ranks(), message.ranks() + message.size - kHead)};
         else
             note(message.from(), head.kind == Head::kFailed ? State::kFailed : State::kEnded,
                  {reinterpret_cast<const char*>(message.values()), head.length});
@@ -110,6 +126,7 @@ class Inbox : public Mailbox {
 
     std::vector<std::atomic<int64_t>> died_;
     std::vector<std::string> reasons_;
+    std::vector<std::pair<Label, Ranks>> waits_;  // the last one of each rank
     std::list<Message> received_;
 };
 

@@ -43,6 +43,11 @@ struct Label {
         return words;
     }
     bool operator==(const Label& other) const { return words() == other.words(); }
+    // Whether both are of one call of a layer, in any of its hops.
+    bool is_of_call(Label other) const {
+        other.channel = channel, other.piece = piece;
+        return *this == other;
+    }
 };
 
 using Ranks = std::vector<size_t>;  // ascending
@@ -67,8 +72,8 @@ class Mailbox {
 
     // Posts a vector of so many bytes for `readers`. Throws std::runtime_error if there are too many.
     void post(const Label& label, const void* values, size_t size, const Ranks& readers);
-    // Whether all that this rank has posted under the label needs no more of its work.
-    virtual bool is_out(const Label&) { return true; }
+    // Returns the readers of what this rank has posted under the label, and still has to send.
+    virtual Ranks unsent(const Label&) { return {}; }
     // Returns the vector that `rank` has posted for this one under the label; null if there is none yet. It stays until
     // `done`.
     struct Found {
@@ -83,6 +88,11 @@ class Mailbox {
     std::optional<std::string> received(size_t rank, const Label& label);
     // Returns the labels of vectors that `rank` has posted for this one.
     virtual std::vector<Label> posted_by(size_t rank) const = 0;
+
+    // Tells all that this rank waits for some of them, in the call that the label is of. Returns whom another rank waits
+    // for there; empty if it has not said so.
+    virtual void say_awaited(const Label&, const Ranks&) {}
+    virtual Ranks awaited_by(size_t, const Label&) const { return {}; }
 
     // An event count (Reed, Kanodia, CACM 1979) is of all threads with one label, and changes with each arrival. A thread
     // can sleep until it is not `seen`, or for `seconds`, and can wake the sleepers.
@@ -139,6 +149,8 @@ class WaitForOthers : public Wait {
   protected:
     // `together`: a rank that has failed ends the wait even if it is not missing.
     WaitForOthers(Mailbox& mail, double timeout, bool together) : Wait(timeout), mail_(mail), together_(together) {}
+    WaitForOthers(const WaitForOthers& earlier, Mailbox& mail, double timeout, bool together)
+        : Wait(earlier, timeout), mail_(mail), together_(together) {}
     virtual std::string name() const = 0;  // of the exchange
     virtual bool is_missing(size_t rank) const = 0;
     virtual std::string missing() const;

@@ -25,12 +25,14 @@ class MpiMailbox : public Inbox {
   public:
     MpiMailbox(const Mpi& mpi, size_t rank, size_t ranks) : Inbox(rank, ranks), mpi_(mpi) {}
 
-    bool is_out(const Label& label) override {
+    Ranks unsent(const Label& label) override {
         std::lock_guard<std::mutex> lock(mutex_);
         send_on();
-        return std::none_of(outgoing_.begin(), outgoing_.end(), [&](const Transfer& sent) {
-            return sent.head().kind == Head::kVector && sent.head().label == label;
-        });
+        Ranks readers;
+        for (const Transfer& sent : outgoing_)
+            if (sent.head().kind == Head::kVector && sent.head().label == label) readers.push_back(sent.to);
+        std::sort(readers.begin(), readers.end());
+        return readers;
     }
 
     // Whoever waits moves messages along.
@@ -59,6 +61,7 @@ class MpiMailbox : public Inbox {
     // A message that arrives, or goes to a rank.
     struct Transfer : Message {
         Mpi::Request request = {};
+        size_t to = 0;
         explicit Transfer(size_t size = 0)  // not initialised
             : Message{{new double[size], std::default_delete<double[]>()}, size} {}
     };
@@ -80,8 +83,9 @@ class MpiMailbox : public Inbox {
         const auto after = static_cast<size_t>(std::lower_bound(to.begin(), to.end(), rank()) - to.begin());
         for (size_t i = 0; i < to.size(); ++i) {
             outgoing_.push_back(message);
+            outgoing_.back().to = to[(after + i) % to.size()];
             Mpi::check(mpi_.send(message.memory.get(), static_cast<int>(message.size), mpi_.float64,
-                                 static_cast<int>(to[(after + i) % to.size()]), 0, mpi_.communicator,
+                                 static_cast<int>(outgoing_.back().to), 0, mpi_.communicator,
                                  &outgoing_.back().request));
             if (mpi_.has_ended(&outgoing_.back().request)) outgoing_.pop_back();
         }

@@ -17,6 +17,8 @@ constexpr double kSpin = 5e-4, kTaken = 2e-4, kNobody = 1e-6;
 constexpr double kSpinUnwoken = 3e-3;  // where no arrival wakes a sleeper, and a nap may come at each message
 constexpr int kInVain = 4;
 constexpr double kSkippedAfter = 0.5;
+// Seconds, or this part of the time limit, after which a rank says whom it waits for.
+constexpr double kSayAfter = 1, kSayAfterPart = 0.25;
 // Up to this number of ranks, each sends its vector to all. More ranks send as many messages as the logarithm of the
 // number.
 constexpr size_t kFew = 4;
@@ -53,20 +55,22 @@ Total side_by_side(const std::vector<Mailbox::Found>& parts, size_t own, const A
 // Waits for the vectors of some ranks under one label.
 class Processes::WaitForVectors final : public WaitForOthers {
   public:
+    // `is_of_several`: hops of an exchange. `earlier`: nothing, or the wait of the hop before, whose time counts.
+    template <typename... Earlier>
     WaitForVectors(const Processes& processes, Mailbox& mail, const char* name, const Label& label, const Ranks& from,
-                   double timeout)
-        : WaitForOthers(mail, timeout, &mail == &processes.job()),
+                   double timeout, bool is_of_several, const Earlier&... earlier)
+        : WaitForOthers(earlier..., mail, timeout, &mail == &processes.job()),
           processes_(processes),
           name_(name),
           label_(label),
           from_(from),
           found_(from_.size()),
           event_(mail_.event_of(label)),
-          began_(seconds()) {}
+          began_(seconds()),
+          says_after_(is_of_several ? std::min(kSayAfter, kSayAfterPart * timeout) : kForEver) {}
 
-    // Whether all have come; waits at most so many seconds.
-    bool comes_within(double limit) {
-        const double until = seconds() + limit;
+    // Whether all have come until then.
+    bool comes_until(double until) {
         while (true) {
             const uint32_t seen = mail_.arrivals(event_);
             if (have_come()) break;
@@ -85,10 +89,6 @@ class Processes::WaitForVectors final : public WaitForOthers {
     void done() {
         for (size_t i = 0; i < from_.size(); ++i) mail_.done(from_[i], found_[i]);
     }
-
-  protected:
-    std::string name() const override { return name_of_call(label_, name_); }
-    bool is_missing(size_t rank) const override {
     // `several`: each has a multiple of this length.
     void check_lengths(size_t length, bool several) {
         const size_t size = length * sizeof(double);
@@ -100,14 +100,32 @@ class Processes::WaitForVectors final : public WaitForOthers {
                     ". All processes must build the same net and cast it alike.");
         }
     }
-        return std::binary_search(from_.begin(), from_.end(), rank) && mail_.find(rank, label_).values == nullptr;
+
+  protected:
+    std::string name() const override { return name_of_call(label_, name_); }
+    bool is_missing(size_t rank) const override {
+        return (std::binary_search(from_.begin(), from_.end(), rank) && mail_.find(rank, label_).values == nullptr) ||
+               std::binary_search(unsent_.begin(), unsent_.end(), rank);
     }
+    // Of ranks that have said whom they wait for, names those: the cause may be some hops away.
     std::string missing() const override {
-        return WaitForOthers::missing() + (label_.channel == Label::kOfLeader ? ", the leader of this machine," : "");
+        if (label_.channel == Label::kOfLeader) return WaitForOthers::missing() + ", the leader of this machine,";
+        Ranks ranks = missing_ranks();
+        std::string causes, between;
+        for (size_t i = 0; i < ranks.size(); ++i) {
+            const Ranks further = without(mail_.awaited_by(ranks[i], label_), mail_.rank());
+            std::string& list = further.empty() ? causes : between;
+            list += (list.empty() ? "" : ", ") + mail_.number_of(ranks[i]);
+            for (const size_t rank : further)
+                if (std::find(ranks.begin(), ranks.end(), rank) == ranks.end()) ranks.push_back(rank);
+        }
+        return causes.empty() || between.empty() ? causes + between : causes + ", through rank " + between + ",";
     }
     // Also looks at what the others do meanwhile.
     void check_others() override {
         WaitForOthers::check_others();
+        if (seconds() - began_ > says_after_ && missing_ranks() != said_)
+            mail_.say_awaited(label_, said_ = missing_ranks());
         for (const size_t rank : from_) {
             if (!is_missing(rank)) continue;
             for (const Label& posted : mail_.posted_by(rank)) {
@@ -116,7 +134,8 @@ class Processes::WaitForVectors final : public WaitForOthers {
                                         posted.sequence != label_.sequence;
                 // One that has come since, and gone on, has posted its vector. The order of calls in branches
                 // differs between processes.
-                if (other_call && label_.phase == 0 && waited() > kSkippedAfter && !is_here(posted) && is_missing(rank))
+                if (other_call && label_.phase == 0 && seconds() - began_ > kSkippedAfter && !is_here(posted) &&
+                    is_missing(rank))
                     give_up("rank " + mail_.number_of(mail_.rank()) + " is in " + name() + ", but rank " +
                             mail_.number_of(rank) + " is in number " + std::to_string(posted.sequence + 1) +
                             ": one of them has skipped or repeated a step.");
@@ -146,7 +165,15 @@ class Processes::WaitForVectors final : public WaitForOthers {
             if (found_[i].values == nullptr) found_[i] = mail_.find(from_[i], label_);
             all = all && found_[i].values != nullptr;
         }
-        return all && mail_.is_out(label_);
+        if (!all) return false;
+        unsent_ = mail_.unsent(label_);
+        return unsent_.empty();
+    }
+    Ranks missing_ranks() const {
+        Ranks ranks;
+        for (const size_t rank : mail_.everybody)
+            if (is_missing(rank)) ranks.push_back(rank);
+        return ranks;
     }
     // Polls for a moment, and yields meanwhile, because a wake-up takes longer. If other threads run, this thread may
     // come back late, so it sleeps from then on. With more processes than cores, a polling thread may keep a process
@@ -173,6 +200,8 @@ class Processes::WaitForVectors final : public WaitForOthers {
     std::vector<Mailbox::Found> found_;  // of each of these ranks
     const uint32_t event_;
     const double began_;
+    const double says_after_;  // seconds; others may wait for this rank meanwhile, where it is one of several hops
+    Ranks unsent_, said_;
     std::string others_;  // what they do meanwhile
     bool yielded_ = false, slept_ = false;
     int in_vain_ = 0;
@@ -192,11 +221,13 @@ class Processes::Hops {
         processes_.here_.erase(std::find(processes_.here_.begin(), processes_.here_.end(), label()));
     }
 
-    std::optional<Total> within(double seconds) {
+    // Its hops have one time limit together.
+    std::optional<Total> within(double limit) {
+        const double until = seconds() + limit;
         try {
-            for (; at_ < hops_.size(); ++at_, wait_.reset()) {
-                if (!wait_) begin();
-                if (!wait_->comes_within(seconds)) return std::nullopt;
+            for (; at_ < hops_.size(); ++at_, begun_ = false) {
+                if (!std::exchange(begun_, true)) begin();
+                if (!wait_->comes_until(until)) return std::nullopt;
                 SYNCBN_POINT("after_collect");
                 end();
             }
@@ -222,7 +253,11 @@ class Processes::Hops {
         Mailbox& mail = *hop.mail;
         mail.check_open();
         SYNCBN_POINT("before_post");
-        wait_.emplace(processes_, mail, id_.name, own, hop.from, id_.timeout + hop.longer);
+        const auto waits = [&](const auto&... earlier) {
+            return std::make_unique<WaitForVectors>(processes_, mail, id_.name, own, hop.from, id_.timeout + hop.longer,
+                                                    hops_.size() > 1, earlier...);
+        };
+        wait_ = wait_ == nullptr ? waits() : waits(*wait_);
         mail.post(own, values_, length_ * sizeof(double), hop.readers);
         // If all read from all, the last to come wakes the others.
         if (hop.readers != hop.from) mail.wake(mail.event_of(own));
@@ -230,6 +265,8 @@ class Processes::Hops {
     }
     void end() {
         const Hop& hop = hops_[at_];
+        const bool brings_all = combine_ == Combine::kSideBySide;
+        wait_->check_lengths(brings_all ? length_ / id_.contexts.size() : length_, brings_all);
         std::vector<Mailbox::Found> parts = wait_->found();
         const auto place = std::lower_bound(hop.from.begin(), hop.from.end(), hop.mail->rank()) - hop.from.begin();
         if (hop.contributes) parts.insert(parts.begin() + place, Mailbox::Found{values_, length_ * sizeof(double)});
@@ -251,7 +288,8 @@ class Processes::Hops {
     Total total_;
     const std::vector<Hop> hops_;
     size_t at_ = 0;
-    std::optional<WaitForVectors> wait_;
+    bool begun_ = false;                    // the hop
+    std::unique_ptr<WaitForVectors> wait_;  // of the hop, or the one before
 };
 
 Processes::Processes(std::unique_ptr<Mailbox> job) : job_(std::move(job)), in_job_(between(job_->everybody)) {}
@@ -265,8 +303,6 @@ void Processes::meet(std::shared_ptr<Segment> memory, Ranks ranks, Ranks leaders
     if (leaders.size() > 1 && memory_of_sums_->rank() == 0)
         machines = std::make_unique<Machines>(*job_, std::move(leaders), mpi, adds_from);
     const auto fail = [this](const std::string& reason) { report(Mailbox::State::kFailed, reason); };
-        const bool brings_all = combine_ == Combine::kSideBySide;
-        wait_->check_lengths(brings_all ? length_ / id_.contexts.size() : length_, brings_all);
     sums_ = std::make_unique<Sums>(*memory_of_sums_, std::move(machines), fail);
 }
 
@@ -364,8 +400,8 @@ std::string Processes::bytes_of(int64_t key, const char* what, double timeout, c
     const Ranks others = without(mail.everybody, mail.rank());
     for (size_t i = 0; i < own.size(); ++i)
         mail.post(label, own[i].data(), own[i].size(), own.size() == 1 ? others : without({i}, mail.rank()));
-    WaitForVectors wait(*this, mail, what, label, others, timeout);
-    wait.comes_within(kForEver);
+    WaitForVectors wait(*this, mail, what, label, others, timeout, false);
+    wait.comes_until(kForEver);
     std::vector<Mailbox::Found> parts = wait.found();
     const std::string& mine = own[mail.rank() % own.size()];
     const auto place = parts.begin() + static_cast<int64_t>(mail.rank());

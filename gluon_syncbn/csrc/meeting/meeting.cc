@@ -125,7 +125,10 @@ class WaitForReplicas : public Wait {
 
 void WaitForReplicas::check_others() {
     if (all_here()) {
-        if (!std::exchange(complete_, true)) extend(meeting_.config->timeout, kGrace);
+        // An exchange between processes has a limit of its own in each of its waits, and knows who is missing. A KVStore is
+        // code of others.
+        const bool is_bounded = meeting_.exchange->spans_processes();
+        if (!std::exchange(complete_, true)) extend(is_bounded ? kForEver : meeting_.config->timeout, kGrace);
         return;
     }
     if (meeting_.full()) return;

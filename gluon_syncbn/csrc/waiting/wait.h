@@ -36,6 +36,10 @@ class Wait {
     void look();
 
   protected:
+    // Goes on after another wait of the same work, whose time counts.
+    Wait(const Wait& earlier, double timeout) : Wait(earlier) { limit_ = timeout; }
+    Wait(const Wait&) = default;
+
     // What has not happened: "rank 0 of 2 waits for rank 1".
     virtual std::string state() { return state_; }
     // What is likely if it takes long, and what to do about it.
