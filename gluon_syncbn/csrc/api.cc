@@ -90,6 +90,7 @@ SYNCBN_API(void, layer_agree, int64_t id, Asked* processes, int64_t key, size_t 
         config.agreed = agreed;
         config.agreed_by = &exchange;
     });
+    layer->restart_calls();
 }
 
 // See `executing` in training/replicas.py. Fails if a layer is in the middle of a step of another thread. If the graph

@@ -27,10 +27,17 @@ TOGETHER = [
     "prepares_otherwise",
     "configures_after_the_trainer",
     "calls_stay_in_the_engine",
+    "trained_alone_before",
 ]
 WAYS_TO_LEAVE = ["raises", "exits", "ends", "left_the_scope"]
 # These end in an error, with which the store ends and the processes go on.
-FAILING = ["another_net", "a_batch_that_is_not_finite", "broadcasts_parameters", "gathers_other_rows"]
+FAILING = [
+    "another_net",
+    "executors_of_other_channels",
+    "a_batch_that_is_not_finite",
+    "broadcasts_parameters",
+    "gathers_other_rows",
+]
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +73,8 @@ SUMS = "pushpull_and_broadcast+rows_of_any_type"
     "processes, scenarios",
     [
         (3, f"equals_the_specification+{ROWS}+@0,1,0+{NUMBERS}+@off+!fails_beside_two"),
-        (4, f"{SUMS}+@0,0,1,1+{NUMBERS}"),
-        (5, f"{SUMS}+same_bits_on_repetition+{ROWS}"),
+        (4, f"{SUMS}+@0,0,1,1+{NUMBERS}+!one_does_not_come"),
+        (5, f"{SUMS}+same_bits_on_repetition+{ROWS}+@off+!one_does_not_come"),
         (7, SUMS),
     ],
 )
@@ -75,17 +82,22 @@ def test_more_processes(processes, scenarios):
     """All modes, types and ways of running, 1 and 2 devices in turn, names that differ; the same bits on all ranks."""
     job = Job(processes, scenarios, limit=250)
     assert job.succeeded(processes), job.output
+    for rank in range(processes):
+        if "one_does_not_come" in scenarios and rank != processes % 2:
+            _, error = job.failure_of(rank, f"one_does_not_come {'off' if processes == 5 else '0,0,1,1'}")
+            assert re.search(f"waits for rank {processes % 2}[ ,].*in the forward of call 2", error), error
     if processes == 3:
         seconds, error = job.failure_of(0, "fails_beside_two off")
         assert "rank 2 of 3 has failed: the disk is full (rank 0 was in the forward of call 2 of SyncBatchNorm" in error
         assert seconds < 30  # the time limit is 60 s
 
 
-def test_another_net(together):
+@pytest.mark.parametrize("scenario, name", [("another_net", "first"), ("executors_of_other_channels", "bn")])
+def test_another_net(scenario, name, together):
     for rank in range(2):
-        _, error = together.failure_of(rank, "another_net")
-        assert "the processes disagree about the net: layer 1 is SyncBatchNorm 'first' (" in error
-        assert "'first' (5 channels" in error and "'first' (6 channels" in error
+        _, error = together.failure_of(rank, scenario)
+        assert f"the processes disagree about the net: layer 1 is SyncBatchNorm '{name}' (" in error
+        assert f"'{name}' (5 channels" in error and f"'{name}' (6 channels" in error
 
 
 def test_a_batch_that_is_not_finite(together):

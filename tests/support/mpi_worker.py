@@ -760,6 +760,51 @@ def fails_after_another_has_ended():
     raise SystemExit(kv.rank == 0)
 
 
+def one_does_not_come():
+    """Each of the others names it. What they send is too long for MPI to take it before its reader comes."""
+    missing = kv.num_workers % 2
+    gluon_syncbn.configure(timeout=60, kvstore=kv)
+    layer = gluon_syncbn.SyncBatchNorm(in_channels=20_000)
+    layer.initialize(ctx=OWN)
+
+    def train():
+        with autograd.record():
+            ys = [layer(nd.ones((2, 20_000), ctx=context)) for context in OWN]
+        for y in ys:
+            y.asnumpy()
+
+    train()
+    gluon_syncbn.configure(timeout=3)
+    if kv.rank != missing:
+        with reporting():
+            train()
+    wait_for([rank for rank in range(kv.num_workers) if rank != missing])
+    raise SystemExit(3)
+
+
+def trained_alone_before():
+    """Rank 0, some steps before the processes meet."""
+    batch = make_batch(np.random.RandomState(9), DEVICES)
+    for pooling in ({}, {"mode": "shuffle", "virtual_devices": 2}):
+        layer = prepare(gluon_syncbn.SyncBatchNorm(in_channels=5, **pooling), batch, OWN, "float64")
+        for _ in range(3 * (kv.rank == 0)):
+            step(layer, own(batch), OWN, "float64")
+        gluon_syncbn.configure(kvstore=kv)
+        for call in range(2):
+            got, want = summed(step(layer, own(batch), OWN, "float64")), part_of(specified(layer, batch, call=call))
+            got, want = (one._replace(running_mean=[], running_var=[]) for one in (got, want))
+            assert_same(got, want, 1e-11, f"{pooling}, {call}: ")
+        gluon_syncbn.configure(kvstore=None)
+
+
+def executors_of_other_channels():
+    symbol = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("data"), ndev=1, fix_gamma=False, name="bn")
+    gluon_syncbn.configure(kvstore=kv)
+    executor = symbol.simple_bind(ctx=CONTEXTS[0], data=(2, 5 + kv.rank))
+    with reporting():
+        executor.forward(is_train=True, data=nd.ones((2, 5 + kv.rank)))
+
+
 def another_net():
     gluon_syncbn.configure(kvstore=kv)
     layer = gluon_syncbn.SyncBatchNorm(in_channels=5 + kv.rank, prefix="first_")

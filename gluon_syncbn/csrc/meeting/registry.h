@@ -58,6 +58,13 @@ class Layer : public LayerIdentity {
         Lock lock(mutex_);
         before_seed_ = calls_;
     }
+    // The processes have agreed on the layer, which may have trained here before: from now on its calls, and its draws, have
+    // the same numbers in all of them.
+    void restart_calls() {
+        Lock lock(mutex_);
+        calls_.clear();
+        before_seed_.clear();
+    }
 
   private:
     friend class Registry;
