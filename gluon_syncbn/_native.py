@@ -271,11 +271,11 @@ _adding: List[Any] = []  # functions, which stay, because the core may call one 
 def kvstore_exchange(store: Any) -> int:
     """Returns an exchange of the core's that calls ``add`` of this object: see `DeviceExchange`."""
 
-    @ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_char_p, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 2)
-    def run(contexts: bytes, count: int, length: int, rows: int, out: int) -> bool:
+    @ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_char_p, ctypes.c_double, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 2)
+    def run(contexts: bytes, timeout: float, count: int, length: int, rows: int, out: int) -> bool:
         try:
             values = array_at(rows, count * length).reshape(count, length)
-            array_at(out, length)[:] = store.add(contexts.decode(), values)
+            array_at(out, length)[:] = store.add(contexts.decode(), values, timeout)
             return True
         except BaseException as error:  # it must not pass through C++; its text goes to every replica
             _core.syncbn_failed_in_python(f"{type(error).__name__}: {error}")

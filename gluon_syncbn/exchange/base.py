@@ -20,6 +20,8 @@ from ..system import locks
 # gluon.Trainer numbers its parameters from 0 in the same store; no net has this many parameters.
 _keys = itertools.count(1 << 24)
 
+_NO_ANSWER = "Its sum waits for an operator of MXNet's that does not end. kvstore='host' adds without MXNet."
+
 
 class Exchange:
     """Combines the statistics of the replicas. An exception in it becomes the failure of the step, with its text."""
@@ -54,9 +56,10 @@ class DeviceExchange(Exchange):
         self._lock: Any  # leaders of different layers call at once, and the store serves one
         locks.give(self, _lock=threading.Lock)
 
-    def add(self, places: str, rows: np.ndarray) -> np.ndarray:
+    def add(self, places: str, rows: np.ndarray, timeout: float) -> np.ndarray:
         """For the core, which asks Python here alone, because the user named a KVStore of MXNet's: returns the sum over
-        all rows, float64, of shape (contexts, length). ``places``: the contexts, as in "cpu(0), cpu(1)".
+        all rows, float64, of shape (contexts, length). ``places``: the contexts, as in "cpu(0), cpu(1)". MXNetError: it
+        takes more than ``timeout`` seconds.
         """
         length = rows.shape[1]
         contexts = tuple(mx.Context(kind, int(number)) for kind, number in re.findall(r"(\w+)\((\d+)\)", places))
@@ -74,6 +77,7 @@ class DeviceExchange(Exchange):
                 self.kvstore.broadcast(key, mx.nd.zeros(length, mx.cpu(), "float64"), out=out)
                 self._keys[length, contexts] = key
             self.kvstore.pushpull(key, values, out=out)
+        _native.await_array(out[:1], timeout, "the KVStore has not answered", _NO_ANSWER)
         return out[0].asnumpy()
 
 

@@ -375,6 +375,25 @@ def test_a_store_that_takes_long(contexts, rng, monkeypatch, caplog):
     assert np.isfinite(ys[0].asnumpy()).all()
 
 
+def test_a_store_whose_sum_never_comes(contexts, rng, monkeypatch):
+    """MXNet's engine has it, where a read would wait for ever. All replicas have the error."""
+    gate = Gate()
+    layer = a_layer(contexts[:2], timeout=1, kvstore="device")
+    store = layer._replicas.exchange.kvstore
+    with monkeypatch.context() as patch:
+
+        def late(key, values, out):
+            gate.behind(values[0]).copyto(out[0])
+
+        patch.setattr(store, "pushpull", late)
+        with autograd.record():
+            ys = [layer(x) for x in shards(rng, contexts[:2])]
+        for y in ys:
+            assert_explains(released(y), layer, "KVStore has not answered after 1 s", "kvstore='host'")
+    gate.open()
+    assert_next_step_is_right(layer, contexts[:2], rng)
+
+
 def test_a_store_that_runs_an_optimizer(contexts, rng):
     store = mx.kv.create("device")
     layer = a_layer(contexts[:2], timeout=60, kvstore=store)

@@ -47,7 +47,7 @@ class MxnetKvstore : public Exchange {
                 std::copy_n(own.rows[i], length, &rows[(i * places + i % places) * length]);
             for (size_t i = 0; i < places; ++i) apart.rows.push_back(&sums[i * length]);
             SYNCBN_POINT("before_exchange");
-            if (!add_(join_names(id.contexts).c_str(), static_cast<int64_t>(replicas),
+            if (!add_(join_names(id.contexts).c_str(), id.timeout, static_cast<int64_t>(replicas),
                       static_cast<int64_t>(sums.size()), rows.data(), sums.data()))
                 throw std::runtime_error("the KVStore could not add the statistics: " + python_problem);
             SYNCBN_POINT("after_exchange");

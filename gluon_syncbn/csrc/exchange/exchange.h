@@ -77,9 +77,10 @@ class Exchange {
 // Between threads of one process, whose memory holds all vectors already.
 std::shared_ptr<Exchange> memory_exchange();
 // Over the contexts of this process by a KVStore of MXNet's, which a function in Python asks: the sum over these contexts,
-// "cpu(0), cpu(1)", from [rows][length]. Several threads call at once. Returns whether it has succeeded. Otherwise the
-// reason is in `python_problem`. It must stay as long as the process.
-using AddInPython = bool(const char* contexts, int64_t rows, int64_t length, const double*, double* total);
+// "cpu(0), cpu(1)", from [rows][length], within so many seconds. Several threads call at once. Returns whether it has
+// succeeded. Otherwise the reason is in `python_problem`. It must stay as long as the process.
+using AddInPython = bool(const char* contexts, double timeout, int64_t rows, int64_t length, const double*,
+                         double* total);
 std::shared_ptr<Exchange> kvstore_exchange(AddInPython* add);
 inline thread_local std::string python_problem;
 

@@ -10,6 +10,7 @@
 #include <array>
 #include <cerrno>
 #include <ctime>
+#include <future>
 #include <iterator>
 #include <map>
 #include <mutex>
@@ -20,6 +21,7 @@
 #include "lock.h"
 #include "operator/call.h"
 #include "to_python.h"
+#include "waiting/wait.h"
 
 namespace syncbn {
 namespace {
@@ -400,6 +402,22 @@ SYNCBN_API(void, fail_arrays, const Span<NDArrayHandle>& arrays) {
 // left out has not touched them, and the first reader removes the error from all. They do not share memory.
 SYNCBN_API(void, share_failure, const Span<NDArrayHandle>& arrays) {
     check(Failing::push(arrays.values, arrays.count, std::nullopt));
+}
+
+// Waits until MXNet has computed this array, or never will. Throws Failure if that takes more seconds: what has not happened,
+// and what to do about it.
+SYNCBN_API(void, await_array, const Span<NDArrayHandle>& array, double timeout, const char* what, const char* advice) {
+    class QuietWait final : public Wait {
+        using Wait::Wait;
+        void warn(const std::string&) override {}  // the replicas that wait for this one do
+    };
+    auto* const done = new std::promise<void>;
+    const auto run = [](void*, void* done) { static_cast<std::promise<void>*>(done)->set_value(); };
+    const auto remove = [](void* done) { delete static_cast<std::promise<void>*>(done); };
+    const auto future = done->get_future();
+    check(mx.MXEnginePushSyncND(run, done, remove, &kCpu, array.values, 1, nullptr, 0, &kNoSkip, 0, "gluon_syncbn"));
+    QuietWait wait(timeout, "", what, advice);
+    while (future.wait_for(kSlice) != std::future_status::ready) wait.look();
 }
 
 // Registers the operator, after `find_in`.
