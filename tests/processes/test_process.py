@@ -467,9 +467,15 @@ except mx.MXNetError as error:
 alone = make_batch(np.random.RandomState(0), 1)
 one = prepare(SyncBatchNorm(in_channels=5), alone, contexts[:1], "float64")
 assert_same(step(one, alone, contexts, "float64"), truth(alone), 1e-11)
+trainer = gluon.Trainer(one.collect_params(), "sgd", kvstore="mpi")
+try:
+    trainer.step(1)
+except mx.MXNetError as error:
+    print(error)
 """
     code, output, errors = run(text, MXNET_ENGINE_TYPE="NaiveEngine")
     assert code == 0, errors
+    assert "the processes add all arrays of a step together" in output
     assert "SyncBatchNorm 'batchnorm0'" in output and "MXNET_ENGINE_TYPE=NaiveEngine" in output
 
 

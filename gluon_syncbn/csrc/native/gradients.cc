@@ -134,6 +134,10 @@ class Gradients : public Round, public std::enable_shared_from_this<Gradients> {
 SYNCBN_API(void, sum, Asked* exchange, int64_t channel, int64_t number, const char* update, const char* list,
            size_t count, const int* types, const size_t* sizes, size_t contexts, void** arrays,
            syncbn::cuda::AllReduce* gpus) {
+    if (is_naive_engine)
+        throw Failure(
+            "MXNET_ENGINE_TYPE=NaiveEngine waits for each array in turn, and the processes add all arrays of a step "
+            "together. Unset it.");
     auto& processes = static_cast<Processes&>(*exchange->host);
     std::vector<Summand> summands;
     for (size_t i = 0; i < count; ++i) summands.push_back({static_cast<Type>(types[i]), sizes[i]});
