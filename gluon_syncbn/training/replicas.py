@@ -190,6 +190,8 @@ class Replicas:
                 cuda.check_architecture(context.device_id)
         misplaced = self._placement_problem(contexts)
         self.problem = misplaced or self.pooling.problem(len(contexts))
+        if self.contexts != contexts and self.pooling._replace(virtual_devices=1) != Pooling():
+            self.store = ...  # whom a replica needs depends on how many each process has: they agree again
         self.contexts, self.channels = list(contexts), channels
         self.on_cpus = any(context.device_type != "gpu" for context in contexts)
         if self.separates():

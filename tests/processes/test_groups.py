@@ -36,7 +36,7 @@ def test_named_groups():
 
 
 def test_named_groups_of_contexts():
-    both = [NUMBERS, "messages_to_members_only", "fewer_devices"]
+    both = [NUMBERS, "messages_to_members_only", "fewer_devices", "other_devices"]
     run(2, *both, "@off", *both)
 
 

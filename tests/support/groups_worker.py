@@ -121,6 +121,20 @@ def members_do_not_wait_for_others():
             assert np.isfinite(x.data().asnumpy()).all()
 
 
+def other_devices():
+    """Replicas on fewer devices than the processes have agreed on form other groups."""
+    for settings in ({"group_size": 2}, {"mode": "shuffle"}):
+        batch = make_batch(np.random.RandomState(8), DEVICES)
+        layer = make_layer(batch, **settings)
+        step(layer, own(batch), OWN, "float64")
+        layer.collect_params().reset_ctx(OWN[:1])
+        batch = make_batch(np.random.RandomState(9), kv.num_workers)._replace(gamma=batch.gamma, beta=batch.beta)
+        here = batch._replace(shards=[batch.shards[kv.rank]], heads=[batch.heads[kv.rank]])
+        got, want = step(layer, here, OWN[:1], "float64"), specified(layer, batch)
+        for g, w in zip((got.outputs[0], got.dxs[0]), (want.outputs[kv.rank], want.dxs[kv.rank])):
+            assert np.abs(g - w).max() / np.abs(w).max() < 1e-11, settings
+
+
 def fewer_devices():
     """Groups within a process are those of the devices that take part, if they divide these. Others need all."""
     batch = own(make_batch(np.random.RandomState(6), DEVICES))
