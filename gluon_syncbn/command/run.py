@@ -113,7 +113,7 @@ def _what_met(script: str, convert: bool) -> Iterator[str]:
         if session.ran:
             remedy = "its layers had one device each"
         yield f"{script} has trained, and nothing was synchronised: {remedy}"
-    if left_alone() and not session.stores:
+    if left_alone():
         yield left_alone()
 
 

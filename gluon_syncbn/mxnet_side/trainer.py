@@ -133,7 +133,7 @@ def _share_store(trainer: gluon.Trainer) -> None:
         settings["kvstore"] = stores[0]
         if followers_of(trainer._params):
             log.info("the Trainer uses the KVStore of the layers: %r", stores[0])
-        else:
+        elif stores[0].num_workers > 1:
             log.warning(
                 "a Trainer whose net has no layer of gluon_syncbn adds its gradients over all processes: it has no "
                 "kvstore=, and %r is that of gluon_syncbn.configure. kvstore=None makes a Trainer of one process, "
@@ -147,6 +147,8 @@ def _share_store(trainer: gluon.Trainer) -> None:
     store = settings["kvstore"]
     if isinstance(store, ProcessStore):
         optimizers.check(trainer, store.num_workers)
+        if trainer._compression_params:
+            arguments.refuse("compression_params", trainer._compression_params, f"None with {store!r}")
         store.expect(trainer)
         if session.exchange is None and not session.chosen:  # `configure` has not chosen
             session.set_exchange(store)
@@ -185,6 +187,7 @@ def _loaded(trainer: gluon.Trainer) -> List[str]:
 
 #: Of a parameter in a step.
 _USUAL = {"lr_mult": 1, "wd_mult": 1, "grad_req": "write", "new gradient": True}
+_OTHERS = ", ".join(f"{name} {value!r}" for name, value in _USUAL.items()) + " of all other parameters"
 
 
 def update_of(trainer: gluon.Trainer) -> List[str]:
@@ -208,8 +211,8 @@ def update_of(trainer: gluon.Trainer) -> List[str]:
                 special.setdefault(own, []).append(number)
     for own, places in special.items():
         text = ", ".join(f"{name} {value!r}" for name, value in zip(_USUAL, own) if value != _USUAL[name])
-        lines.append(f"parameters {places}: {text}")
-    return lines
+        lines.append(f"{text} of parameters {places} (the first is '{ordered[places[0]].name}')")
+    return [*lines, _OTHERS]
 
 
 @contextmanager
@@ -249,7 +252,7 @@ def _tell_who_meets(parameters: Iterable[gluon.Parameter]) -> None:
     replicas = len(meeting[0].contexts)
     log.info("the statistics of %d layers meet within this process: %d replicas", len(meeting), replicas)
     text = left_alone()
-    if text:
+    if text and not any(exchanges):  # the user has chosen those
         _warn_once(text)
 
 
@@ -257,9 +260,13 @@ _warn_once = functools.lru_cache(maxsize=None)(log.warning)
 
 
 def left_alone() -> str:
-    """Returns what to say where no layer meets those of other processes; empty if no launcher has started others."""
+    """Returns what to say where no layer meets those of other processes. Empty if no launcher has started others, or
+    the program has made a store of theirs or chosen another one.
+    """
     for variable, other, store in _LAUNCHERS:
         size = environment.read(variable)
+        if session.stores or session.chosen:
+            break
         if size.isdigit() and int(size) > 1 and (not other or environment.read(other)):
             return (
                 f"This is one of {size} processes ({variable}), but its layers meet no replica of the others. For "

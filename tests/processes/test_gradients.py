@@ -12,6 +12,8 @@ from places import SUPPORT
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
+from gluon_syncbn.exchange.base import Transport
+from gluon_syncbn.exchange.store import ProcessStore
 from gluon_syncbn.mxnet_side.trainer import _warn_once, update_of
 from gluon_syncbn.training.session import session
 
@@ -36,7 +38,11 @@ FAULTS = {
     "divides_otherwise": (
         "and 3 more, round 2: rescale_grad 0.5 on rank 1 and rescale_grad 1.0 on rank 0. Give all Trainers the same ",
     ),
-    "leaves_out_the_second": (" the update in ", ": parameters [2, 3]: new gradient False on rank 1 and none on "),
+    "leaves_out_the_second": (
+        " the update in ",
+        ": new gradient False of parameters [2, 3] (the first is 'dense",
+        "') on rank 1 and lr_mult 1, wd_mult 1, grad_req 'write', new gradient True of all other parameters on rank 0",
+    ),
     "divides_apart": ("disagree about trainer.update: the ranks from 0 on say [1.0, 2.0] samples. It takes the ",),
     **dict.fromkeys(
         ("begins_elsewhere", "begins_frozen"),
@@ -57,6 +63,17 @@ WAYS = {
     "0,0,1": "on 2 machines; statistics: shared memory, and mpi",
     "0,1": "each by itself",
 }
+
+
+def a_net():
+    net = nn.Dense(1, in_units=1)
+    net.initialize()
+    return net
+
+
+@pytest.fixture
+def store_of_one():
+    return ProcessStore("alone", Transport(0, 1))
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +149,8 @@ def test_what_an_update_depends_on():
         trainer.step(2, ignore_stale_grad=True)
         texts.append(re.sub("num_update [0-9]+", "", str(update_of(trainer))))
     assert len(set(texts)) == len(changes), texts
+    assert all("grad_req 'write', new gradient True of all other parameters" in text for text in texts)
+    assert "lr_mult 2, new gradient False of parameters [1] (the first is 'dense" in texts[1]
 
 
 def test_another_net_on_another_machine(two):
@@ -145,22 +164,38 @@ def test_names_of_stores_that_are_not_ours(monkeypatch):
     """One that a program has registered with MXNet, and MXNet's own where nothing else is of this package."""
     monkeypatch.setattr(session, "stores", [])
     monkeypatch.setitem(mx.kvstore.KVStoreBase.kv_registry, "mpi", object)
-    net = nn.Dense(1, in_units=1)
-    net.initialize()
     for name in ("mpi", "dist_sync"):
-        trainer = gluon.Trainer(net.collect_params(), "sgd", kvstore=name)
+        trainer = gluon.Trainer(a_net().collect_params(), "sgd", kvstore=name)
         assert trainer._kvstore_params["kvstore"] == name
 
 
-@pytest.mark.parametrize("mode, variables", [("sync", {"PMI_SIZE": "2"}), ("local", {"PMI_SIZE": "2"}), ("sync", {})])
-def test_a_process_that_meets_nobody(mode, variables, monkeypatch, caplog):
-    """One warning, and only where others were started and the layers would meet."""
+def test_gradients_that_a_store_does_not_compress(store_of_one):
+    with pytest.raises(ValueError, match=r"compression_params: .* was given, expected None with <kvstore"):
+        gluon.Trainer(a_net().collect_params(), "sgd", kvstore=store_of_one, compression_params={"type": "2bit"})
+
+
+@pytest.mark.parametrize(
+    "mode, variables, chosen",
+    [
+        ("sync", {"PMI_SIZE": "2"}, ""),
+        ("sync", {"PMI_SIZE": "2"}, "for all layers"),
+        ("sync", {"PMI_SIZE": "2"}, "for the layer"),
+        ("sync", {"PMI_SIZE": "2"}, "others meet"),
+        ("local", {"PMI_SIZE": "2"}, ""),
+        ("sync", {}, ""),
+    ],
+)
+def test_a_process_that_meets_nobody(mode, variables, chosen, store_of_one, monkeypatch, caplog):
+    """One warning, and only where others were started, the layers would meet, and nobody has chosen otherwise."""
+    monkeypatch.setattr(session, "chosen", chosen == "for all layers")
+    monkeypatch.setattr(session, "stores", [store_of_one] if chosen == "others meet" else [])
+    own = {"kvstore": "device"} if chosen == "for the layer" else {}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     _warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "gluon_syncbn"):
         for _ in range(2):
-            layer = gluon_syncbn.SyncBatchNorm(in_channels=3, mode=mode)
+            layer = gluon_syncbn.SyncBatchNorm(in_channels=3, mode=mode, **own)
             layer.initialize(ctx=mx.cpu(0))
             trainer = gluon.Trainer(layer.collect_params(), "sgd")
             with autograd.record():
@@ -168,4 +203,12 @@ def test_a_process_that_meets_nobody(mode, variables, monkeypatch, caplog):
             y.backward()
             trainer.step(2)
     said = [record for record in caplog.messages if "meet no replica of the others" in record]
-    assert len(said) == (mode == "sync" and bool(variables))
+    assert len(said) == (mode == "sync" and bool(variables) and not chosen)
+
+
+def test_a_store_of_one_process_has_nobody_to_add_with(store_of_one, monkeypatch, caplog):
+    monkeypatch.setattr(session, "exchange", store_of_one)
+    with caplog.at_level(logging.WARNING, "gluon_syncbn"):
+        trainer = gluon.Trainer(a_net().collect_params(), "sgd")
+    assert trainer._kvstore_params["kvstore"] is store_of_one
+    assert not caplog.messages
