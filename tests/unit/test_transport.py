@@ -221,6 +221,26 @@ def test_gradients_that_other_arrays_replace(monkeypatch):
             assert all((array == 3 + 2 * step).all() for array in arrays)
 
 
+def test_more_arrays_than_an_order_has_room_for(monkeypatch):
+    """Those behind are compared too, but for Gluon's counters, and one that is not computed has a name."""
+    monkeypatch.setenv("GLUON_SYNCBN_SHARED_MEMORY", "off")
+    all_stores = stores(2)
+
+    def work(store):
+        store.meet_in_memory()
+        trainer, found = Trainer(), []
+        for last in (1, 1 + store.rank):
+            of_all = {f"{'x' * 600}{store.rank}_{i}": [mx.nd.ones(1)] for i in range(500)}
+            of_all[f"last{store.rank}"] = [mx.nd.ones(last)]
+            store.add_gradients(trainer, of_all)
+            found.append(of_all[f"last{store.rank}"][0].asnumpy())
+        return found
+
+    for error in everywhere(all_stores, work):
+        told = r"one of the last (\d+) arrays \(together \w+\) on rank 1 and one of the last \1 arrays \(together"
+        assert re.search(told, str(error)), error
+
+
 # ---- how a wait ends -----------------------------------------------------------------------------------------
 
 
@@ -245,26 +265,6 @@ def test_a_step_that_failed_ends_a_wait():
         store.allgather(7, np.ones(2))
 
 
-def test_another_size_or_type():
-    parts = [np.ones(2), np.ones(3, "float32")]
-    for error in everywhere(stores(2), lambda store: store.allgather(7, parts[store.rank])):
-        assert "values of float" in str(error)
-        assert "All processes must build the same net and cast it alike" in str(error)
-
-
-def test_a_child_of_a_fork_is_no_member(tmp_path):
-    store, _ = stores(2)
-
-    def in_child(_):
-        store.forked()
-        with pytest.raises(mx.MXNetError, match="this process was forked from rank 0 of 2 and is no member of its job"):
-            store.allgather("something", np.zeros(2))
-        store.fail("nothing to tell")
-        store.close()
-        os.write(1, b"OK\n")  # pytest has what is printed
-
-    (child,) = fork_ranks(1, tmp_path, in_child)
-    os.waitpid(child, 0)
 @pytest.mark.parametrize("size", [3, 5, 8])
 def test_a_rank_that_does_not_come(size):
     """Each error names it, also where those who wait for it are some hops away."""
@@ -309,6 +309,26 @@ def test_another_length(size):
         assert re.search(told + "All processes must build the same net", str(error)), error
 
 
+def test_another_size_or_type():
+    parts = [np.ones(2), np.ones(3, "float32")]
+    for error in everywhere(stores(2), lambda store: store.allgather(7, parts[store.rank])):
+        assert "values of float" in str(error)
+        assert "All processes must build the same net and cast it alike" in str(error)
+
+
+def test_a_child_of_a_fork_is_no_member(tmp_path):
+    store, _ = stores(2)
+
+    def in_child(_):
+        store.forked()
+        with pytest.raises(mx.MXNetError, match="this process was forked from rank 0 of 2 and is no member of its job"):
+            store.allgather("something", np.zeros(2))
+        store.fail("nothing to tell")
+        store.close()
+        os.write(1, b"OK\n")  # pytest has what is printed
+
+    (child,) = fork_ranks(1, tmp_path, in_child)
+    os.waitpid(child, 0)
     assert (tmp_path / "output.0").read_text() == "OK\n"
     assert not any(_native.fate_of(store.handle, rank) for rank in range(2))
 

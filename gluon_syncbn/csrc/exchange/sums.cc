@@ -88,7 +88,7 @@ bool has_begun(Round& round) { return round.summands.empty() || round.values(rou
 std::string name_in(const std::string& list, size_t begin, size_t end) {
     if (begin == end) return "a step without gradients";
     size_t at = 0;
-    for (size_t i = 0; i < begin; ++i) at = list.find('\n', at) + 1;
+    for (size_t i = 0, end; i < begin && (end = list.find('\n', at)) + 1 < list.size(); ++i) at = end + 1;
     const std::string name = list.substr(at, list.rfind(" (", list.find('\n', at)) - at);
     return name + (end > begin + 1 ? " and " + std::to_string(end - begin - 1) + " more" : "");
 }
