@@ -129,6 +129,7 @@ AllReduce::AllReduce(std::vector<int> devices, std::string id, int first, int ra
 
 bool AllReduce::ready() {
     if (aborted_) throw Failure("the sums of GPUs have been given up. Read the error before this one.");
+    std::lock_guard<std::mutex> lock(mutex_);
     if (!posting_.valid()) return true;
     if (posting_.wait_for(std::chrono::seconds(0)) != std::future_status::ready) return false;
     posting_.get();
@@ -136,6 +137,7 @@ bool AllReduce::ready() {
 }
 
 void AllReduce::begin(Type wide, size_t bytes, std::vector<Part> parts) {
+    std::lock_guard<std::mutex> lock(mutex_);
     posting_ = elsewhere([this, wide, bytes, parts = std::move(parts)] {
         if (!connected_) connect();
         if (!aborted_) post(wide, bytes, parts);

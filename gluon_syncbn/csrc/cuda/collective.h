@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "lock.h"
 #include "types.h"
 
 namespace syncbn {
@@ -88,6 +89,7 @@ class AllReduce {
     const size_t bucket_;
     std::vector<std::unique_ptr<Member>> members_;
     std::atomic<bool> connected_{false}, aborted_{false};
+    Mutex mutex_;                // guards the next one: the process may come to its end meanwhile
     std::future<void> posting_;  // of the last sum
 };
 
