@@ -458,6 +458,28 @@ def test_memory_is_freed_while_a_collective_hangs(phase, tmp_path):
 
 
 @on_the_emulator
+def test_a_layer_while_nccl_connects_another_one(rng):
+    """Each has a limit of its own, and no thread of MXNet's engine waits."""
+    nccl, contexts = ctypes.CDLL("libnccl.so.2"), gpus(4)[:0:-1]  # which no other test connects
+    batch = make_batch(rng, 3)
+    slow, quick = (prepare(SyncBatchNorm(in_channels=5, timeout=t), batch, contexts, "float64") for t in (60, 1))
+    xs = on_devices(batch.shards, contexts, "float64")
+    nccl.cuda_emulator_hold_connections(1)
+    try:
+        with autograd.record():
+            ys, zs = [slow(x) for x in xs], [quick(x) for x in xs]
+        for z in zs:
+            with pytest.raises(mx.MXNetError, match=f"'{quick.name}'.*NCCL has not connected the GPUs after 1 s"):
+                z.wait_to_read()
+        for y in ys:
+            with pytest.raises(mx.MXNetError, match="NCCL has not connected the GPUs after 1 s"):
+                y.wait_to_read()
+    finally:
+        nccl.cuda_emulator_hold_connections(0)
+    assert_same(step(slow, batch, contexts, "float64"), specification(slow, batch), 1e-11)
+
+
+@on_the_emulator
 def test_ctrl_c_while_nccl_connects():
     program = """
         from replicas import interrupt_handler

@@ -30,9 +30,16 @@ void check_nccl(int status, const char* function) {
     throw Failure(std::string(function) + " of NCCL: " + text(status));
 }
 
-Mutex mutex;  // guards the next two; every collective of a meeting is posted under it
-// The communicators of the devices of a meeting, in their order.
+// Guards the next two; every collective of a meeting is posted under it. NCCL may keep it, so whoever needs it waits with a
+// limit, and a thread of the engine's does not wait.
+using Lock = std::unique_lock<std::timed_mutex>;
+auto& mutex = *new Renewed<std::timed_mutex>;
+// The communicators of the devices of a meeting, in their order, and those that another thread makes.
 auto& connected = *new std::map<std::vector<int>, std::vector<Communicator>>;
+auto& connecting = *new std::map<std::vector<int>, std::shared_future<void>>;
+constexpr auto kNcclKeeps = std::chrono::seconds(1);  // the lock, where nobody can be told
+
+Mutex sums_mutex;  // guards the next one
 std::vector<AllReduce*>& sums = *new std::vector<AllReduce*>;
 
 // NCCL blocks its caller, without a limit, while it makes communicators and prepares their first collective. So another
@@ -67,6 +74,17 @@ void post(const std::vector<int>& devices, const std::vector<OnDevice>& parts,
     });
 }
 
+// Makes communicators, and posts their first collective.
+void connect(const std::vector<int>& devices, const std::vector<OnDevice>& parts) {
+    std::vector<Communicator> made(devices.size());
+    const int status = NCCL(ncclCommInitAll, made.data(), static_cast<int>(devices.size()), devices.data());
+    const Lock lock(mutex);
+    connecting.erase(devices);
+    check_nccl(status, "ncclCommInitAll");
+    post(devices, parts, made);
+    connected[devices] = std::move(made);
+}
+
 }  // namespace
 
 std::string why_no_collective() {
@@ -74,28 +92,33 @@ std::string why_no_collective() {
     return newest.address != nullptr ? "" : "this build of MXNet is not linked against NCCL 2.4 or later";
 }
 
-void post_allgather(const std::vector<OnDevice>& parts, const std::string& layer, double timeout) {
+bool post_allgather(const std::vector<OnDevice>& parts, const std::string& layer, double timeout, bool waits) {
     SYNCBN_POINT("before_collective");
     std::vector<int> devices;
     for (const OnDevice& part : parts) devices.push_back(part.device);
-    std::lock_guard<std::mutex> lock(mutex);
-    const auto known = connected.find(devices);
-    if (known != connected.end()) return post(devices, parts, known->second);
-    auto communicators = elsewhere([parts, devices] {
-        std::vector<Communicator> made(devices.size());
-        check_nccl(NCCL(ncclCommInitAll, made.data(), static_cast<int>(devices.size()), devices.data()),
-                   "ncclCommInitAll");
-        post(devices, parts, made);
-        return made;
-    });
+    Lock lock(mutex, std::try_to_lock);
+    if (!lock && !waits) return false;
     Wait wait(timeout, layer, "NCCL has not connected the GPUs",
               "NCCL_DEBUG=INFO shows what NCCL does. kvstore='host' avoids NCCL.");
-    while (communicators.wait_for(kSlice) != std::future_status::ready) wait.look();
-    connected[devices] = communicators.get();
+    while (true) {
+        while (!lock && !lock.try_lock_for(kSlice)) wait.look();
+        const auto known = connected.find(devices);
+        if (known != connected.end()) return post(devices, parts, known->second), true;
+        if (!waits) return false;
+        std::shared_future<void>& made = connecting[devices];
+        const bool is_first = !made.valid();
+        if (is_first) made = elsewhere([parts, devices] { connect(devices, parts); }).share();
+        const std::shared_future<void> ours = made;
+        lock.unlock();
+        while (ours.wait_for(kSlice) != std::future_status::ready) wait.look();
+        ours.get();
+        if (is_first) return true;
+    }
 }
 
 void abort_collectives(int device) {
-    std::lock_guard<std::mutex> lock(mutex);
+    const Lock lock(mutex, kNcclKeeps);
+    if (!lock) return;
     for (auto it = connected.begin(); it != connected.end();) {
         const auto one = it++;
         if (std::find(one->first.begin(), one->first.end(), device) == one->first.end()) continue;
@@ -123,7 +146,7 @@ struct AllReduce::Member {
 
 AllReduce::AllReduce(std::vector<int> devices, std::string id, int first, int ranks, size_t bucket)
     : devices_(std::move(devices)), id_(std::move(id)), first_(first), ranks_(ranks), bucket_(bucket) {
-    std::lock_guard<std::mutex> lock(mutex);
+    std::lock_guard<std::mutex> lock(sums_mutex);
     sums.push_back(this);
 }
 
@@ -210,10 +233,12 @@ void AllReduce::close() {
 }
 
 void close_collectives() {
-    std::lock_guard<std::mutex> lock(mutex);
-    for (const auto& one : connected)
-        for (Communicator communicator : one.second) NCCL(ncclCommDestroy, communicator);
-    connected.clear();
+    if (const Lock lock(mutex, kNcclKeeps); lock) {
+        for (const auto& one : connected)
+            for (Communicator communicator : one.second) NCCL(ncclCommDestroy, communicator);
+        connected.clear();
+    }
+    std::lock_guard<std::mutex> lock(sums_mutex);
     for (AllReduce* one : sums) one->close();
 }
 

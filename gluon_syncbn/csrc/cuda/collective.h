@@ -31,9 +31,9 @@ struct OnDevice {
 std::string why_no_collective();
 
 // Runs an all-gather over these devices, in this order. Posts it on all streams in one group under one lock, so that all
-// devices have the same order of collectives. Returns when all have posted. The layer of this name waits at most
-// `timeout` seconds. Throws Failure.
-void post_allgather(const std::vector<OnDevice>& parts, const std::string& layer, double timeout);
+// devices have the same order of collectives. Returns whether all have posted: that may take NCCL long, at first, and only
+// who `waits` stays, at most `timeout` seconds, for the layer of this name. Throws Failure.
+bool post_allgather(const std::vector<OnDevice>& parts, const std::string& layer, double timeout, bool waits);
 
 // Ends hanging collectives on these devices. The next collective on any of them makes new communicators.
 void abort_collectives(int device);

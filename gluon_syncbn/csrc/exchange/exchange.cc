@@ -24,8 +24,11 @@ class OverNccl : public InMemory {
   public:
     bool on_devices() const override { return true; }
     Underway begin(Combine combine, const CallId& id, const Contribution& own) override {
-        if (own.devices.size() > 1) cuda::post_allgather(own.devices, id.name, id.timeout);
-        return InMemory::begin(combine, id, own);
+        return [=, parts = own.devices, in_memory = InMemory::begin(combine, id, own)](double seconds) {
+            const bool posted =
+                parts.size() == 1 || cuda::post_allgather(parts, id.name, id.timeout, seconds == kForEver);
+            return posted ? in_memory(seconds) : std::nullopt;
+        };
     }
 };
 
