@@ -25,6 +25,7 @@ from .training.replicas import (
     Replicas,
     follow,
     followers_of,
+    gammas,
     records,
     setting,
     traced,
@@ -338,11 +339,13 @@ class SyncBatchNorm(nn.BatchNorm):
         patches.replace(_initialising, Parameter, "_init_impl")
         patches.replace(export.of_plain_graph, mx.base._LIB, "MXSymbolRemoveAmpCast")
         follow(self.running_mean, self._replicas)
+        gammas(self.gamma)[self._replicas.id] = self._replicas
         if self.running_mean._data is not None:
             _place(self._replicas, self.running_mean)
 
     def _release_parameters(self) -> None:
         unfollow(self.running_mean, self._replicas)
+        gammas(self.gamma).pop(self._replicas.id, None)
 
     def __getstate__(self) -> Dict[str, Any]:
         """For ``copy`` and ``pickle``. A copy has replicas of its own, which do not meet those of the original."""

@@ -14,7 +14,7 @@ from mxnet import autograd, gluon
 from .. import _native
 from ..system import arguments, kinds
 from ..training import steps
-from ..training.replicas import IN_GRAPH, executing, followers_of, records, setting
+from ..training.replicas import IN_GRAPH, counts_as_1, executing, followers_of, records, setting
 from ..training.session import session
 from . import blocks, trainer
 from .fusion import fuse
@@ -106,12 +106,17 @@ def _failed(text: str) -> Exception:
 def _saving(reduce: Callable, parameter: gluon.Parameter) -> mx.nd.NDArray:
     """A copy of an array with an error has no values. A failed step leaves its error in running statistics. Within a
     step, ``reset_ctx`` must not wait for replicas that are still to be called.
+
+    A gamma that does not count is 1, because others read the files too. A Trainer's KVStore copies back what it was.
     """
     if session.depth():
         return reduce(parameter)
     steps.settle(parameter._data or ())
     steps.tell()
-    return steps.settled(lambda: reduce(parameter))
+    array = steps.settled(lambda: reduce(parameter))
+    if counts_as_1(parameter):
+        array[:] = 1
+    return array
 
 
 def _writing(write: Callable, file: Any, count: Any, handles: Any, names: Any) -> int:

@@ -22,7 +22,7 @@ from ..mxnet_side import blocks
 from ..mxnet_side.export import settings_of
 from ..mxnet_side.op import NAME
 from ..system import arguments
-from ..training.replicas import Pooling
+from ..training.replicas import Pooling, counts_as_1
 from .graphs import close_graph, open_graph
 
 if TYPE_CHECKING:
@@ -298,6 +298,9 @@ def _taken_from(layer: BatchNorm) -> Dict[str, Any]:
 
 def _make_plain(block: SyncBatchNorm) -> None:
     """Gives a layer its former class, or MXNet's."""
+    if counts_as_1(block.gamma) and block.gamma._data is not None:
+        for array in block.gamma.list_data():
+            array[:] = 1  # as plain layers leave it, whose files have what is there
     block._release_parameters()
     activation = block._activation
     alike = BatchNorm if activation == NONE else BatchNormActivation

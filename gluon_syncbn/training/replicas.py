@@ -66,6 +66,16 @@ followers: OfEach[weakref.WeakValueDictionary[int, Replicas]] = OfEach(lambda _:
 _in_symbols: OfEach[Dict[int, Replicas]] = OfEach(lambda _: {})
 
 
+#: The replicas of the layers that a gamma belongs to.
+gammas: OfEach[weakref.WeakValueDictionary[int, Replicas]] = OfEach(lambda _: weakref.WeakValueDictionary())
+
+
+def counts_as_1(parameter: Parameter) -> bool:
+    """Whether a parameter is the gamma of layers with ``scale=False``, whose value nobody reads."""
+    layers = list((gammas.get(parameter) or {}).values())
+    return bool(layers) and all(one.kwargs["fix_gamma"] for one in layers)
+
+
 def followers_of(parameters: Iterable[Any]) -> List[Replicas]:
     """Returns the replicas of the layers that some of these parameters belong to, each once."""
     return list(dict.fromkeys(one for parameter in parameters for one in (followers.get(parameter) or {}).values()))

@@ -9,7 +9,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from environments import ended
-from mxnet import gluon, nd
+from mxnet import autograd, gluon, nd
 from mxnet.contrib.quantization import quantize_net_v2
 from mxnet.gluon import nn
 from places import ROOT, SUPPORT
@@ -138,6 +138,40 @@ def test_saved_nets_and_texts_have_plain_operators(contexts, tmp_path, capsys):
         shown.append(capsys.readouterr().out)
     assert "Total params: 24" in shown[0] and [row.count("BatchNorm") for row in shown] == [1, 1]
     assert shown[0].count("Custom") == 0 and "Total params: 24" in shown[1]
+
+
+@pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments")
+@pytest.mark.parametrize("kind", ["untrained", "made", "of a file"])
+def test_files_have_1_for_a_gamma_that_does_not_count(kind, contexts, rng, tmp_path):
+    """Whatever stands there, which other programs read: the KVStore of a Trainer keeps the value before training."""
+    net, data = body(nn.BatchNorm), mx.sym.var("data", dtype="float32")
+    net = convert(gluon.SymbolBlock(net(data), data) if kind == "of a file" else net)
+    net.initialize(ctx=contexts[:2])
+    net(nd.zeros((1, 3, 7, 7), ctx=contexts[0]))
+    gammas = {name: one for name, one in net.collect_params().items() if name.endswith("gamma")}
+    for gamma in gammas.values():
+        gamma.set_data(nd.full(gamma.shape, 8))
+    net.hybridize()
+    trainer = gluon.Trainer(net.collect_params(), "sgd", dict(learning_rate=0.01, wd=0.1))
+    trainer.save_states(str(tmp_path / "states"))  # its KVStore takes what is there
+    xs = [nd.array(rng.randn(3, 3, 7, 7), ctx=context) for context in contexts[:2]]
+    for _ in range(0 if kind == "untrained" else 2):
+        with autograd.record():
+            losses = [(net(x) ** 2).sum() for x in xs]
+        autograd.backward(losses)
+        trainer.step(6)
+    net(xs[0])
+    for reverts in (False, True):
+        net.save_parameters(str(tmp_path / "net"))
+        net.collect_params().save(str(tmp_path / "all"))
+        net.export(str(tmp_path / "net"))
+        for file in ("net", "all", "net-0000.params"):
+            stored = [(name, value.asnumpy()) for name, value in nd.load(str(tmp_path / file)).items()]
+            ones = [(value == 1).all() for name, value in stored if name.endswith("gamma")]
+            assert ones == [False, False, True, False], (file, reverts)  # the third has scale=False
+        if not reverts:
+            revert(net)
+            net(xs[0])
 
 
 def test_an_export_that_fails_leaves_the_net_as_it_was(contexts, rng, tmp_path):
