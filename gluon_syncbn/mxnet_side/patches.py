@@ -18,7 +18,7 @@ from ..training.replicas import IN_GRAPH, counts_as_1, executing, followers_of, 
 from ..training.session import session
 from . import blocks, trainer
 from .fusion import fuse
-from .nodes import Json, json_of, layers_of, number_nodes, symbol_of
+from .nodes import Json, is_ours, json_of, layers_of, number_nodes, symbol_of
 
 #: By the owner and the name of a function: what runs in its place.
 _wanted: Dict[Tuple[Any, str], Callable] = {}
@@ -172,6 +172,9 @@ class _Issuing(mx.nd.CachedOp):
         found = layers_of(graph)
         self.symbol, self.flags = symbol, flags
         self.layers = [layer for layer, _ in found]
+        names = symbol.list_inputs()
+        data = {graph["nodes"][node["inputs"][0][0]]["name"] for node in graph["nodes"] if is_ours(node)}
+        self.may_be_sparse = [place for place in dict(flags)["data_indices"] if names[place] in data]
         self.exchange: Any = ...  # the default with which they have run
         self.lock: Callable[[mx.Context], ContextManager] = session.issuing if found else nullcontext
         self.keeps = bool(dict(flags).get("static_shape"))  # MXNet makes its operators once, and executes them again
@@ -192,6 +195,8 @@ class _Issuing(mx.nd.CachedOp):
                 "in the body of F.contrib.foreach, while_loop or cond of a hybridized block, nor of nn.BatchNorm: "
                 "call hybridize(False) on the block that has the loop, or use autograd.train_mode() without gradients"
             )
+        for place in self.may_be_sparse:
+            args = (*args[:place], kinds.dense(args[place]), *args[place + 1 :])
         training, context = autograd.is_training(), args[0].ctx
         if training and self.exchange is not session.exchange:
             for layer in self.layers:
