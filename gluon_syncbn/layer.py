@@ -355,8 +355,27 @@ class SyncBatchNorm(nn.BatchNorm):
         self.__dict__.update(state)
         self._adopt_parameters(*self.__dict__.pop("_replicas"))
 
-    def hybrid_forward(self, F: Any, x: Any, mask: Any = None, *, addend: Any = None, **parameters: Any) -> Any:
-        """Returns the output as the kind of ``x``, from operators of ``mx.nd`` or ``mx.sym``."""
+    def hybrid_forward(
+        self,
+        F: Any,
+        x: Any,
+        *given: Any,
+        mask: Any = None,
+        addend: Any = None,
+        gamma: Any = None,
+        beta: Any = None,
+        running_mean: Any = None,
+        running_var: Any = None,
+    ) -> Any:
+        """Returns the output as the kind of ``x``, from operators of ``mx.nd`` or ``mx.sym``. In ``given`` is the mask,
+        if there is one, and then the parameters without a name, as in ``nn.BatchNorm``.
+        """
+        parameters = [gamma, beta, running_mean, running_var]
+        if given:
+            rest = list(given)
+            if len(given) > sum(one is None for one in parameters):
+                mask = rest.pop(0)
+            parameters = [rest.pop(0) if one is None else one for one in parameters]
         replicas, training, eager = self._replicas, autograd.is_training(), F is mx.nd
         computes = replicas.computes
         # MXNet's BatchNorm fails in 5 dimensions behind a convolution ("Check failed: !is_view").
@@ -371,7 +390,7 @@ class SyncBatchNorm(nn.BatchNorm):
         call = op.call(replicas, eager, frozen, inplace, masks=mask is not None and not frozen)
         data = [x] if addend is None else [x, addend]
         with session.issuing(mx.current_context()) if eager else nullcontext():  # that of x, by HybridBlock.forward
-            y = op.sync_batch_norm(F, replicas, call, data, parameters.values(), None if frozen else mask)
+            y = op.sync_batch_norm(F, replicas, call, data, parameters, None if frozen else mask)
         return y if type(x) is mx.nd.NDArray else kinds.like(y, x)
 
     def _works_in_place(self, eager: bool) -> bool:
@@ -437,9 +456,9 @@ class SyncBatchNormAdd(SyncBatchNorm):
         super().__init__(*args, **kwargs)
 
     def hybrid_forward(  # type: ignore[override]
-        self, F: Any, x: Any, addend: Any, mask: Any = None, **parameters: Any
+        self, F: Any, x: Any, addend: Any, *given: Any, **parameters: Any
     ) -> Any:
-        return SyncBatchNorm.hybrid_forward(self, F, x, mask, addend=addend, **parameters)
+        return SyncBatchNorm.hybrid_forward(self, F, x, *given, addend=addend, **parameters)
 
 
 class ShuffleBatchNorm(SyncBatchNorm):

@@ -8,7 +8,7 @@ from typing import Any, Callable, Iterator, List, NamedTuple, Optional, Set
 
 from mxnet.gluon import Block, HybridBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
-from mxnet.gluon.nn.basic_layers import _BatchNorm
+from mxnet.gluon.nn.basic_layers import BatchNorm, BatchNormReLU, _BatchNorm
 
 from ..activation import BatchNormActivation, BatchNormAdd
 from ..system import arguments
@@ -18,6 +18,7 @@ from .op import NAME
 PARAMETERS = ("gamma", "beta", "running_mean", "running_var")
 #: Operators of BatchNorm in a recorded graph; for custom ones their `op_type`.
 OPERATORS = ("BatchNorm", "_contrib_SyncBatchNorm", "_contrib_BatchNormWithReLU")
+_KNOWN = (BatchNorm, BatchNormReLU, BatchNormActivation, BatchNormAdd, ContribSyncBatchNorm)
 _CUDNN_OFF = ("gluoncv.nn.block", "BatchNormCudnnOff")  # which changes no result
 
 
@@ -54,17 +55,20 @@ def difference(block: Block) -> str:
     tomorrow.
     """
     cls = type(block)
-    if cls in (BatchNormActivation, BatchNormAdd, ContribSyncBatchNorm):
-        return ""
-    if isinstance(block, ContribSyncBatchNorm):
+    if isinstance(block, ContribSyncBatchNorm) and cls is not ContribSyncBatchNorm:
         return "it is a subclass of contrib's SyncBatchNorm"
     for name in ("forward", "__call__", "hybrid_forward"):
         owner = next(one for one in cls.__mro__ if name in vars(one))
-        known = owner in _BatchNorm.__mro__ or (owner.__module__, owner.__qualname__) == _CUDNN_OFF
+        known = owner in _BatchNorm.__mro__ or has_nothing_of_its_own(cls)
         own = vars(block).get(name)
         if not known or getattr(own, "replaced", own):  # `recompute` calls what it has replaced
             return f"it has a {name} of its own"
     return ""
+
+
+def has_nothing_of_its_own(cls: Any) -> bool:
+    """Whether a class of batch normalisation is one of MXNet's, of this package's or of GluonCV's."""
+    return cls in _KNOWN or (cls.__module__, cls.__qualname__) == _CUDNN_OFF
 
 
 class Recorded(NamedTuple):

@@ -22,6 +22,7 @@ from ..mxnet_side import blocks
 from ..mxnet_side.export import settings_of
 from ..mxnet_side.op import NAME
 from ..system import arguments
+from ..system.classes import derived
 from ..training.replicas import Pooling, counts_as_1
 from .graphs import close_graph, open_graph
 
@@ -40,9 +41,9 @@ def convert(
 ) -> NetT:
     """Makes the BatchNorm layers of a network synchronised layers.
 
-    It takes ``nn.BatchNorm``, ``nn.BatchNormReLU``, subclasses of the two without a forward of their own, contrib's
-    ``SyncBatchNorm``, and GluonCV's ``BatchNormCudnnOff``. It also takes the nodes of these in the graph of a
-    ``SymbolBlock``, whose class changes then.
+    It takes ``nn.BatchNorm``, ``nn.BatchNormReLU``, subclasses of the two without a forward of their own, which keep
+    what they define, contrib's ``SyncBatchNorm``, and GluonCV's ``BatchNormCudnnOff``. It also takes the nodes of these
+    in the graph of a ``SymbolBlock``, whose class changes then.
 
     Layers are found among the children of blocks, in their attributes and slots, and in lists, tuples, sets and
     dictionaries there.
@@ -91,10 +92,12 @@ def convert(
         arguments.refuse("norm_layer", norm_layer, "a layer of one input; fuse=True finds additions")
     with _selected("convert", net, select) as (chosen, stay):
         wanted = _check_kwargs(norm_layer, kwargs)
-        stay.extend((one, _reason_to_stay(one, wanted, kwargs)) for one in chosen)
+        stay.extend((one, _reason_to_stay(one, norm_layer, wanted, kwargs)) for one in chosen)
         plain = [one for one, why in stay if not why and not isinstance(one, SyncBatchNorm)]
-        for block, new in [(block, _successor(block, norm_layer, kwargs)) for block in plain]:
-            _replace(block, new)
+        successors = [_successor(block, norm_layer, kwargs) for block in plain]
+        classes = [_class_for(block, type(new)) for block, new in zip(plain, successors)]
+        for block, new, cls in zip(plain, successors, classes):
+            _replace(block, new, cls)
         if fuse:
             for block in chosen:
                 if isinstance(block, SyncBatchNorm):
@@ -104,10 +107,16 @@ def convert(
     return net
 
 
-def _reason_to_stay(layer: BatchNorm, wanted: Pooling, kwargs: Mapping[str, Any]) -> str:
+def _reason_to_stay(layer: BatchNorm, norm_layer: Any, wanted: Pooling, kwargs: Mapping[str, Any]) -> str:
     """Says in what a layer differs from one that was asked for, or that can be converted; empty if in nothing."""
     if not isinstance(layer, SyncBatchNorm):
-        return blocks.difference(layer)
+        reason = blocks.difference(layer)
+        if not reason:
+            try:
+                _class_for(layer, norm_layer)
+            except TypeError as error:
+                reason = f"no class can be derived from its own: {error}"
+        return reason
     for name, value, other in zip(Pooling._fields, layer._replicas.pooling, wanted):
         if value != other and (name in kwargs or other == "shuffle"):  # of `ShuffleBatchNorm`
             return f"it has {name}={value!r} already; call revert on it before"
@@ -279,10 +288,16 @@ def _with_addition(norm_layer: Type[SyncBatchNorm]) -> Type[SyncBatchNorm]:
     return type(f"{norm_layer.__name__}Add", (SyncBatchNormAdd, norm_layer), {"__doc__": norm_layer.__doc__})
 
 
-def _replace(block: BatchNorm, new: SyncBatchNorm) -> None:
-    """Gives a layer the class and the settings of another one. All else stays."""
+def _class_for(block: BatchNorm, norm_layer: Type[SyncBatchNorm]) -> Type[SyncBatchNorm]:
+    """Returns the synchronised class of a layer, with what a subclass of BatchNorm defines beside its forward."""
+    cls = type(block)
+    return norm_layer if blocks.has_nothing_of_its_own(cls) else derived(cls, cls, norm_layer)
+
+
+def _replace(block: BatchNorm, new: SyncBatchNorm, cls: Type[SyncBatchNorm]) -> None:
+    """Gives a layer a class, and the settings of another one. All else stays."""
     origin = None if type(block) is ContribSyncBatchNorm else (type(block), block._kwargs)
-    block.__class__, given = type(new), _taken_from(new)
+    block.__class__, given = cls, _taken_from(new)
     vars(block).update({**given, **vars(block), "_kwargs": given["_kwargs"], "_origin": origin})
     block._adopt_parameters()
 

@@ -1,7 +1,9 @@
 """Converted networks: what must be the same object, what must be the same number, what must be left alone."""
 
+import copy
 import functools
 import gc
+import pickle
 import re
 from types import SimpleNamespace
 
@@ -277,11 +279,20 @@ class WithForward(nn.BatchNorm):
 
 
 class ByAnotherName(nn.BatchNorm):
-    """Takes other arguments, holds something of its own, and computes the same."""
+    """Takes other arguments, holds something of its own, also in a slot, and computes the same."""
+
+    __slots__ = ("casts",)
 
     def __init__(self, channels, **kwargs):
         super().__init__(in_channels=channels, **kwargs)
-        self.note = "mine"
+        self.note, self.casts = "mine", []
+
+    def cast(self, dtype):
+        self.casts.append(dtype)
+        super().cast("float64")
+
+    def set_momentum(self, momentum):
+        self._kwargs["momentum"] = momentum
 
 
 def test_other_layers_are_untouched():
@@ -306,7 +317,15 @@ def test_subclasses_that_compute_the_same_are_converted(make):
     net, plain = pair(make)
     cls, settings, note = type(net), dict(net._kwargs), getattr(net, "note", None)
     assert_one_device_equals(convert(net), plain, shards())
-    assert type(net) is SyncBatchNorm
+    assert isinstance(net, SyncBatchNorm) and isinstance(net, cls) == (cls is ByAnotherName)
+    if cls is ByAnotherName:
+        for one in (net, pickle.loads(pickle.dumps(net)), copy.deepcopy(net)):
+            one.casts = []
+            one.cast("float16")
+            one.set_momentum(0.5)
+            assert one.casts == ["float16"] and one.gamma.dtype == "float64" and isinstance(one, SyncBatchNorm)
+            assert one._replicas.kwargs["momentum"] == 0.5
+        net.set_momentum(0.75)
     revert(net)
     assert (type(net), net._kwargs, getattr(net, "note", None)) == (cls, settings, note)
     assert type(net.running_mean) is gluon.Parameter
@@ -341,6 +360,56 @@ def test_subclasses_of_the_layer():
     assert len(layers(net, Mine)) == 4, "synchronised already"
     revert(net)
     assert len(layers(net, nn.BatchNorm)) == 4
+
+
+def test_a_class_that_nothing_derives_from_stays():
+    class Final(nn.BatchNorm):
+        def __init_subclass__(cls):
+            raise TypeError("it is final")
+
+    net = nn.HybridSequential()
+    net.add(nn.BatchNorm(in_channels=3), Final(in_channels=3), nn.BatchNorm(in_channels=3))
+    with pytest.warns(UserWarning, match="no class can be derived from its own: it is final"):
+        convert(net)
+    assert [type(layer) for layer in net] == [SyncBatchNorm, Final, SyncBatchNorm]
+
+
+@pytest.mark.parametrize("base", [SyncBatchNorm, SyncBatchNormAdd])
+@pytest.mark.parametrize("masks", [False, True])
+def test_a_forward_that_names_no_parameter(base, masks, rng):
+    """As forwards call that of ``nn.BatchNorm``: by position, or by name in any order."""
+
+    class Positional(base):
+        def hybrid_forward(self, F, x, *data, gamma, beta, running_mean, running_var):
+            return super().hybrid_forward(F, x, *data, gamma, beta, running_mean, running_var)
+
+    class Mixed(base):
+        def hybrid_forward(self, F, x, *data, gamma, beta, running_mean, running_var):
+            return super().hybrid_forward(F, x, *data, gamma, beta, running_var=running_var, running_mean=running_mean)
+
+    class Named(base):
+        def hybrid_forward(self, F, x, *data, gamma, beta, running_mean, running_var):
+            given = dict(running_var=running_var, running_mean=running_mean, beta=beta, gamma=gamma)
+            return super().hybrid_forward(F, x, *data, **given)
+
+    values = [mx.nd.array(rng.rand(3)) for _ in range(4)]
+    data = [mx.nd.array(rng.randn(6, 3)) for _ in range(1 + issubclass(base, SyncBatchNormAdd))]
+    data += [mx.nd.array(rng.rand(6, 1) > 0.5)] * masks
+    results = []
+    for cls in (base, Positional, Mixed, Named):
+        layer = cls(in_channels=3)
+        layer.initialize()
+        for parameter, value in zip(layer._reg_params.values(), values):
+            parameter.set_data(value)
+        for hybrid in (False, True):
+            layer.hybridize(hybrid)
+            with autograd.record():
+                y = layer(*data)
+            results.append([y.asnumpy(), layer(*data).asnumpy()])
+            layer.running_mean.set_data(values[2])
+            layer.running_var.set_data(values[3])
+    for got in results[1:]:
+        np.testing.assert_allclose(got, results[0], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
