@@ -38,6 +38,7 @@ from replicas import (
     make_batch,
     on_devices,
     prepare,
+    release,
     short_waits,
     step,
     step_in_any_order,
@@ -260,6 +261,42 @@ def test_another_way_in_the_middle_of_a_step(rng):
     finally:
         ended.set()
         thread.join(20)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_forwards_with_a_loss_that_joins_the_gpus(rng, way, monkeypatch):
+    """The gradients of the data, as on one CPU context. With MXNet's one copy of temporary space for each GPU,
+    convolutions would wait for each other.
+    """
+    monkeypatch.setenv("MXNET_CUDNN_AUTOTUNE_DEFAULT", "0")  # the emulator has no clock
+    views = [[rng.randn(2, 4, 12, 12) for _ in range(2)] for _ in range(2)]
+    weights = [rng.randn(4, 4, 3, 3) / 6 for _ in range(3)]
+
+    def gradients(norm, contexts, views, way=None):
+        net = nn.HybridSequential()
+        for _ in weights:
+            net.add(nn.Conv2D(4, 3, padding=1, in_channels=4, use_bias=False), norm(in_channels=4))
+        net.initialize(ctx=mx.cpu())
+        for block, weight in zip(net[::2], weights):
+            block.weight.set_data(nd.array(weight))
+        net.collect_params(".*(weight|gamma|beta)").setattr("grad_req", "null")  # the emulator cannot add gradients
+        net.collect_params().reset_ctx(contexts)
+        if way is not None:
+            net.hybridize(**way)
+        for _ in range(3):
+            xs = [on_devices(view, contexts, "float32") for view in views]
+            for x in chain(*xs):
+                x.attach_grad()
+            with autograd.record():
+                first, second = ([net(x).as_in_context(mx.cpu()) for x in view] for view in xs)
+                means = [sum(y.sum(axis=0, keepdims=True) for y in ys) / 4 for ys in (first, second)]
+                losses = [nd.square(a - means[1]).sum() + (nd.abs(b + means[0])).sum() for a, b in zip(first, second)]
+            autograd.backward(losses)
+        return np.concatenate([x.grad.asnumpy() for x in chain(*xs)])
+
+    want = gradients(nn.BatchNorm, [mx.cpu()], [[np.concatenate(view)] for view in views])
+    got = gradients(SyncBatchNorm, gpus(2), views, WAYS[way])
+    np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max(), rtol=0)
 
 
 @pytest.mark.parametrize("kvstore", [None, "host", "local", "device"])
@@ -779,6 +816,7 @@ def test_the_process_ends_where_a_gpu_has_failed():
 def test_memory_of_a_device_stays(rng):
     """With GluonCV's threads at each step, too: the layer asks for nothing that MXNet keeps for a thread."""
     contexts = gpus(2)
+    release()  # what earlier tests have left
     parallel = pytest.importorskip("gluoncv.utils.parallel")
     net = nn.HybridSequential()
     net.add(SyncBatchNorm(in_channels=6), SyncBatchNorm(in_channels=6))
