@@ -37,6 +37,7 @@ def parse(argv=None) -> argparse.Namespace:
     parser.add_argument("--kvstore", choices=("mpi", "horovod"), default="mpi", help="what connects the processes")
     parser.add_argument("--cpus", type=int, default=1, help="number of CPU contexts of this process")
     parser.add_argument("--batch-size", type=int, default=33, help="of all processes together")
+    parser.add_argument("--forwards", type=int, choices=(1, 2), default=1, help="encode both views at once, or in turn")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compare", action="store_true", help="compare with one process that has the whole batch")
@@ -68,8 +69,9 @@ def batches(options):
 class Trained:
     """An encoder on some contexts. They hold the shards number ``first``, ``first + 1`` ... of ``count``."""
 
-    def __init__(self, encoder, contexts, kvstore=None, first=0, count=1):
+    def __init__(self, encoder, forwards, contexts, kvstore=None, first=0, count=1):
         self.encoder, self.contexts, self.first, self.count = encoder, contexts, first, count
+        self.parts = [slice(i, None, forwards) for i in range(forwards)]  # views of an image are neighbours
         settings = {"learning_rate": LEARNING_RATE, "momentum": 0.9}
         self.trainer = gluon.Trainer(encoder.collect_params(), "sgd", settings, kvstore=kvstore)
 
@@ -81,8 +83,12 @@ class Trained:
             parts = np.array_split(values, self.count)[here]
             return [nd.array(part, ctx=context, dtype="float64") for part, context in zip(parts, self.contexts)]
 
+        def joined(parts):
+            return [nd.concat(*each, dim=0) for each in zip(*parts)]
+
         with autograd.record():
-            own, own_marks = [self.encoder(x) for x in shards(views)], shards(marks)
+            own = joined([[self.encoder(x) for x in shards(views[part])] for part in self.parts])
+            own_marks = joined([shards(marks[part]) for part in self.parts])
             everyone = gather(own) if self.count > 1 else own
             of_all = gather(own_marks) if self.count > 1 else own_marks
             losses = [contrastive(*each).sum() for each in zip(own, own_marks, everyone, of_all)]
@@ -114,9 +120,9 @@ def train(options) -> None:
         net.cast("float64")
         return net
 
-    together = Trained(encoder(contexts), contexts, kvstore, rank * len(contexts), replicas)
+    together = Trained(encoder(contexts), options.forwards, contexts, kvstore, rank * len(contexts), replicas)
     # Every process builds it: SyncBatchNorm layers of a job are the same in all.
-    alone = Trained(gluon_syncbn.revert(encoder([mx.cpu()])), [mx.cpu()])
+    alone = Trained(gluon_syncbn.revert(encoder([mx.cpu()])), options.forwards, [mx.cpu()])
     compared = options.compare and rank == 0
     for number, (views, marks) in enumerate(batches(options), 1):
         sums = kvstore.allgather("loss", np.array([together.step(views, marks)]))
@@ -125,7 +131,9 @@ def train(options) -> None:
         if rank == 0 and number in (1, options.steps):
             print(f"step {number}: loss {np.sum(sums) / len(views):.4f}")
     if compared:
-        pairs = zip(together.encoder.collect_params().values(), alone.encoder.collect_params().values())
+        # Plain running statistics follow the order of the backwards, and those of the layer that of the forwards.
+        select = None if options.forwards == 1 else ".*(weight|bias|gamma|beta)"
+        pairs = zip(*(one.encoder.collect_params(select).values() for one in (together, alone)))
         apart = max(abs(p.data(contexts[0]).asnumpy() - q.data().asnumpy()).max() for p, q in pairs)
         print(f"{kvstore.num_workers} processes with {len(contexts)} contexts and one process: {apart:.1e} apart")
 

@@ -147,7 +147,7 @@ def test_a_loss_over_the_batch_of_two_processes_is_that_of_one(loss):
     """Of 17 images, on two contexts each; contrastive.gather is all that connects their features."""
     pytest.importorskip("mpi4py", reason="processes need mpi4py")
     script = [sys.executable, str(CONTRASTIVE / "whole_batch.py"), "--loss", loss, "--compare", "--cpus", "2"]
-    command = [*MPIEXEC, *script, "--batch-size", "17", "--steps", "4"]
+    command = [*MPIEXEC, *script, "--forwards", "2", "--batch-size", "17", "--steps", "4"]
     done = ended(command, OMP_NUM_THREADS=1)
     assert done.returncode == 0, done.stdout + done.stderr
     apart = re.search(r"2 processes with 2 contexts and one process: (\S+) apart", done.stdout)
