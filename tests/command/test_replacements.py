@@ -8,6 +8,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from environments import ended
+from gluoncv.model_zoo.rcnn.mask_rcnn import mask_rcnn
 from gluoncv.nn import feature
 from mxnet import autograd, nd
 from mxnet.gluon import nn
@@ -142,6 +143,14 @@ def test_a_symbol_block_has_layers_for_contribs_nodes(installed):
     layers = [block for block in blocks.iterate(ours) if blocks.is_batch_norm(block)]
     assert [type(layer).__name__ for layer in layers] == ["BatchNorm", "SyncBatchNorm", "SyncBatchNorm"]
     assert layers[0].name == "own"
+
+
+def test_mask_rcnn_has_all_layers(installed):
+    """It compares the class by identity, and leaves out the layers of its mask head for any other."""
+    kwargs = dict(batch_images=1, classes=["one"], mask_channels=4, num_fcn_convs=2, norm_kwargs={"num_devices": 2})
+    head = mask_rcnn.Mask(norm_layer=mx.gluon.contrib.nn.SyncBatchNorm, **kwargs)
+    layers = [block for block in blocks.iterate(head) if blocks.is_batch_norm(block)]
+    assert len(layers) == 3 and all(isinstance(layer, gluon_syncbn.SyncBatchNorm) for layer in layers)
 
 
 # ---- GluonCV's helpers -----------------------------------------------------------------------------------------

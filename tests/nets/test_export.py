@@ -131,6 +131,12 @@ def test_saved_nets_and_texts_have_plain_operators(contexts, tmp_path, capsys):
     again = made()
     again.load(str(tmp_path / "net"))
     np.testing.assert_allclose(again(x).asnumpy(), y, rtol=1e-6)
+    plain = revert(made())
+    with pytest.raises(KeyError, match="batchnorm2"):  # MXNet's key is the name of the class
+        plain.load(str(tmp_path / "net"))
+    plain.save(str(tmp_path / "plain"))
+    with pytest.raises(KeyError, match="syncbatchnorm2"):
+        net.load(str(tmp_path / "plain"))
     assert again._active and "Custom" in [node["op"] for node in json_of(again._cached_graph[1])["nodes"]]
     shown = []
     for symbol in (net._cached_graph[1], revert(net)(mx.sym.var("data"))):
