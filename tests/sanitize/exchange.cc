@@ -43,7 +43,7 @@ void wait_for_others() {
 
 constexpr char kFault[] = "the cable is out";
 
-bool add(const char*, int64_t rows, int64_t length, const double* values, double* total) {
+bool add(const char*, double, int64_t rows, int64_t length, const double* values, double* total) {
     const Within program(false);
     wait_for_others();
     if (fails()) {
