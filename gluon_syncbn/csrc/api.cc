@@ -1,4 +1,5 @@
 // The functions that Python calls of layers, exchanges, steps and the process. Others are with what they do.
+#include <array>
 #include <chrono>
 #include <memory>
 #include <mutex>
@@ -18,7 +19,9 @@
 #include "meeting/scope.h"
 #include "meeting/tape.h"
 #include "mxnet_api.h"
+#include "operator/updates.h"
 #include "pooling/statistics.h"
+#include "tensor.h"
 #include "to_python.h"
 #include "waiting/step.h"
 
@@ -94,19 +97,26 @@ SYNCBN_API(void, layer_agree, int64_t id, Asked* processes, int64_t key, size_t 
 }
 
 // See `executing` in training/replicas.py. Fails if a layer is in the middle of a step of another thread. If the graph
-// `repeats` forwards, each layer has one array of running statistics, which all of its operators read.
+// `repeats` forwards, it announces one of each layer. `running`: the arrays of running statistics, two for each layer.
 SYNCBN_API(void, begin_graph, const char* context, const Span<const size_t>& layers, const Span<const size_t>& nodes,
            const Span<NDArrayHandle>& running, bool repeats) {
-    for (int64_t i = 0; i < running.count; ++i) {
-        using Coming = std::pair<std::shared_ptr<Layer>, std::string>;
-        const auto begin = [](void*, void* coming) {
-            const auto& [layer, context] = *static_cast<Coming*>(coming);
-            if (layer) layer->announce_forward(context);
-        };
-        const auto remove = [](void* coming) { delete static_cast<Coming*>(coming); };
-        auto* coming = new Coming(repeats ? found(static_cast<int64_t>(layers.values[i])) : nullptr, context);
-        check(mx.MXEnginePushSyncND(begin, coming, remove, &kCpu, nullptr, 0, &running.values[i], 1, &kNoSkip, 0,
-                                    "gluon_syncbn"));
+    struct Coming {
+        std::shared_ptr<Layer> layer;
+        std::string context;
+        std::array<const void*, 2> statistics;
+    };
+    const auto begin = [](void*, void* parameter) {
+        const auto& coming = *static_cast<Coming*>(parameter);
+        if (coming.layer) coming.layer->announce_forward(coming.context);
+        for (const void* one : coming.statistics) updates().begin(one);
+    };
+    const auto remove = [](void* coming) { delete static_cast<Coming*>(coming); };
+    for (int64_t i = 0; i < running.count / 2; ++i) {
+        void** const both = running.values + 2 * i;
+        auto* coming = new Coming{repeats ? found(static_cast<int64_t>(layers.values[i])) : nullptr,
+                                  context,
+                                  {data({both[0]}), data({both[1]})}};
+        check(mx.MXEnginePushSyncND(begin, coming, remove, &kCpu, nullptr, 0, both, 2, &kNoSkip, 0, "gluon_syncbn"));
     }
     for (int64_t i = 0; i < layers.count; ++i) {
         const auto layer = found(static_cast<int64_t>(layers.values[i]));
@@ -115,7 +125,14 @@ SYNCBN_API(void, begin_graph, const char* context, const Span<const size_t>& lay
     }
     within_graph = true;
 }
-SYNCBN_API(void, end_graph) { within_graph = false; }
+// MXNet's engine does not know that the operators of the graph write these arrays. Who reads them later waits for all.
+SYNCBN_API(void, end_graph, const Span<NDArrayHandle>& running) {
+    within_graph = false;
+    const auto nothing = [](void*, void*) {};
+    for (int64_t i = 0; i < running.count; i += 2)
+        check(mx.MXEnginePushSyncND(nothing, nullptr, nullptr, &kCpu, nullptr, 0, running.values + i, 2, &kNoSkip, 0,
+                                    "gluon_syncbn"));
+}
 
 // ---- defaults ----
 
@@ -287,7 +304,7 @@ SYNCBN_API(void, out_of_batches, bool is_out) { step().out_of_batches = is_out; 
 
 SYNCBN_API(void, debug, bool enabled) { wants_debug = enabled; }
 // The next one, after at most `seconds`: its level, a blank and the text. Empty if there is none. The level 0 asks for
-// callers.
+// callers, and `kDoubt` to watch what the layers write.
 SYNCBN_API(std::string, next_record, double seconds) {
     std::unique_lock<std::mutex> lock(records->mutex);
     const auto comes = [] { return records->asks || !records->waiting.empty(); };

@@ -12,8 +12,8 @@
 
 namespace syncbn {
 
-// Python's numbers.
-enum class Level : int { kDebug = 10, kWarning = 30 };
+// Python's numbers. A record of doubt has no text: a replica whose call was issued is late, perhaps for a failure.
+enum class Level : int { kDoubt = 1, kDebug = 10, kWarning = 30 };
 
 struct Records {
     static constexpr size_t kMost = 100000;  // unfetched records; later ones are lost, and counted

@@ -130,6 +130,8 @@ def _pass_on(seconds: float) -> bool:
     with logs.errors_reported(text):
         if level == "0":
             _native.answer_callers(*_what_callers_wait_for())
+        elif level == "1":
+            steps.watch()
         elif level:
             log.log(int(level), text)
     return bool(level)

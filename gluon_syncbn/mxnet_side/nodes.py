@@ -52,19 +52,29 @@ def json_of(symbol: mx.sym.Symbol) -> Json:
 
 
 def number_nodes(graph: Json) -> bool:
-    """Numbers the nodes of each layer from 0, in the order of the graph, and says whether this changed one.
+    """Numbers the nodes of each layer from 0, in the order of the graph, and those that update the same running
+    statistics. Says whether this changed a node.
 
     A node meets the nodes with its number on other contexts and in other processes. So all processes have the same
     numbers, whatever else some of them have recorded.
     """
     count: Counter = Counter()
+    updating: Dict[Tuple[int, int], List[Dict[str, str]]] = {}  # by the input
     changes = False
-    for _, _, node in walk(graph):
+    for _, within, node in walk(graph):
         if is_ours(node):
             layer, before = node["attrs"]["layer"], node["attrs"]["node"]
             node["attrs"]["node"] = str(count[layer])
             changes |= before != node["attrs"]["node"]
             count[layer] += 1
+            frozen = node["attrs"]["use_global_stats"] == "1"
+            updating.setdefault((id(node if frozen else within), node["inputs"][-1][0]), []).append(node["attrs"])
+    for nodes in updating.values():
+        for turn, attributes in enumerate(nodes):
+            before = attributes.pop("turn", "")
+            if len(nodes) > 1:
+                attributes["turn"] = f"{turn} of {len(nodes)}"
+            changes |= before != attributes.get("turn", "")
     return changes
 
 

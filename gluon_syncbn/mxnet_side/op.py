@@ -73,9 +73,6 @@ def sync_batch_norm(
     """Normalises the first of ``data``, before an addend, as `call` says; ``F`` is ``mx.nd`` or ``mx.sym``.
 
     ``parameters``: gamma, beta and the running statistics.
-
-    In a static graph MXNet's engine does not know that a node writes the running statistics. So two nodes of one layer
-    may run in either order there.
     """
     F = ARRAYS if F is mx.nd else SYMBOLS
     guards = replicas.on_cpus and _native.why_custom()

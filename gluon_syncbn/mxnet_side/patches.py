@@ -184,7 +184,8 @@ class _Issuing(mx.nd.CachedOp):
         may_meet = [(layer, of) for layer, of in found if layer.pooling.mode != "local"]
         meeting = [(layer, int(of["node"])) for layer, of in may_meet if of["use_global_stats"] != "1"]
         # An operator takes the call that was announced first: one call must not overtake another on its context.
-        running = [parameter for layer, _ in meeting for parameter in list(layer.running.values())[:1]]
+        moving = dict.fromkeys(layer for layer, of in found if of["use_global_stats"] != "1")
+        running = [parameter for layer in moving for parameter in layer.running.values()]
         self.calls = [layer.id for layer, _ in meeting], [node for _, node in meeting], running
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -205,7 +206,10 @@ class _Issuing(mx.nd.CachedOp):
         if self.keeps and autograd.is_recording() and any(layer.separates() for layer in self.layers):
             self._note_call(context)
         with self.lock(context), executing(context, *self.calls if training else ()) if self.keeps else nullcontext():
-            return super().__call__(*args, **kwargs)
+            outputs = super().__call__(*args, **kwargs)
+        if training and self.keeps and self.layers:  # others of these layers' arrays tell nothing: see `steps.watch`
+            _native.watch(str(context), kinds.arrays_of(outputs))
+        return outputs
 
     def _note_call(self, context: mx.Context) -> None:
         """From the second call in a step on, operators are made anew at each call. MXNet makes those of the backwards

@@ -59,6 +59,8 @@ def beginning(begin: Callable, trainer: gluon.Trainer) -> None:
     maybe in one process alone. So a store of processes compares weights in the first sum.
     """
     _share_store(trainer)
+    if _watches(trainer):
+        steps.watch_gradients(trainer._params)
     begin(trainer)
     state = session.trainers(trainer)
     if trainer._kvstore is not None and _watches(trainer):
@@ -77,6 +79,8 @@ def beginning(begin: Callable, trainer: gluon.Trainer) -> None:
 def adding(add: Callable, trainer: gluon.Trainer) -> None:
     """A store of processes gets the gradients of a step together. MXNet gives them one by one, without an end."""
     devices.settle_gradients(trainer._params)
+    if _watches(trainer):
+        steps.watch_gradients(trainer._params)
     store, state = trainer._kvstore, session.trainers(trainer)  # which a copy does not have before
     if isinstance(store, ProcessStore):
         if state.summed_for is None:

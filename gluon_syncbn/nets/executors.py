@@ -35,9 +35,9 @@ from .graphs import layer_of
 
 #: Operators of MXNet whose nodes are also synchronised.
 operators: Set[str] = set()
-#: A synchronised node of an executor, which keeps the replicas alive: the name of the running mean, the replicas, and
-#: the number among the layer's nodes.
-_Node = Tuple[str, Replicas, int]
+#: A synchronised node of an executor, which keeps the replicas alive: the names of the running statistics, the
+#: replicas, and the number among the layer's nodes.
+_Node = Tuple[List[str], Replicas, int]
 #: Marks a node in the graph of a ``Module`` of which a warning was given: its executors bind that graph.
 _STAYS = "null"
 #: What executors were bound for training by; empty if none was.
@@ -74,7 +74,7 @@ def _grouping(
             "train with gluon.Trainer(..., kvstore=kv)",
             stacklevel=5,
         )
-    for mean, replicas, _ in layers:
+    for (mean, _), replicas, _ in layers:
         if group.for_training:
             replicas.check(replicas.contexts)
         replicas.set_contexts(replicas.contexts, group.execs[0].aux_dict[mean].shape[0])
@@ -92,7 +92,7 @@ def _binding(bind: Callable, symbol: mx.sym.Symbol, /, ctx: Context, *args: Any,
         executor = bind(graph, ctx, *args, **kwargs)
     if layers:
         executor.__class__, executor.layers = _Executor, layers
-        for mean, replicas, _ in layers if trains else ():
+        for (mean, _), replicas, _ in layers if trains else ():
             replicas.channels = executor.aux_dict[mean].shape[0]
     return executor
 
@@ -165,8 +165,8 @@ def _synchronised(
         takes = mark != _STAYS and (node["op"] in operators or (node["op"] == "BatchNorm" and mark is not None))
         if not takes and not is_ours(node):
             continue
-        mean = within["nodes"][node["inputs"][-2][0]]["name"]
-        if mean not in names:
+        running = [within["nodes"][at]["name"] for at, *_ in node["inputs"][-2:]]
+        if not names.issuperset(running):
             continue  # a backend, such as that of oneDNN, made it a part of its own operator, and renamed its inputs
         if takes and gives_moments(within, node):
             stay.append(f"{node['name']} ({node['op']})")
@@ -176,15 +176,16 @@ def _synchronised(
             if layer is not None:
                 chosen[number] = layer
             replicas = _replicas(node) if layer is None else layer._replicas
-            layers.append((mean, replicas, 0 if layer is not None else int(node["attrs"]["node"])))
+            layers.append((running, replicas, 0 if layer is not None else int(node["attrs"]["node"])))
     if stay:
         warnings.warn(
             f"{arguments.some(stay, ', ')}: MXNet's own operator stays, because the graph uses its mean or variance",
             stacklevel=5,
         )
     if chosen:
-        return with_layers(recorded, chosen), layers
-    return kinds.like(symbol_of(recorded), symbol) if is_other else symbol, layers
+        recorded = json_of(with_layers(recorded, chosen))
+        number_nodes(recorded)
+    return kinds.like(symbol_of(recorded), symbol) if chosen or is_other else symbol, layers
 
 
 # ---- steps ----------------------------------------------------------------------------------------------------
@@ -199,14 +200,17 @@ class _Executor(Executor):
 
     def forward(self, is_train: bool = False, **kwargs: Any) -> Any:
         calls, numbers, running = [], [], []
-        for mean, replicas, number in self.layers if is_train else []:
+        for names, replicas, number in self.layers if is_train else []:
             replicas.runs(IN_GRAPH)
             if not replicas.kwargs["use_global_stats"] and self._ctx in replicas.contexts:
                 calls.append(replicas.id)
                 numbers.append(number)
-                running.append(self.aux_dict[mean])
+                running += [self.aux_dict[name] for name in names]
         with executing(self._ctx, calls, numbers, running, repeats=True):
-            return super().forward(is_train, **kwargs)
+            outputs = super().forward(is_train, **kwargs)
+        if calls:
+            _native.watch(str(self._ctx), outputs)
+        return outputs
 
     def reshape(self, *args: Any, **kwargs: Any) -> Executor:
         executor = super().reshape(*args, **kwargs)
@@ -246,18 +250,15 @@ class _Group(DataParallelExecutorGroup):
                 steps.break_off("the backward of a Module", error)
                 session.raised = _native.failure()
             raise
+        for executor in self.execs:
+            _native.watch(str(executor._ctx), [array for array in executor.grad_arrays if array is not None])
         _native.gate(kinds.arrays_of(self.grad_arrays))
 
     def get_params(self, arg_params: Dict[str, mx.nd.NDArray], aux_params: Dict[str, mx.nd.NDArray]) -> None:
-        """An executor tells MXNet's engine only what its operators read and put out, and not that they write auxiliary
-        states (`GraphExecutor::InitCachedOps` in src/executor/graph_executor.cc). So the engine may copy the running
-        statistics before a forward that was issued earlier has written them.
-
-        A gamma that does not count is 1 for a Module that trains, as with plain BatchNorm on one context. On several,
-        each update copies the gamma of the KVStore back, which nobody sets.
+        """A gamma that does not count is 1 for a Module that trains, as with plain BatchNorm on one context. On
+        several, each update copies the gamma of the KVStore back, which nobody sets.
         """
-        outputs = [executor.outputs for executor in self.execs]
-        steps.settle(kinds.arrays_of([outputs, self.param_arrays, self.aux_arrays]))
+        steps.settle(kinds.arrays_of([self.param_arrays, self.aux_arrays]))
         steps.tell()
         get_params = super().get_params
         steps.settled(lambda: [get_params(arg_params, aux_params), arg_params, aux_params])

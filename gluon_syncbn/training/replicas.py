@@ -49,15 +49,16 @@ def executing(
     context: Context, layers: Any = (), nodes: Any = (), running: Sequence[Any] = (), repeats: bool = False
 ) -> Iterator[None]:
     """Within the block, this thread makes or executes a graph whose operators MXNet keeps, with training calls of these
-    layers' nodes. Calls with the same running statistics, parameters or arrays, run in the order of the blocks.
-    ``repeats``: it is an executor, which may compute forwards again for its backward.
+    layers' nodes. ``running``: pairs of running statistics, parameters or arrays, that the calls update. Who reads or
+    writes these before the block or after it does so before the calls or after them. ``repeats``: it is an executor,
+    which may compute forwards again for its backward; it has a pair for each node.
     """
     arrays = [one.data(context) if isinstance(one, Parameter) else one for one in running]
     _native.begin_graph(str(context), layers, nodes, arrays, repeats)
     try:
         yield
     finally:
-        _native.end_graph()
+        _native.end_graph(arrays)
 
 
 #: The replicas of the layers that a parameter belongs to. A copy of the parameter has none before its layers are there.

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from typing import Any, Callable, Iterable, List, Optional, TypeVar
+from typing import Any, Callable, Dict, Iterable, List, Optional, TypeVar
 
 import mxnet as mx
 
 from .. import _native
 from ..system import kinds, logs
+from .replicas import Replicas
 from .session import session
 
 ArraysT = TypeVar("ArraysT")
@@ -69,6 +70,26 @@ def settled(compute: Callable[[], ArraysT]) -> ArraysT:
         if not settle(kinds.arrays_of(found)):
             return found
     raise _native.StepError(_native.failure())
+
+
+def watch() -> None:
+    """Fails the step if an operator outside of a layer has failed, for which MXNet has left out calls of a replica.
+
+    These would have written the running statistics, and their backwards gradients.
+    """
+    running = [one for replicas in list(Replicas.placed.values()) for one in list(replicas.running.values())]
+    arrays = [array for one in running for array in one._data or ()]
+    for array in [*arrays, *(array for one in session.trained() for array in one._grad)]:
+        _native.watch(str(array.ctx), [array])
+
+
+def watch_gradients(parameters: Iterable[Any]) -> None:
+    """The same, of all gradients of a step, before a sum or an update writes to them."""
+    of: Dict[str, List[Any]] = {}
+    for array in [array for one in parameters for array in one._grad or ()]:
+        of.setdefault(str(array.ctx), []).append(array)
+    for context, arrays in of.items():
+        _native.watch(context, arrays)
 
 
 def tell() -> None:

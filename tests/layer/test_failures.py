@@ -124,6 +124,23 @@ def test_a_device_that_leaves_out_a_layer(contexts, rng):
     assert_next_step_is_right(second, contexts[:2], rng)
 
 
+def test_a_stage_that_a_device_leaves_out(contexts, rng):
+    """The device waits in the backward of the layer before, as long as the others wait for it in that stage."""
+    first, later = (a_layer(contexts[:2]) for _ in range(2))
+    xs = shards(rng, contexts[:2])
+    with short_waits(2):
+        with autograd.record():
+            ys = [first(xs[0]), later(first(xs[1]))]
+        autograd.backward(ys)
+        with pytest.raises(StepError) as error:
+            first.gamma.grad(contexts[0]).asnumpy()
+    assert_explains(
+        error, later, "forward of call 1: 1 of 2 replicas arrived (cpu(1)), missing cpu(0)", "Nobody has called"
+    )
+    assert f"Meanwhile cpu(0) waits in SyncBatchNorm '{first.name}', backward of call 1." in str(error.value)
+    assert_next_step_is_right(later, contexts[:2], rng)
+
+
 @pytest.mark.parametrize("way", ["eager", "static_shape"])
 def test_a_read_between_replicas_ends_soon(contexts, rng, way):
     """A static graph executes what it has made for an earlier step."""

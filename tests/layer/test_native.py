@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import mxnet as mx
@@ -33,7 +34,7 @@ from replicas import (
 )
 
 import gluon_syncbn
-from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, _native
+from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, _native, symbol
 from gluon_syncbn.command import selfcheck
 
 native = pytest.mark.skipif(bool(_native.why_custom()), reason=_native.why_custom())
@@ -403,3 +404,93 @@ def test_the_failure_of_another_custom_operator_is_its_own(contexts, rng):
     batch = make_batch(rng, 2)
     layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:2], "float64")
     assert_same(step(layer, batch, contexts, "float64"), truth(batch), TOLERANCE["float64"])
+
+
+class Fails(mx.operator.CustomOp):
+    """Copies, and fails on one context, in one direction."""
+
+    failing = None
+
+    def __init__(self, context):
+        super().__init__()
+        self.context = context
+
+    def may_fail(self, direction):
+        """MXNet keeps one error for all custom operators, and gives it to the next one that ends."""
+        if self.failing is not None and self.failing[0] == direction:
+            assert self.failing[1] != self.context, "out of memory"
+            time.sleep(0.5)
+
+    def forward(self, is_train, req, in_data, out_data, aux):
+        self.may_fail("forward")
+        self.assign(out_data[0], req[0], in_data[0])
+
+    def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
+        self.may_fail("backward")
+        self.assign(in_grad[0], req[0], out_grad[0])
+
+
+@mx.operator.register("gluon_syncbn_test_fails")
+class FailsProperty(mx.operator.CustomOpProp):
+    def create_operator(self, ctx, shapes, types):
+        return Fails(str(ctx))
+
+
+ENDS = {
+    "waitall": lambda net, trainer, contexts: nd.waitall(),
+    "read": lambda net, trainer, contexts: net[0].weight.grad(contexts[0]).asnumpy(),
+    "step": lambda net, trainer, contexts: (trainer.step(8), net[0].weight.data(contexts[0]).asnumpy()),
+}
+
+
+@native
+@pytest.mark.parametrize("way", ["eager", "hybrid", "static_shape"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("end", ENDS)
+def test_an_operator_that_fails_on_one_device_ends_the_step_of_all(contexts, rng, monkeypatch, way, direction, end):
+    """MXNet leaves out the calls of the layer behind it. Nobody has read its result."""
+    net = nn.HybridSequential()
+    before, behind = (SyncBatchNorm(in_channels=5, timeout=100) for _ in range(2))
+    fails = nn.HybridLambda(lambda F, x: F.Custom(x, op_type="gluon_syncbn_test_fails"))
+    net.add(nn.Dense(5, in_units=5), before, fails, behind)
+    net.initialize(ctx=contexts[:2])
+    if WAYS[way] is not None:
+        net.hybridize(**WAYS[way])
+    trainer = mx.gluon.Trainer(net.collect_params(), "sgd")
+
+    def train():
+        with autograd.record():
+            ys = [net(nd.array(rng.randn(4, 5), ctx=context)) for context in contexts[:2]]
+        for y in ys:
+            y.backward()
+
+    start = time.monotonic()
+    monkeypatch.setattr(Fails, "failing", (direction, str(contexts[1])))
+    with pytest.raises(mx.MXNetError, match=f"kCustomOp{direction.title()}"):
+        train()
+        ENDS[end](net, trainer, contexts)
+    assert time.monotonic() - start < 20
+    monkeypatch.setattr(Fails, "failing", None)
+    train()
+    trainer.step(8)
+    assert all(np.isfinite(array.asnumpy()).all() for p in net.collect_params().values() for array in p.list_data())
+
+
+@native
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_an_operator_that_fails_on_one_device_of_a_module(contexts, monkeypatch, direction):
+    x = symbol.SyncBatchNorm(mx.sym.var("data"), name="before", timeout=100)
+    x = symbol.SyncBatchNorm(mx.sym.Custom(x, op_type="gluon_syncbn_test_fails"), name="behind", timeout=100)
+    module = mx.mod.Module(mx.sym.MakeLoss(x * x), context=contexts[:2], label_names=None)
+    module.bind([("data", (8, 5))])
+    module.init_params()
+    module.init_optimizer()
+    start = time.monotonic()
+    monkeypatch.setattr(Fails, "failing", (direction, str(contexts[1])))
+    with pytest.raises(mx.MXNetError, match=f"kCustomOp{direction.title()}"):
+        module.forward_backward(mx.io.DataBatch([nd.random.normal(shape=(8, 5))]))
+        module.update()
+        module._exec_group.grad_arrays[0][0].asnumpy()
+        module.get_outputs()[0].asnumpy()
+    assert time.monotonic() - start < 20
+    gluon_syncbn.reset()

@@ -1,14 +1,17 @@
 """The ways in which nets and training loops use the layer."""
 
 import functools
+import sys
 import time
 
 import mxnet as mx
 import numpy as np
 import pytest
+from environments import ended
 from gate import Gate
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from places import PACKAGE
 from poolings import specification
 from replicas import (
     WAYS,
@@ -241,6 +244,70 @@ def test_several_calls_of_a_static_graph(contexts, rng):
         for name in ("y", "dx"):
             by_call = got[name].reshape(2, 3, 64, 6).swapaxes(0, 1).reshape(-1, 6)
             np.testing.assert_allclose(by_call, want[name], rtol=0, atol=2e-3)
+
+
+TWICE = """
+import sys
+import mxnet as mx, numpy as np
+from mxnet import autograd, gluon
+import gluon_syncbn
+
+contexts, wide, shape = [mx.cpu(0), mx.cpu(1)], 4096, (4, 4096, 1, 1)
+rng = np.random.RandomState(0)
+shared = {name: mx.sym.Variable("bn_" + name) for name in ("gamma", "beta", "moving_mean", "moving_var")}
+heads = []
+for name in "zx":
+    x = mx.sym.Convolution(mx.sym.Variable(name), num_filter=wide, kernel=(1, 1), num_group=32, name="c" + name)
+    heads.append(mx.sym.BatchNorm(x, fix_gamma=False, name="bn" + name, **shared))
+y = mx.sym.MakeLoss(heads[0] + heads[1])
+data = [rng.normal(mean, mean + 1, shape).astype("f4") for mean in (0, 5)]
+weights = {"c%s_weight" % name: rng.normal(0, 1, (wide, 128, 1, 1)) for name in "zx"}
+values = {**weights, **{name: np.zeros(wide) for name in ("cz_bias", "cx_bias", "bn_beta", "bn_moving_mean")}}
+values.update(bn_gamma=np.ones(wide), bn_moving_var=np.ones(wide))
+values = {name: mx.nd.array(value) for name, value in values.items()}
+variances = []
+for name, x in zip("zx", data):
+    out = mx.nd.Convolution(mx.nd.array(x), *(values["c%s_%s" % (name, part)] for part in ("weight", "bias")),
+                            num_filter=wide, kernel=(1, 1), num_group=32).asnumpy()
+    variances.append(out.var(axis=(0, 2, 3)))
+want = 0.9 * (0.9 + 0.1 * variances[0]) + 0.1 * variances[1]
+if sys.argv[1] == "Module":
+    gluon_syncbn.install(convert=True)
+    module = mx.mod.Module(y, data_names=("z", "x"), label_names=None, context=contexts)
+    module.bind([("z", shape), ("x", shape)])
+    names = module._aux_names
+    module.set_params({k: v for k, v in values.items() if k not in names}, {name: values[name] for name in names})
+    running = module._exec_group.aux_arrays[names.index("bn_moving_var")]
+else:
+    net = gluon.SymbolBlock(y, [mx.sym.var("z"), mx.sym.var("x")])
+    for name, parameter in net.collect_params().items():
+        parameter.shape = values[name].shape
+        parameter.initialize(ctx=contexts)
+        parameter.set_data(values[name])
+    gluon_syncbn.convert(net)
+    net.hybridize(static_alloc=True, static_shape=True)
+    running = net.collect_params()["bn_moving_var"].list_data()
+    parts = list(zip(*(gluon.utils.split_and_load(x, contexts) for x in data)))
+for step in range(int(sys.argv[2])):
+    for array in running:
+        array[:] = 1
+    if sys.argv[1] == "Module":
+        module.forward_backward(mx.io.DataBatch([mx.nd.array(x) for x in data], []))
+    else:
+        with autograd.record():
+            ys = [net(*part) for part in parts]
+        autograd.backward(ys)
+    got = [array.asnumpy() for array in running]  # without a wait for the step
+    np.testing.assert_allclose(got[0], want, rtol=1e-4)
+    assert np.array_equal(*got), step
+"""
+
+
+@pytest.mark.parametrize("way", ["Module", "static_shape"])
+def test_a_graph_that_uses_a_layer_twice(way):
+    """The engine does not know that the operators which MXNet keeps write running statistics."""
+    ran = ended([sys.executable, "-W", "ignore", "-c", TWICE, way, 60], PACKAGE.parent, MXNET_CPU_WORKER_NTHREADS=4)
+    assert ran.returncode == 0, ran.stderr
 
 
 @pytest.mark.parametrize("way", ["eager", "hybrid"])  # MXNet itself refuses static_alloc

@@ -45,7 +45,7 @@ class Records {
         if (text.empty()) return false;
         ++figures.records;
         const int level = std::atoi(text.c_str());
-        if (level == 0) return true;  // asks for callers
+        if (level <= static_cast<int>(syncbn::Level::kDoubt)) return true;  // asks for callers, or doubts
         text.erase(0, text.find(' ') + 1);
         expect(text.compare(0, 14, "SyncBatchNorm ") == 0, "'" + text + "' names its layer");
         if (level == static_cast<int>(syncbn::Level::kWarning))

@@ -40,15 +40,24 @@ struct Answer {
 };
 Renewed<Answer>& answer = *new Renewed<Answer>;  // outlives the threads that wait at exit
 
+std::vector<std::string> replicas_of(const Meeting& meeting, const Phase& phase, bool arrived) {
+    std::vector<std::string> found;
+    for (size_t i = 0; i < meeting.replicas(); ++i)
+        if ((i < phase.entries.size() && phase.entries[i].arrived) == arrived) found.push_back(meeting.contexts()[i]);
+    return found;
+}
+
 }  // namespace
 
+std::vector<std::string> missing(const Meeting& meeting, const Phase& phase) {
+    return replicas_of(meeting, phase, false);
+}
+
 std::string describe(const Meeting& meeting, const Phase& phase) {
-    std::vector<std::string> arrived, missing;
-    for (size_t i = 0; i < meeting.replicas(); ++i)
-        (i < phase.entries.size() && phase.entries[i].arrived ? arrived : missing).push_back(meeting.contexts()[i]);
+    const auto arrived = replicas_of(meeting, phase, true);
     std::ostringstream out;
     out << arrived.size() << " of " << meeting.replicas() << " replicas arrived (" << join_names(arrived)
-        << "), missing " << join_names(missing);
+        << "), missing " << join_names(missing(meeting, phase));
     return out.str();
 }
 
@@ -56,7 +65,7 @@ std::string likely_cause(const Meeting& meeting, const Phase& phase) {
     if (phase.number == 0 && !meeting.full()) return std::string("Nobody has called the layer there. ") + kCallAll;
     if (phase.number == 0)
         return "Every replica has issued its call: an operator before this layer does not finish there, or has failed, "
-               "perhaps because memory ran out. Then read that replica's output, which raises the error.";
+               "perhaps because memory ran out. Then read that replica's output, which raises the error once.";
     std::string cause =
         "Perhaps the loss of a replica took no part: call autograd.backward with the losses of all replicas, and read "
         "no gradient before that.";
@@ -65,6 +74,23 @@ std::string likely_cause(const Meeting& meeting, const Phase& phase) {
             " Or MXNet bundles an operator outside the replicas (a batch that is split while recording), or of another "
             "replica, with one of them: set MXNET_EXEC_BULK_EXEC_TRAIN=0 before the first operator runs.";
     return cause;
+}
+
+std::optional<LongWait> LongWaits::first() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::optional<LongWait> found;
+    for (const auto& [waiter, wait] : waits_)
+        if (!wait.called && (!found || wait.since < found->since)) found = wait;
+    return found;
+}
+
+std::string LongWaits::meanwhile(const LongWait& wait) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::string text;
+    for (const auto& [waiter, other] : waits_)
+        if (std::find(wait.missing.begin(), wait.missing.end(), other.replica) != wait.missing.end())
+            text += " Meanwhile " + other.replica + " waits in " + title_of(other.layer) + ", " + other.call + ".";
+    return text;
 }
 
 std::string why_not_here(const LayerConfig& config, const std::string& context) {

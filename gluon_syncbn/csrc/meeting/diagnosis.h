@@ -2,12 +2,20 @@
 // called under the layer's lock.
 #pragma once
 
+#include <map>
+#include <mutex>
+#include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
+#include "lock.h"
 #include "meeting/meeting.h"
 
 namespace syncbn {
 
+// The contexts of those that have not arrived.
+std::vector<std::string> missing(const Meeting& meeting, const Phase& phase);
 // "1 of 2 replicas arrived (cpu(0)), missing cpu(1)"
 std::string describe(const Meeting& meeting, const Phase& phase);
 // What to do about a replica that has not been called.
@@ -26,6 +34,36 @@ struct Callers {
 // Returns the last answer, if it came lately, and since this time on the clock of `seconds`. Asks for the next one, which
 // the thread of Python's that takes records gives within moments.
 Callers callers(double since);
+
+// Replicas that wait, if it takes long. The first one that waits for a replica which nobody has called knows the cause.
+// Others may wait in what came before, for the same reason.
+struct LongWait {
+    double since;         // on the clock of `seconds`
+    std::string replica;  // that waits
+    std::vector<std::string> missing;
+    std::string layer, call, state;
+    bool called;  // all replicas have been
+};
+class LongWaits {
+  public:
+    void note(const void* waiter, LongWait wait) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        waits_[waiter] = std::move(wait);
+    }
+    void end(const void* waiter) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        waits_.erase(waiter);
+    }
+    // Returns the first one with a replica that nobody has called.
+    std::optional<LongWait> first() const;
+    // " Meanwhile cpu(0) waits in the forward of call 1 of SyncBatchNorm 'a'.", of the replicas that this one misses.
+    std::string meanwhile(const LongWait& wait) const;
+
+  private:
+    mutable Mutex mutex_;  // guards the rest
+    std::map<const void*, LongWait> waits_;
+};
+inline Renewed<LongWaits>& long_waits = *new Renewed<LongWaits>;  // outlives the threads that wait at exit
 
 // Records how long the replicas of a phase waited, if all have arrived.
 void record_meeting(const std::string& call, const Meeting& meeting, const Phase& phase);

@@ -16,8 +16,9 @@ namespace {
 const char* const kForgotten =
     "the step was reset (gluon_syncbn.reset, or a new step of another thread after a failure) before all replicas "
     "arrived.";
-constexpr double kGrace = 2;       // seconds that an exchange gets to report its own failure
-constexpr double kAskAfter = 0.2;  // seconds: replicas that are about to come seldom take longer
+constexpr double kGrace = 2;         // seconds that an exchange gets to report its own failure
+constexpr double kDoubtAfter = 0.5;  // seconds; the next doubt comes after twice as many
+constexpr double kAskAfter = 0.2;    // seconds: replicas that are about to come seldom take longer
 
 // Fails the step of a meeting. If that step has been forgotten, only the meeting fails, and not the current step.
 void fail_here(Meeting& meeting, const Failure& failure) {
@@ -80,8 +81,15 @@ Underway begin_exchange(const Meeting& meeting, Phase& phase) {
 // limit.
 class WaitForReplicas : public Wait {
   public:
-    WaitForReplicas(Meeting& meeting, Phase& phase)
-        : Wait(meeting.config->timeout), meeting_(meeting), phase_(phase), call_(name_of_call(meeting, phase)) {}
+    WaitForReplicas(Meeting& meeting, Phase& phase, size_t position)
+        : Wait(meeting.config->timeout),
+          meeting_(meeting),
+          phase_(phase),
+          position_(position),
+          call_(name_of_call(meeting, phase)) {}
+    ~WaitForReplicas() override {
+        if (is_long_) long_waits->end(this);
+    }
 
   protected:
     void throw_if_failed() override {  // (5)
@@ -91,7 +99,12 @@ class WaitForReplicas : public Wait {
         throw Failure(layer_, "", call_, describe(meeting_, phase_) + ". " + failure->reason);
     }
     [[noreturn]] void give_up(const std::string& text) override {  // (6)
-        fail_and_throw(meeting_, {layer_, "", call_, text});
+        const auto first = meeting_.full() && !all_here() && !is_asked_to_end() ? long_waits->first() : std::nullopt;
+        if (first)
+            fail_and_throw(meeting_, {first->layer, "", first->call,
+                                      first->state + ". Nobody has called the layer there. " + kCallAll +
+                                          long_waits->meanwhile(*first)});
+        fail_and_throw(meeting_, {layer_, "", call_, text + long_waits->meanwhile(as_long())});
     }
     void warn(const std::string& text) override {
         if (!std::exchange(phase_.warned, true)) log(Level::kWarning, Failure(layer_, "", call_, text).what());
@@ -111,16 +124,27 @@ class WaitForReplicas : public Wait {
     }
 
   private:
+    LongWait as_long() const {
+        return {began_,
+                meeting_.contexts()[position_],
+                missing(meeting_, phase_),
+                layer_,
+                call_,
+                describe(meeting_, phase_),
+                meeting_.full()};
+    }
     bool all_here() const { return phase_.arrived == meeting_.replicas(); }
 
     Meeting& meeting_;
     const std::string& layer_ = meeting_.layer.name;
     Phase& phase_;
+    const size_t position_;
     const std::string call_;
     std::string seen_;  // the replicas that are here, and what those wait for that could call the others
     double seen_since_ = 0;
     const double began_ = seconds();
-    bool complete_ = false;
+    double doubts_after_ = kDoubtAfter;
+    bool complete_ = false, is_long_ = false;
 };
 
 void WaitForReplicas::check_others() {
@@ -131,7 +155,15 @@ void WaitForReplicas::check_others() {
         if (!std::exchange(complete_, true)) extend(is_bounded ? kForEver : meeting_.config->timeout, kGrace);
         return;
     }
-    if (meeting_.full()) return;
+    if (waited() >= kAskAfter) {
+        long_waits->note(this, as_long());
+        is_long_ = true;
+    }
+    if (meeting_.full()) {
+        if (waited() < doubts_after_) return;
+        doubts_after_ *= 2;
+        return log(Level::kDoubt, "");
+    }
     if (step().forking)
         give_up(state() + ", and the process was forked (os.fork, multiprocessing, subprocess with preexec_fn). " +
                 "Fork before a step or after it, not between the calls of its replicas.");
@@ -318,7 +350,7 @@ std::shared_ptr<const Total> Layer::total(const Place& place) const {
         lock.lock();
     }
     if (!phase.total) {
-        WaitForReplicas wait(meeting, phase);
+        WaitForReplicas wait(meeting, phase, place.position);
         while (!phase.total) {
             meeting.changed->wait_for(lock, kSlice);
             if (!phase.total) wait.look();

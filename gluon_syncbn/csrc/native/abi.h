@@ -6,6 +6,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -85,6 +86,21 @@ struct Completion {
     void* parameter;
     void operator()(const dmlc::Error* error) const { run(engine, parameter, error); }
     void fail(const std::exception_ptr& reason) const noexcept;  // in calls.cc
+};
+
+// mxnet::engine::ThreadedOpr and mxnet::engine::OprBlock of src/engine/threaded_engine.h, which no header has: an
+// operation of the engine, and one that runs, which its completion points to.
+struct Operation {
+    std::function<void()> run;
+    std::array<std::vector<void*>, 2> variables;
+    int property;
+    void* name;
+    bool is_temporary, waits;
+    std::shared_ptr<std::exception_ptr> failure;  // of what it depends on, or its own
+};
+struct Block {
+    std::atomic<int> missing;
+    Operation* operation;
 };
 
 // mxnet::OpContext

@@ -52,6 +52,7 @@ void Node::list_roles() {
 void Call::issue() {
     config_ = node_->layer->config();
     recall_ = recall();
+    kept_ = within_graph;
     if (recall_.again)
         place_.phase = recall_.memo->repeat();
     else if (within_graph || !shares())

@@ -10,6 +10,7 @@
 
 #include "exchange/exchange.h"
 #include "meeting/registry.h"
+#include "operator/updates.h"
 #include "pooling/pooling.h"
 #include "tensor.h"
 
@@ -39,6 +40,8 @@ struct Node {
     bool unbiased = false;  // selects the variance that updates the running one
     bool frozen = false;    // normalises with the running statistics in training too
     bool on_cpus = true;    // it may be called on CPUs too; see op.py
+    // Its place among the nodes of a graph that update the same running statistics, and their number.
+    int turn = 0, turns = 1;
 
     // The roles of the arrays in MXNet's lists, and of those that are written.
     struct Lists {
@@ -121,6 +124,14 @@ class Call {
     bool contribute(Vector values, std::shared_ptr<const cuda::OnDevice> device = nullptr);
     // Returns the vectors of all slots, or their combination.
     std::shared_ptr<const Total> total() const;
+    // Whether other nodes of the graph, which MXNet keeps, update the same running statistics.
+    bool takes_turns() const { return kept_ && node_->turns > 1; }
+    // Updates the running statistics, or leaves that to another node of the graph. So it keeps what it needs.
+    template <typename Update>
+    void update_in_turn(Update update) {
+        if (!takes_turns()) return update();
+        updates().run(data(arrays_[kRunningMean]), node_->turn, node_->turns, std::move(update));
+    }
     // Makes the pools of all slots. The vector of each has this length, and begins with its samples.
     void assign(const Total& of_slots, int64_t length);
     int64_t channels() const { return tensor_.shape.channels; }
@@ -159,6 +170,7 @@ class Call {
     void join_meeting();
 
     Stage stage_ = Stage::kNew;
+    bool kept_ = true;  // MXNet keeps the call and executes it again, and it has not been issued by itself
     const int64_t outer_ = tensor_.shape.outer, samples_ = tensor_.samples;  // of `tensor_`, unless left out
     std::shared_ptr<const Total> own_;  // this replica's vectors, if it contributes none
 };

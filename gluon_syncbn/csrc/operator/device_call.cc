@@ -8,6 +8,7 @@
 // a CPU do, and go back. The same kernels read them.
 #include <algorithm>
 #include <chrono>
+#include <functional>
 #include <optional>
 #include <thread>
 #include <utility>
@@ -87,7 +88,12 @@ class DeviceCall : public Call {
             with.running_var = data(arrays_[kRunningVar]);
         }
         with.status = work().lease.status();
-        run(kernel_of("normalise", tensor_.type, node_->activation, node_->adds), plan.each(), with);
+        const Kernel kernel = kernel_of("normalise", tensor_.type, node_->activation, node_->adds);
+        if (!frozen_ && !recall_.again && takes_turns()) {
+            update_ = update(kernel, plan, with);
+            with.running_mean = nullptr;
+        }
+        run(kernel, plan.each(), with);
     }
 
     // ---- backward --------------------------------------------------------------------------------------------
@@ -155,11 +161,13 @@ class DeviceCall : public Call {
         if (in_backward() && status.at >= 0) refuse_to_recover(status.at);
         if (!in_backward()) check_finite(status.at, status.value);
         if (!in_backward() && !frozen_ && !recall_.again) remember(work_->gathered);
+        if (const auto update = std::exchange(update_, nullptr)) update_in_turn(update);
         work_.reset();
     }
 
     // What hangs on the device may still use the memory.
     void clear_up() override {
+        update_ = nullptr;
         if (!work_) return;
         work_->lease.status()->given_up = 1;
         bool idle = false;
@@ -189,7 +197,8 @@ class DeviceCall : public Call {
         Lease lease;
         std::shared_ptr<Gathered> gathered = std::make_shared<Gathered>();
         std::vector<Memory> scratch;
-        Memory kept, lists;          // of the call, if it hangs
+        Memory kept;  // of the call, if it hangs
+        std::shared_ptr<Memory> lists;
         bool may_be_posted = false;  // other work may have been put on the stream
         explicit Running(Device& device) : current(std::in_place, device), lease(device) {}
     };
@@ -239,6 +248,20 @@ class DeviceCall : public Call {
         run(kernel_of("recover", tensor_.type, node_->activation), plan.each(),
             RecoverArguments{plan, data(arrays_[kY]), data(x_), affine(), kept_.as<Kept>(),
                              invertible_by(tensor_.type, node_->activation.slope), work().lease.status()});
+    }
+
+    // Updates the running statistics in a launch of its own, which another node's thread may wait for.
+    std::function<void()> update(const Kernel& kernel, const Plan& plan, NormaliseArguments with) {
+        with.y = nullptr;
+        with.tiling.slots = 0;  // of which the backward needs something
+        return [=, at = &device(), lists = lists_, gathered = work_->gathered, limit = config_->timeout]() mutable {
+            const Current current(*at);
+            const Lease lease(*at);
+            with.status = lease.status();
+            launch(lease, kernel, plan.each(), &with);
+            for (const double start = seconds(); !lease.idle(); std::this_thread::sleep_for(kPause))
+                if (seconds() - start > limit) throw Failure("the GPU has not updated the running statistics.");
+        };
     }
 
     bool idle_within(double limit) {
@@ -326,32 +349,33 @@ class DeviceCall : public Call {
 
     // Copies the pools' lists to the device, if they do not travel with a launch.
     void put_lists() {
-        lists_ = Memory();
+        lists_ = nullptr;
         if (pools_->members.empty() && pools_->used.size() <= kFewRanges) return;
         std::vector<int> all = pools_->members;
         for (const auto* ranges : {&pools_->used, &pools_->fed, &pools_->users, &pools_->tracked})
             for (const Range& range : *ranges) all.insert(all.end(), {range.begin, range.end});
-        lists_ = Memory(device(), static_cast<int64_t>(all.size() * sizeof(int)));
-        lists_.upload(all.data(), work().lease);
+        lists_ = std::make_shared<Memory>(device(), static_cast<int64_t>(all.size() * sizeof(int)));
+        lists_->upload(all.data(), work().lease);
     }
 
     // The ranges of each slot, which are the nth of `lists_`.
     Lists list(const std::vector<Range>& ranges, size_t nth) const {
         Lists out{};
-        if (lists_.as<void>() == nullptr) {
+        if (lists_ == nullptr) {
             std::copy(ranges.begin(), ranges.end(), out.few);
             return out;
         }
         static_assert(sizeof(Range) == 2 * sizeof(int), "put_lists writes them as numbers");
-        const int* const members = lists_.as<const int>();
+        const int* const members = lists_->as<const int>();
         out.ranges = reinterpret_cast<const Range*>(members + pools_->members.size()) + nth * pools_->used.size();
         out.members = pools_->members.empty() ? nullptr : members;
         return out;
     }
 
     std::unique_ptr<Running> work_;
-    Memory kept_;   // for the backward
-    Memory lists_;  // [members][4 times the ranges]; empty if they travel with a launch
+    Memory kept_;                    // for the backward
+    std::shared_ptr<Memory> lists_;  // [members][4 times the ranges]; null if they travel with a launch
+    std::function<void()> update_;   // of the running statistics, if the nodes of a graph take turns
 };
 
 }  // namespace

@@ -79,7 +79,7 @@ class HostCall : public Call {
             remember(nullptr);
         }
         write_output();
-        update_running(batch);
+        if (!frozen_ && !recall_.again) update_running(std::move(batch));
     }
 
     // ---- backward --------------------------------------------------------------------------------------------
@@ -267,15 +267,19 @@ class HostCall : public Call {
         return batch;
     }
 
-    void update_running(const Vector& batch) {
-        if (batch.empty()) return;
-        SYNCBN_POINT("before_running_statistics");
-        const auto update = [&](Role running, const double* values) {
-            replace(arrays_[running], tensor_.parameter_type(), channels(),
-                    [&](int64_t c, double old) { return node_->momentum * old + (1 - node_->momentum) * values[c]; });
-        };
-        update(kRunningMean, &batch[0]);
-        update(kRunningVar, &batch[channels()]);
+    // `batch` is empty if it has no statistics.
+    void update_running(Vector batch) {
+        if (!batch.empty()) SYNCBN_POINT("before_running_statistics");
+        const Array mean{nullptr, data(arrays_[kRunningMean])}, variance{nullptr, data(arrays_[kRunningVar])};
+        update_in_turn([=, batch = std::move(batch), momentum = node_->momentum, type = tensor_.parameter_type()] {
+            const size_t n = batch.size() / 2;
+            const auto update = [&](Array running, const double* values) {
+                replace(running, type, static_cast<int64_t>(n),
+                        [&](int64_t c, double old) { return momentum * old + (1 - momentum) * values[c]; });
+            };
+            update(mean, batch.data());
+            update(variance, batch.data() + n);
+        });
     }
 
     void write_output() {

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cstdio>
 #include <ctime>
 #include <future>
 #include <iterator>
@@ -342,6 +343,8 @@ NodePtr node_of(int count, const char** keys, const char** values) {
     node.unbiased = given["unbiased"] == "1";
     node.frozen = given["use_global_stats"] == "1";
     node.on_cpus = given["on_cpus"] == "1";
+    const std::string& turn = given["turn"];  // "0 of 2", if it is not the only one
+    if (!turn.empty()) std::sscanf(turn.c_str(), "%d of %d", &node.turn, &node.turns);
     node.list_roles();
     return std::make_shared<const Node>(std::move(node));
 }
