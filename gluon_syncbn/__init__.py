@@ -1,5 +1,7 @@
 """Provides synchronised BatchNorm for MXNet Gluon: statistics of the whole batch, over all devices."""
 
+import sys as _sys
+
 from .mxnet_side import compatibility as _compatibility
 from .system import cuda_libraries as _cuda_libraries
 from .system import distribution as _distribution
@@ -28,10 +30,13 @@ except OSError as error:
     else:
         raise
     raise ImportError(f"MXNet 1.9 cannot be loaded ({error}): {remedy}", name=__name__) from None
-except AttributeError as error:  # NumPy has lost more names than this package supplies
-    tried = _compatibility.TRIED["NumPy"]
+except AttributeError as error:
+    if not str(error).startswith(("module 'numpy", "`np.")):  # as where a file beside the script is called logging.py
+        raise
+    # NumPy has lost more names than this package supplies. What pip finds for each Python, as in pyproject.toml.
+    serves = "<1.24" if _sys.version_info < (3, 12) else f"=={_compatibility.TRIED['NumPy']}.*"
     raise ImportError(
-        f"MXNet 1.9 cannot be imported ({error}): the newest tested NumPy is {tried}, `pip install 'numpy=={tried}.*'`",
+        f"MXNet 1.9 cannot be imported ({error}): with this Python it was tried with `pip install 'numpy{serves}'`",
         name=__name__,
     ) from error
 

@@ -397,7 +397,15 @@ def test_a_numpy_of_tomorrow_is_one_line(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import numpy\ndel numpy.vander\n")
     status, output = run_beside(tmp_path)
     assert (status, len(output.splitlines())) == (1, 1), output
-    assert "vander" in output and f"pip install 'numpy=={compatibility.TRIED['NumPy']}.*'" in output
+    serves = "<1.24" if sys.version_info < (3, 12) else f"=={compatibility.TRIED['NumPy']}.*"
+    assert "vander" in output and f"`pip install 'numpy{serves}'`" in output
+
+
+def test_a_module_that_hides_pythons_is_not_blamed_on_numpy(tmp_path):
+    (tmp_path / "logging.py").write_text("")
+    status, output = run_beside(tmp_path)
+    assert status == 1 and "pip install" not in output
+    assert output.splitlines()[-1].startswith("AttributeError: module 'logging' has no attribute"), output
 
 
 def test_a_bare_system_is_told_what_mxnet_needs_of_it(tmp_path):
