@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import re
 import sys
 from types import ModuleType
@@ -227,10 +228,23 @@ def _gpus(count: int) -> List[Tuple[Callable, Callable]]:
 
     def gpu(device_id: int = 0) -> mx.Context:
         """A CPU context in the place of a GPU."""
-        return mx.cpu(arguments.whole("device_id", device_id, 0, count - 1, expected))
+        context = mx.cpu(arguments.whole("device_id", device_id, 0, count - 1, expected))
+        context.empty_cache = _keep_nothing
+        return context
+
+    def memory(device_id: int = 0) -> Tuple[int, int]:
+        """Free and all bytes of the machine, which the contexts share."""
+        gpu(device_id)
+        free, total = (os.sysconf(name) * os.sysconf("SC_PAGESIZE") for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
+        return free, total
 
     # `mx.test_utils.list_gpus` asks the last of them.
-    return [(mx.gpu, gpu), (mx.context.num_gpus, lambda: count), (mx.util.get_gpu_count, lambda: count)]
+    counts = [(mx.context.num_gpus, lambda: count), (mx.util.get_gpu_count, lambda: count)]
+    return [(mx.gpu, gpu), (mx.context.gpu_memory_info, memory), *counts]
+
+
+def _keep_nothing() -> None:
+    """Empties the cache of a CPU context, which has none. MXNet's method raises an error there."""
 
 
 #: Replaces GluonCV's helpers when GluonCV is imported, before its other modules import them by name.
