@@ -81,15 +81,17 @@ def main(arguments: Optional[List[str]] = None) -> int:
     module = ModuleType("__main__")
     vars(module).update(__file__=path, __builtins__=builtins, __loader__=loader)
     code = loader.source_to_code(source, path)
-    sys.modules["__main__"] = module
+    # multiprocessing, imported by now, has a second name for it, by which processes return objects of its classes.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
     try:
         exec(code, vars(module))
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
-    if session.training_threads or executors.trained:
-        for text in _what_met(script, given.convert):
-            print(f"gluon_syncbn: {text}", file=sys.stderr, flush=True)
+    finally:
+        if session.training_threads or executors.trained:
+            for text in _what_met(script, given.convert):
+                print(f"gluon_syncbn: {text}", file=sys.stderr, flush=True)
     return 0
 
 

@@ -281,6 +281,41 @@ print(json.dumps([sys.argv, sys.path[0], __name__, __file__, os.getcwd(), sys.mo
     assert results[0][0] == 0, results[0][2]
 
 
+#: Other processes return objects of the script's class.
+POOLS = """
+import multiprocessing
+
+import mxnet as mx
+
+
+class Box:
+    pass
+
+
+def box(number):
+    return Box()
+
+
+if __name__ == "__main__":
+    for way in ("spawn", "forkserver"):
+        with multiprocessing.get_context(way).Pool(1) as pool:
+            print(*(type(one) is Box for one in pool.map_async(box, [1, 2]).get(60)))
+"""
+
+
+def test_a_pool_returns_objects_of_the_scripts_class(job):
+    code, output, errors = job(POOLS, *RUN, TRAIN)
+    assert (code, output) == (0, "True True\n" * 2), errors
+
+
+def test_a_script_that_raises_gets_its_last_line(job):
+    code, _, errors = job(
+        f"{PLAIN}raise RuntimeError('late')\n", *RUN, "--cpus", "2", "--convert", TRAIN, "2", "trains", "device"
+    )
+    assert code == 1 and errors.splitlines()[-1] == "RuntimeError: late"
+    assert f"{MEET}cpu(0) to cpu(1)\n" in errors, errors
+
+
 ENDS = {
     "sys.exit": ("sys.exit(3)", 3),
     "an exception": ("def read():\n    raise RuntimeError('out of data')\n\nread()", 1),
