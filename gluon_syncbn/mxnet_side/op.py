@@ -62,9 +62,7 @@ def call(replicas: Replicas, eager: bool, frozen: bool = False, inplace: bool = 
     attributes = {**place, **computes.attributes()}
     if not eager:
         return {**attributes, "name": "fwd"}
-    number = str(_native.call_create(list(attributes), list(attributes.values())))
-    replicas.attributes[number], replicas.calls[key] = attributes, number
-    return {"call": number}
+    return {"call": replicas.new_call(key, attributes)}
 
 
 def sync_batch_norm(

@@ -20,13 +20,14 @@ from ..activation import PLAIN, Computation
 from ..exchange.base import Exchange
 from ..exchange.pooling import MODES, Pooling
 from ..exchange.store import ProcessStore
-from ..system import cuda
+from ..system import cuda, locks
 from ..system.identity import OfEach
 from .session import session
 
 #: How a layer was called in training: not yet, by itself, by itself although it was to fuse operators, in a graph.
 NEVER, EAGER, UNFUSED, IN_GRAPH = "", "eager", "unfused", "graph"
 
+_CALLS = 64  # that differ in settings, before an eager layer makes all anew
 _ROOM = 256  # errors, before somebody calls `mx.nd.waitall`
 _ONE_EACH = (
     "A context has one replica, with one batch: give it the samples of several. virtual_devices has the statistics of "
@@ -137,6 +138,7 @@ class Replicas:
     """The replicas of one layer, as the native core sees them: one on each context of its parameters."""
 
     #: By the tokens that nodes of graphs have: those of this process that still exist.
+    creating: ClassVar[threading.Lock]  # held by who changes `calls` and `attributes`
     by_token: ClassVar[weakref.WeakValueDictionary[str, Replicas]] = weakref.WeakValueDictionary()
     #: Those with contexts, in the order in which they got them first, which is that of the net.
     placed: ClassVar[weakref.WeakValueDictionary[int, Replicas]] = weakref.WeakValueDictionary()
@@ -281,9 +283,28 @@ class Replicas:
         """Whether the layer has several replicas."""
         return self.reaches_other_processes() or len(self.contexts) > 1
 
+    def new_call(self, key: Any, attributes: Dict[str, str]) -> str:
+        """Returns the number of an eager call with these settings. A schedule, say of the momentum, needs one at each
+        step. Those before the last `_CALLS` go, but not at once: another thread may be about to use one.
+        """
+        with self.creating:
+            if key in self.calls:
+                return self.calls[key]
+            if len(self.calls) >= _CALLS:
+                for old in self.attributes.keys() - self.calls.values():
+                    del self.attributes[old]
+                    _native.call_drop(int(old))
+                self.calls = {}
+            number = str(_native.call_create(list(attributes), list(attributes.values())))
+            self.attributes[number], self.calls[key] = attributes, number
+            return number
+
     def separates(self) -> bool:
         """Whether replicas of one process need temporary space and random states of their own."""
         return len(self.contexts) > 1
 
     def reaches_other_processes(self) -> bool:
         return isinstance(self.exchange or session.exchange, ProcessStore)
+
+
+locks.give(Replicas, creating=threading.Lock)

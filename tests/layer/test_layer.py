@@ -264,3 +264,19 @@ def test_eager_calls_have_a_number_in_place_of_their_attributes(monkeypatch):
     assert all(set(kwargs) == {"op_type", "call"} for kwargs in given)
     first, second, third = [kwargs["call"] for kwargs in given]
     assert first == third != second
+
+
+def test_a_schedule_of_the_momentum_keeps_few_calls(rng):
+    layer = gluon_syncbn.SyncBatchNorm(in_channels=3, gamma_initializer="uniform")
+    layer.initialize()
+    x = mx.nd.array(rng.normal(2, 3, (4, 3)))
+    x.attach_grad()
+    with autograd.record():
+        early = layer(x)
+    for change in range(300):
+        layer._kwargs["momentum"] = 0.9 - change / 1000
+        with autograd.record():
+            layer(x)
+    assert len(layer._replicas.attributes) <= 128
+    early.backward(mx.nd.array(rng.normal(size=(4, 3))))  # of a call that the layer has forgotten
+    assert x.grad.abs().sum().asscalar() > 0.1

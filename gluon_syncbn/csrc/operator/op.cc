@@ -378,6 +378,11 @@ SYNCBN_API(int64_t, call_create, const Span<const char*>& keys, const Span<const
     return calls.next++;
 }
 
+SYNCBN_API(void, call_drop, int64_t number) {
+    std::lock_guard<std::mutex> lock(calls.mutex);
+    calls.nodes.erase(number);
+}
+
 SYNCBN_API(void, layer_drop, int64_t id) {
     const auto layer = registry().find(id);  // it ends after the locks: its memory on GPUs takes others
     std::lock_guard<std::mutex> lock(calls.mutex);
