@@ -32,12 +32,22 @@ void check_nccl(int status, const char* function) {
 
 // Guards the next two; every collective of a meeting is posted under it. NCCL may keep it, so whoever needs it waits with a
 // limit, and a thread of the engine's does not wait.
-using Lock = std::unique_lock<std::timed_mutex>;
-auto& mutex = *new Renewed<std::timed_mutex>;
+using Lock = std::unique_lock<std::mutex>;
+auto& mutex = *new Renewed<std::mutex>;
 // The communicators of the devices of a meeting, in their order, and those that another thread makes.
 auto& connected = *new std::map<std::vector<int>, std::vector<Communicator>>;
 auto& connecting = *new std::map<std::vector<int>, std::shared_future<void>>;
 constexpr auto kNcclKeeps = std::chrono::seconds(1);  // the lock, where nobody can be told
+
+// `timed_mutex` waits by a function that ThreadSanitizer of GCC 12 does not know (pthread_mutex_clocklock).
+bool lock_within(Lock& lock, std::chrono::milliseconds limit) {
+    const auto end = std::chrono::steady_clock::now() + limit;
+    while (!lock.try_lock()) {
+        if (std::chrono::steady_clock::now() > end) return false;
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return true;
+}
 
 Mutex sums_mutex;  // guards the next one
 std::vector<AllReduce*>& sums = *new std::vector<AllReduce*>;
@@ -101,7 +111,7 @@ bool post_allgather(const std::vector<OnDevice>& parts, const std::string& layer
     Wait wait(timeout, layer, "NCCL has not connected the GPUs",
               "NCCL_DEBUG=INFO shows what NCCL does. kvstore='host' avoids NCCL.");
     while (true) {
-        while (!lock && !lock.try_lock_for(kSlice)) wait.look();
+        while (!lock && !lock_within(lock, kSlice)) wait.look();
         const auto known = connected.find(devices);
         if (known != connected.end()) return post(devices, parts, known->second), true;
         if (!waits) return false;
@@ -117,8 +127,8 @@ bool post_allgather(const std::vector<OnDevice>& parts, const std::string& layer
 }
 
 void abort_collectives(int device) {
-    const Lock lock(mutex, kNcclKeeps);
-    if (!lock) return;
+    Lock lock(mutex, std::defer_lock);
+    if (!lock_within(lock, kNcclKeeps)) return;
     for (auto it = connected.begin(); it != connected.end();) {
         const auto one = it++;
         if (std::find(one->first.begin(), one->first.end(), device) == one->first.end()) continue;
@@ -233,7 +243,7 @@ void AllReduce::close() {
 }
 
 void close_collectives() {
-    if (const Lock lock(mutex, kNcclKeeps); lock) {
+    if (Lock lock(mutex, std::defer_lock); lock_within(lock, kNcclKeeps)) {
         for (const auto& one : connected)
             for (Communicator communicator : one.second) NCCL(ncclCommDestroy, communicator);
         connected.clear();
