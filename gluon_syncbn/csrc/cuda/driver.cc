@@ -14,6 +14,7 @@ namespace {
 constexpr int kNotReady = 600;
 constexpr int kMajor = 75, kMinor = 76;
 constexpr unsigned kNonBlocking = 1;            // no implicit synchronisation with the default stream
+constexpr int64_t kMost = 1 << 20;              // bytes of a room that is a power of two
 constexpr unsigned kPortable = 1, kMapped = 2;  // memory of the host: for every device, at the same address
 
 // Calls a function of the driver. Throws its message if it fails.
@@ -110,25 +111,26 @@ bool Lease::idle() const {
 
 Memory::Memory(Device& device, int64_t bytes) : bytes_(bytes) {
     if (bytes == 0) return;
-    size_t room = 1;
-    while (room < static_cast<size_t>(bytes)) room *= 2;
+    int64_t unit = 1;
+    while (unit < bytes && unit < kMost) unit *= 2;
+    const int64_t room = (bytes + unit - 1) / unit * unit;
     std::unique_lock<std::mutex> lock(device.mutex_);
-    std::vector<void*>& free = device.memory_[room];
-    void* data = nullptr;
-    if (free.empty()) {
-        lock.unlock();
-        CUDA(cuMemAlloc_v2, &data, room);
+    const auto free = device.memory_.lower_bound(room);
+    if (free != device.memory_.end() && free->first <= 2 * room) {
+        data_ = {free->second, {&device, free->first}};
+        device.memory_.erase(free);
     } else {
-        data = free.back();
-        free.pop_back();
+        lock.unlock();
+        void* data = nullptr;
+        CUDA(cuMemAlloc_v2, &data, static_cast<size_t>(room));
+        data_ = {data, {&device, room}};
     }
-    data_ = {data, {&free, &device.mutex_}};
 }
 
 void Memory::Keep::operator()(void* data) const {
-    std::lock_guard<std::mutex> lock(*mutex);
+    std::lock_guard<std::mutex> lock(device->mutex_);
     try {
-        free->push_back(data);
+        device->memory_.emplace(room, data);
     } catch (const std::bad_alloc&) {  // then the memory is lost
     }
 }

@@ -72,7 +72,7 @@ class Device {
     Mutex mutex_;                           // guards the rest
     std::map<std::string, void*> kernels_;  // by name
     std::vector<std::pair<Stream, Status*>> streams_;  // free ones, each with its `Status`
-    std::map<int64_t, std::vector<void*>> memory_;     // free memory, by its room
+    std::multimap<int64_t, void*> memory_;             // free memory, by its room
 };
 
 // Makes a device current on this thread while the object lives. MXNet's threads sometimes have none: cudaSetDevice,
@@ -106,8 +106,8 @@ class Lease {
 };
 
 // Memory on a device, never given back to the driver, which would wait for all work of the device. It is kept for
-// others, by the next power of two of its size: batches of many shapes share it. No work on a stream may use it when the
-// object ends. The device has to be current at construction.
+// others that need at least half of it: batches of many shapes share it. Rooms are powers of two up to 1 MB, and whole
+// MB beyond. No work on a stream may use it when the object ends. The device has to be current at construction.
 class Memory {
   public:
     Memory() = default;
@@ -125,8 +125,8 @@ class Memory {
 
   private:
     struct Keep {
-        std::vector<void*>* free;  // of this room
-        Mutex* mutex;
+        Device* device;
+        int64_t room;
         void operator()(void* data) const;
     };
     std::unique_ptr<void, Keep> data_;
