@@ -155,6 +155,11 @@ class EditableWheel(editable_wheel):
 class BdistWheel(bdist_wheel):
     """Any Python 3, this platform. `linux` and not `manylinux`, which promises an older glibc: `make dist`."""
 
+    def run(self):
+        super().run()
+        # To a Python that starts in the checkout, it is another installation, which need not have the same version.
+        shutil.rmtree(self.get_finalized_command("egg_info").egg_info)
+
     def get_tag(self):
         return ("py3", "none", super().get_tag()[2])
 

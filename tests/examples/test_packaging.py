@@ -140,6 +140,12 @@ def test_the_package_serves_in_the_checkout_that_it_was_installed_from(built):
     assert f"{built}/gluon_syncbn/_core.so" in output
 
 
+def test_the_installation_is_the_only_one_that_python_finds_in_the_checkout(built):
+    """pkg_resources warns of a second one, *Module gluon_syncbn_first was already imported*, and both are listed."""
+    program = "import importlib.metadata, sys; sys.path = ['']; print(*importlib.metadata.distributions())"
+    assert run([sys.executable, "-c", program], built) == (0, "\n")
+
+
 @pytest.mark.parametrize("older", [False, True], ids=["without a core", "with one that is older than the package"])
 def test_a_checkout_says_how_to_build_its_core(tree, older):
     if older:
