@@ -137,14 +137,21 @@ def _writing(write: Callable, file: Any, count: Any, handles: Any, names: Any) -
 # ---- replicas -------------------------------------------------------------------------------------------------
 
 
-_of_thread = threading.local()
+class _OfThread(threading.local):
+    issues = False  # the operators of a replica
+
+    def __init__(self) -> None:
+        self.called: Dict[Any, Any] = {}  # in this step, by `_Issuing` and its context
+
+
+_of_thread = _OfThread()
 
 
 def for_replica(call: Callable, block: gluon.Block, *args: Any) -> Any:
     """For layers on several CPU contexts: the outermost block that is called in training issues the operators of a
     replica. These draw from random states of their own (csrc/native/resources.cc).
     """
-    if getattr(_of_thread, "issues", False) or not autograd.is_training():
+    if _of_thread.issues or not autograd.is_training():
         return call(block, *args)
     contexts = (x.ctx for x in kinds.arrays_of(args) if isinstance(x, mx.nd.NDArray))
     context = next((one for one in contexts if one.device_type == "cpu"), None)

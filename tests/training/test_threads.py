@@ -366,6 +366,22 @@ def test_a_shape_that_changes_on_one_device(contexts, rng):
         np.testing.assert_allclose(np.concatenate([y.asnumpy() for y in ys]), want, rtol=1e-4, atol=1e-4)
 
 
+def test_a_thread_that_records_outside_of_any_scope(contexts):
+    layer = SyncBatchNorm(in_channels=3)
+    layer.initialize(ctx=contexts[:2])
+    layer.hybridize(static_alloc=True, static_shape=True)
+
+    def predict():
+        before = autograd.set_recording(True)
+        try:
+            return [layer(nd.ones((4, 3), ctx=context)).asnumpy() for context in contexts[:2]]
+        finally:
+            autograd.set_recording(before)
+
+    with ThreadPoolExecutor(1) as pool:
+        np.testing.assert_allclose(pool.submit(predict).result(timeout=60), 1, rtol=1e-4)
+
+
 # ---- who could call a missing replica --------------------------------------------------------------------------
 
 
