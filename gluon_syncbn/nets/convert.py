@@ -41,8 +41,8 @@ def convert(
 ) -> NetT:
     """Makes the BatchNorm layers of a network synchronised layers.
 
-    It takes ``nn.BatchNorm``, ``nn.BatchNormReLU``, subclasses of the two without a forward of their own, which keep
-    what they define, contrib's ``SyncBatchNorm``, and GluonCV's ``BatchNormCudnnOff``. It also takes the nodes of these
+    It takes ``nn.BatchNorm``, ``nn.BatchNormReLU``, GluonCV's ``BatchNormCudnnOff``, subclasses of the three without a
+    forward of their own, which keep what they define, and contrib's ``SyncBatchNorm``. It also takes the nodes of these
     in the graph of a ``SymbolBlock``, whose class changes then.
 
     Layers are found among the children of blocks, in their attributes and slots, and in lists, tuples, sets and
@@ -291,7 +291,14 @@ def _with_addition(norm_layer: Type[SyncBatchNorm]) -> Type[SyncBatchNorm]:
 def _class_for(block: BatchNorm, norm_layer: Type[SyncBatchNorm]) -> Type[SyncBatchNorm]:
     """Returns the synchronised class of a layer, with what a subclass of BatchNorm defines beside its forward."""
     cls = type(block)
-    return norm_layer if blocks.has_nothing_of_its_own(cls) else derived(cls, cls, norm_layer)
+    return norm_layer if blocks.has_nothing_of_its_own(cls) else derived(cls, _Computes, cls, norm_layer)
+
+
+class _Computes:
+    """Comes before a subclass of GluonCV's ``BatchNormCudnnOff``, whose forward calls MXNet's operator."""
+
+    def hybrid_forward(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self).__bases__[-1].hybrid_forward(self, *args, **kwargs)  # type: ignore[attr-defined]
 
 
 def _replace(block: BatchNorm, new: SyncBatchNorm, cls: Type[SyncBatchNorm]) -> None:

@@ -295,6 +295,10 @@ class ByAnotherName(nn.BatchNorm):
         self._kwargs["momentum"] = momentum
 
 
+class WithoutCudnn(BatchNormCudnnOff):
+    pass
+
+
 def test_other_layers_are_untouched():
     net = nn.HybridSequential()
     others = [nn.GroupNorm(), nn.LayerNorm(), nn.InstanceNorm(), nn.Dense(3), Scaled()]
@@ -310,6 +314,7 @@ def test_other_layers_are_untouched():
     "make",
     [
         lambda **kwargs: BatchNormCudnnOff(in_channels=3, epsilon=1e-3, scale=False, **kwargs),
+        lambda **kwargs: WithoutCudnn(in_channels=3, momentum=0.75, **kwargs),
         lambda **kwargs: ByAnotherName(3, momentum=0.75, **kwargs),
     ],
 )
@@ -317,7 +322,9 @@ def test_subclasses_that_compute_the_same_are_converted(make):
     net, plain = pair(make)
     cls, settings, note = type(net), dict(net._kwargs), getattr(net, "note", None)
     assert_one_device_equals(convert(net), plain, shards())
-    assert isinstance(net, SyncBatchNorm) and isinstance(net, cls) == (cls is ByAnotherName)
+    assert isinstance(net, SyncBatchNorm) and isinstance(net, cls) == (cls is not BatchNormCudnnOff)
+    for one in (net, pickle.loads(pickle.dumps(net)), copy.deepcopy(net)):
+        assert "gluon_syncbn" in one(mx.sym.var("x")).tojson()
     if cls is ByAnotherName:
         for one in (net, pickle.loads(pickle.dumps(net)), copy.deepcopy(net)):
             one.casts = []
