@@ -239,6 +239,20 @@ def test_a_static_graph_of_no_replica(contexts, rng):
         assert np.isfinite([value.asscalar() for value in found]).all()
 
 
+def test_a_static_graph_keeps_its_space(contexts, rng):
+    """Also that of its backward. Another operator of another replica must not take it after the first of its operators."""
+    places = contexts[:2]
+    net = a_net(places, way={"static_alloc": True, "static_shape": True})
+    for _ in range(6):
+        with autograd.record():
+            losses = [a_loss(net(nd.array(x, ctx=c))) for x, c in zip(shards_of(rng, places), places)]
+        for loss in losses:
+            loss.backward()
+            time.sleep(0.05)  # until the operators before the layer have run
+        assert all(np.isfinite(y.asscalar()) for y in losses)
+        nd.waitall()
+
+
 # ---- random numbers ------------------------------------------------------------------------------------------------
 
 

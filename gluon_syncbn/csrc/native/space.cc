@@ -21,7 +21,6 @@
 #include <vector>
 
 #include "lock.h"
-#include "meeting/scope.h"
 #include "native/kept.h"
 
 namespace syncbn {
@@ -30,6 +29,8 @@ namespace {
 
 using GetSpace = void*(const Resource* self, size_t size);
 GetSpace *mxnets, *mxnets_host;
+using Attach = void(const void* graph, const void* executors, size_t begin, size_t end);
+Attach* mxnets_attach;
 Engine* (*get_engine)();
 Variable* (*new_variable)(Engine* engine);
 
@@ -47,6 +48,17 @@ struct Tickets {
     size_t last = 0;
 };
 Renewed<Tickets>& tickets = *new Renewed<Tickets>;  // never destroyed: threads may end after it
+
+// Whether this thread makes operators that MXNet keeps, of an executor or with `static_shape`, forward or backward.
+thread_local bool makes_kept = false;
+
+void attach(const void* graph, const void* executors, size_t begin, size_t end) {
+    struct Making {
+        Making() { makes_kept = true; }
+        ~Making() { makes_kept = false; }
+    } making;
+    mxnets_attach(graph, executors, begin, end);
+}
 
 int device_of(const Context& context) { return context.type == Context::kGpu ? context.number : -1; }
 
@@ -87,24 +99,29 @@ bool protect(void* begin, size_t size, int as) {
 
 std::string take_space() {
     if (is_naive_engine) return "";
-    const char* const names[] = {"_ZNK5mxnet8Resource18get_space_internalEm",
-                                 "_ZNK5mxnet8Resource23get_host_space_internalEm"};
-    GetSpace* const found[] = {find(names[0]), find(names[1])};
-    GetSpace* const ours[] = {get_space<&mxnets>, get_space<&mxnets_host>};
-    void** entries[2];
-    for (int i = 0; i < 2; ++i) {
-        entries[i] = found[i] == nullptr ? nullptr : entry_of(names[i]);
-        if (entries[i] == nullptr || *entries[i] != reinterpret_cast<void*>(found[i]))
+    const struct {
+        const char* name;
+        void* ours;
+        void* found = find(name);
+        void** entry = found == nullptr ? nullptr : entry_of(name);
+    } all[] = {
+        {"_ZNK5mxnet8Resource18get_space_internalEm", reinterpret_cast<void*>(get_space<&mxnets>)},
+        {"_ZNK5mxnet8Resource23get_host_space_internalEm", reinterpret_cast<void*>(get_space<&mxnets_host>)},
+        {"_ZN5mxnet4exec17AttachOpResourcesERKN4nnvm5GraphERKSt6vectorISt10shared_ptrINS0_10OpExecutorEESaIS8_EEmm",
+         reinterpret_cast<void*>(attach)}};
+    for (const auto& one : all) {
+        if (one.entry == nullptr || *one.entry != one.found)
             return "this MXNet asks for temporary space in another way";
-        if (!protect(entries[i], sizeof(void*), PROT_READ | PROT_WRITE))
+        if (!protect(one.entry, sizeof(void*), PROT_READ | PROT_WRITE))
             return "the table of jumps of MXNet's library cannot be changed";
     }
     Engine* (*const engine)() = find("_ZN5mxnet6Engine3GetEv");
     Variable* (*const make)(Engine*) = find("_ZN5mxnet6engine14ThreadedEngine11NewVariableEv");
     if (engine == nullptr || make == nullptr) return "this MXNet hides its engine";
-    mxnets = found[0];
-    mxnets_host = found[1];
-    for (int i = 0; i < 2; ++i) __atomic_store_n(entries[i], reinterpret_cast<void*>(ours[i]), __ATOMIC_RELEASE);
+    mxnets = reinterpret_cast<GetSpace*>(all[0].found);
+    mxnets_host = reinterpret_cast<GetSpace*>(all[1].found);
+    mxnets_attach = reinterpret_cast<Attach*>(all[2].found);
+    for (const auto& one : all) __atomic_store_n(one.entry, one.ours, __ATOMIC_RELEASE);
     get_engine = engine;
     new_variable = make;
     return "";
@@ -117,7 +134,7 @@ Resource space_resource(const Context& context) {
         // Its own space is for callers that do not come through the table of jumps.
         return Resource{kTempSpace, new_variable(get_engine()), kOurs, new Space{context, {}, {}}};
     };
-    if (within_graph) return make();  // for good
+    if (makes_kept) return make();  // for good
     const std::lock_guard<std::mutex> lock(tickets->mutex);
     auto& all = tickets->of[device_of(context)];
     // Two tries, because one that no operator was issued with is never free.
