@@ -240,7 +240,7 @@ def test_a_static_graph_of_no_replica(contexts, rng):
 
 
 def test_a_static_graph_keeps_its_space(contexts, rng):
-    """Also that of its backward. Another operator of another replica must not take it after the first of its operators."""
+    """Also that of its backward: when one of its operators has run, another replica must not take it."""
     places = contexts[:2]
     net = a_net(places, way={"static_alloc": True, "static_shape": True})
     for _ in range(6):
