@@ -149,13 +149,14 @@ def join(net: gluon.Block, trainer: gluon.Trainer) -> Iterator[None]:
 
 def _are_of_all(samples: int, calls: List[Tuple[Any, ...]], processes: int) -> bool:
     """Whether this process has an equal share of so many samples, and not all, in its calls of the net. A batch of
-    images is along the first dimension, one of sequences also along the second. Each call may have samples of its own,
-    or another view of the same.
+    images is along the first dimension, one of sequences also along the second. A program may count words, or the
+    images of videos. Each call may have samples of its own, or another view of the same.
     """
     given = [arrays[0] for arrays in map(kinds.arrays_of, calls) if arrays]
     on_each = list({array.context: array for array in given}.values())
     own = {sum(len(x) for x in xs if x.ndim) for xs in (given, on_each)}
     own |= {sum(x.shape[1] for x in xs if 1 < x.ndim < 4) for xs in (given, on_each)}
+    own |= {sum(x.shape[0] * x.shape[1] for x in xs if 1 < x.ndim != 4) for xs in (given, on_each)}
     return samples not in own and samples / processes in own
 
 

@@ -1,8 +1,11 @@
 """Processes that have different numbers of batches, in one job over MPI."""
 
+import mxnet as mx
 import pytest
 from mpi_job import Job
 from places import SUPPORT
+
+from gluon_syncbn.training import join
 
 WORKER = SUPPORT / "join_worker.py"
 
@@ -38,3 +41,9 @@ def test_uneven_numbers_of_batches_equal_one_process(processes, scenarios):
             assert (
                 "gather does not work within gluon_syncbn.join, because a process without a batch has no rows" in text
             )
+
+
+@pytest.mark.parametrize("shape, samples", [((5, 2), 10), ((4, 2, 3, 8, 8), 8)])
+def test_words_and_images_of_videos_are_samples(shape, samples):
+    """As many as all processes would have without the second dimension."""
+    assert not join._are_of_all(samples, [(mx.nd.ones(shape),)], 2)
