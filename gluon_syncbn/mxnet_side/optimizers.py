@@ -12,7 +12,7 @@ from mxnet import gluon
 
 from ..system import arguments
 
-_DIGITS = re.compile(r"(\d+)")
+_NAME = re.compile(r"(\D*)(\d*)(.*)", re.DOTALL)
 _OF_ALL = frozenset(vars(mx.optimizer.Optimizer()))  # what every optimizer has: settings, and counts for each device
 
 
@@ -32,14 +32,14 @@ def alike(trainer: gluon.Trainer) -> Iterator[None]:
     """Within the block, all devices update alike. MXNet has one optimizer for all devices of a process. Some go on to
     other numbers with each parameter that they update, such as ``m_schedule`` of Nadam and ``last_lr`` of LARS. So each
     device has these numbers for itself, and updates the parameters in the order that they have in a process of its own,
-    where Gluon's counters begin at 0: later, ``dense10`` comes before ``dense9``.
+    where Gluon's counters begin at 0: later, the name ``dense10`` comes before ``dense9``.
     """
     optimizer, updaters = trainer._optimizer, trainer._updaters
     now = _numbers(optimizer)
     for updater in updaters:
         if getattr(updater, "numbers_of", None) is not optimizer:  # the first step, or after `load_states`
             updater.numbers_of, updater.numbers = optimizer, now
-            updater.order = sorted(range(len(trainer._params)), key=lambda index: _counted(trainer._params[index].name))
+            updater.order = _order([parameter.name for parameter in trainer._params])
     known = updaters[0].numbers
     set_since = {name: value for name, value in now.items() if name not in known or value is not known[name]}
     for updater in updaters:
@@ -64,8 +64,12 @@ def alike(trainer: gluon.Trainer) -> Iterator[None]:
         vars(optimizer).update(updaters[0].numbers)
 
 
-def _counted(name: str) -> List[Any]:
-    return [int(text) if text.isdecimal() else text for text in _DIGITS.split(name)]
+def _order(names: Sequence[str]) -> List[int]:
+    """Returns the places of names as they are sorted where the first numbers of each kind are 0, 1, and so on."""
+    parts = [_NAME.findall(name)[0] for name in names]
+    numbers = {kind: sorted({int(one) for other, one, _ in parts if one and other == kind}) for kind, _, _ in parts}
+    alone = [f"{kind}{numbers[kind].index(int(one)) if one else ''}{rest}" for kind, one, rest in parts]
+    return sorted(range(len(names)), key=alone.__getitem__)
 
 
 def _numbers(optimizer: mx.optimizer.Optimizer) -> Dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from contextlib import nullcontext
 
 import mxnet as mx
 import pytest
@@ -14,6 +15,7 @@ import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
 from gluon_syncbn.exchange.base import Transport
 from gluon_syncbn.exchange.store import ProcessStore
+from gluon_syncbn.mxnet_side.optimizers import alike
 from gluon_syncbn.mxnet_side.trainer import _warn_once, update_of
 from gluon_syncbn.training.session import session
 
@@ -212,3 +214,23 @@ def test_a_store_of_one_process_has_nobody_to_add_with(store_of_one, monkeypatch
         trainer = gluon.Trainer(a_net().collect_params(), "sgd")
     assert trainer._kvstore_params["kvstore"] is store_of_one
     assert not caplog.messages
+
+
+@pytest.mark.parametrize("first, every", [(0, 1), (9, 1), (3, 2)])
+def test_numbers_that_go_on_with_each_parameter_are_those_of_a_process_of_its_own(first, every):
+    """MXNet has ``dense10`` before ``dense2``."""
+
+    def trained(first, every, within):
+        layers = [nn.Dense(1, in_units=1, prefix=f"dense{first + every * number}_") for number in range(12)]
+        parameters = {name: one for layer in layers for name, one in layer.collect_params().items()}
+        for one in parameters.values():
+            one.initialize(mx.init.One())
+        trainer = gluon.Trainer(parameters, "nadam", kvstore=None)
+        for _ in range(2):
+            with autograd.record():
+                sum(layer(mx.nd.ones((1, 1))) for layer in layers).backward()
+            with within(trainer):
+                trainer.update(1)
+        return [layer.weight.data().asscalar() for layer in layers]
+
+    assert trained(first, every, alike) == trained(0, 1, lambda _: nullcontext())
