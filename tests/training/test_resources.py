@@ -253,6 +253,23 @@ def test_a_static_graph_keeps_its_space(contexts, rng):
         nd.waitall()
 
 
+def test_space_is_not_shared_memory(contexts):
+    """Where a graph reads arrays of a DataLoader's workers. A container may have little shared memory."""
+
+    def pieces():
+        with open("/proc/self/maps") as maps:
+            return sum("/dev/shm/mx" in line for line in maps)
+
+    forward_and_backward(a_net(contexts[:2]), [nd.ones((2, 4, 8, 8), ctx=c) for c in contexts[:2]], None)
+    largest = nn.HybridLambda(lambda F, x: F.topk(x, axis=0, k=3))
+    largest.hybridize()
+    x = nd.ones((2000, 1000), ctx=mx.Context("cpu_shared", 77))  # of a thread without space
+    x.wait_to_read()
+    before = pieces()
+    largest(x).wait_to_read()
+    assert pieces() == before
+
+
 # ---- random numbers ------------------------------------------------------------------------------------------------
 
 

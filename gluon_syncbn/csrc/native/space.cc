@@ -129,7 +129,8 @@ std::string take_space() {
 
 bool has_space() { return new_variable != nullptr; }
 
-Resource space_resource(const Context& context) {
+Resource space_resource(const Context& of) {
+    const Context context = of.type == Context::kGpu ? of : Context{Context::kCpu, 0};  // not in shared memory
     const auto make = [&] {
         // Its own space is for callers that do not come through the table of jumps.
         return Resource{kTempSpace, new_variable(get_engine()), kOurs, new Space{context, {}, {}}};
