@@ -341,6 +341,24 @@ def test_subclasses_that_compute_the_same_are_converted(make):
         np.testing.assert_allclose(net(x).asnumpy(), plain(x).asnumpy(), rtol=1e-12, atol=1e-12)
 
 
+def test_a_relu_before_global_pooling():
+    def gradients(*layers):
+        net = nn.HybridSequential()
+        net.add(*layers, nn.GlobalAvgPool2D())
+        net.initialize()
+        convert(net)  # MXNet's own BatchNormReLU gets a wrong gamma gradient here
+        x = mx.nd.array(shards((4, 8, 8), (8,))[0], dtype="float32")
+        x.attach_grad()
+        with autograd.record():
+            loss = (net(x) ** 2).sum()
+        loss.backward()
+        return [x.grad.asnumpy(), net[0].gamma.grad().asnumpy(), net[0].beta.grad().asnumpy()]
+
+    fused = gradients(nn.BatchNormReLU(in_channels=4))
+    for got, expected in zip(fused, gradients(nn.BatchNorm(in_channels=4), nn.Activation("relu"))):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_contribs_layer_is_converted():
     def make(**kwargs):
         return ContribSyncBatchNorm(in_channels=3, num_devices=2, epsilon=1e-3, momentum=0.75, **kwargs)
