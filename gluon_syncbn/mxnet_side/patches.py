@@ -110,10 +110,11 @@ def _saving(reduce: Callable, parameter: gluon.Parameter) -> mx.nd.NDArray:
     A gamma that does not count is 1, because others read the files too. A Trainer's KVStore copies back what it was.
     """
     if session.depth():
-        return reduce(parameter)
-    steps.settle(parameter._data or ())
-    steps.tell()
-    array = steps.settled(lambda: reduce(parameter))
+        array = reduce(parameter)
+    else:
+        steps.settle(parameter._data or ())
+        steps.tell()
+        array = steps.settled(lambda: reduce(parameter))
     if counts_as_1(parameter):
         array[:] = 1
     return array
@@ -219,9 +220,9 @@ class _Issuing(mx.nd.CachedOp):
         return outputs
 
     def _note_call(self, context: mx.Context) -> None:
-        """From the second call in a step on, operators are made anew at each call. MXNet makes those of the backwards
-        anew anyway, because the gradients of the weights are other arrays at each step. But it drops the old ones only
-        when all operators before them that read the weights have run (`ThreadedEngine::DeleteOperator` in
+        """From the second call in a step on, operators are made anew at each call. MXNet makes those of their
+        backwards anew anyway, because the gradients of the weights are other arrays at each step. But it drops the old
+        ones only when all operators before them that read the weights have run (`ThreadedEngine::DeleteOperator` in
         src/engine/threaded_engine.cc). If a loss joins devices, these may issue their backwards in different orders,
         and would wait for each other.
         """

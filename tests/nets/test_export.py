@@ -167,11 +167,13 @@ def test_files_have_1_for_a_gamma_that_does_not_count(kind, contexts, rng, tmp_p
         autograd.backward(losses)
         trainer.step(6)
     net(xs[0])
+    with autograd.train_mode():
+        net.save_parameters(str(tmp_path / "within"))
     for reverts in (False, True):
         net.save_parameters(str(tmp_path / "net"))
         net.collect_params().save(str(tmp_path / "all"))
         net.export(str(tmp_path / "net"))
-        for file in ("net", "all", "net-0000.params"):
+        for file in ("net", "all", "net-0000.params", "within"):
             stored = [(name, value.asnumpy()) for name, value in nd.load(str(tmp_path / file)).items()]
             ones = [(value == 1).all() for name, value in stored if name.endswith("gamma")]
             assert ones == [False, False, True, False], (file, reverts)  # the third has scale=False
