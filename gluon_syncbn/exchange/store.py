@@ -6,6 +6,7 @@ their nets, and numbers the layers alike.
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
 import io
@@ -57,6 +58,7 @@ def _copied(value: mx.nd.NDArray) -> mx.nd.NDArray:
     return mx.nd.SwapAxis(value.as_in_context(mx.cpu()), dim1=0, dim2=0)
 
 
+@functools.lru_cache(maxsize=None)
 def numbered(name: str) -> List[str]:
     """Returns what to sort names by, so that numbers count as numbers."""
     return [text.zfill(9) for text in re.split(r"(\d+)", name)]
@@ -112,7 +114,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         self.joins = 0  # blocks of `join` that the program is in
         self._collected = self._warned = False  # of layers that some processes do not have
         self._rounds: Dict[str, Iterator[int]] = {}  # of exchanges, by their names
-        self._trainers = OfEach(lambda _: _TrainerState(self._count("trainers")))
+        self._trainers = OfEach(lambda: _TrainerState(self._count("trainers")))
         #: Whether gradients of GPUs may go over NCCL.
         self.nccl = True
         self._lock: Any

@@ -14,7 +14,7 @@ class OfEach(Generic[T]):
     as a dataclass does.
     """
 
-    def __init__(self, make: Callable[[Any], T]) -> None:
+    def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
         self._kept: Dict[int, Tuple[weakref.ref, T]] = {}  # by `id`, which is another object's only after the call back
 
@@ -23,7 +23,7 @@ class OfEach(Generic[T]):
         kept = self._kept.get(id(one))
         if kept is None:
             gone = weakref.ref(one, functools.partial(_forget, self._kept, id(one)))
-            kept = self._kept.setdefault(id(one), (gone, self._make(one)))
+            kept = self._kept.setdefault(id(one), (gone, self._make()))
         return kept[1]
 
     def get(self, one: Any) -> Optional[T]:

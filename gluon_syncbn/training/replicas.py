@@ -63,13 +63,13 @@ def executing(
 
 
 #: The replicas of the layers that a parameter belongs to. A copy of the parameter has none before its layers are there.
-followers: OfEach[weakref.WeakValueDictionary[int, Replicas]] = OfEach(lambda _: weakref.WeakValueDictionary())
+followers: OfEach[weakref.WeakValueDictionary[int, Replicas]] = OfEach(weakref.WeakValueDictionary)
 #: Those that nodes name in a symbol of the program's. It may outlive the layer, so they live as long as the parameter.
-_in_symbols: OfEach[Dict[int, Replicas]] = OfEach(lambda _: {})
+_in_symbols: OfEach[Dict[int, Replicas]] = OfEach(dict)
 
 
 #: The replicas of the layers that a gamma belongs to.
-gammas: OfEach[weakref.WeakValueDictionary[int, Replicas]] = OfEach(lambda _: weakref.WeakValueDictionary())
+gammas: OfEach[weakref.WeakValueDictionary[int, Replicas]] = OfEach(weakref.WeakValueDictionary)
 
 
 def counts_as_1(parameter: Parameter) -> bool:

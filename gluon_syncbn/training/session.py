@@ -24,11 +24,7 @@ NONFINITE = ("propagate", "skip", "error")  # the order is that of `Nonfinite` i
 class OfTrainer:
     """What is known of a Trainer besides."""
 
-    def __init__(self, trainer: Any) -> None:
-        # The places of its parameters in an order that is the same in all processes. Gluon's counters may begin
-        # elsewhere in another one, where the Trainer puts ``dense10_weight`` before ``dense9_weight``. Places, because
-        # a parameter holds its Trainer, which would live for ever.
-        self._order = sorted(range(len(trainer._params)), key=lambda at: numbered(trainer._params[at].name))
+    def __init__(self) -> None:
         self.has_begun = False
         self.is_to_synchronise = False  # by `install(convert=True)`; then all of the net may be plain, with a warning
         self.compared: Optional[Dict[int, Any]] = None  # states, by the processes. To load others makes another dict
@@ -36,8 +32,10 @@ class OfTrainer:
         self.summed_for: Optional[float] = None
 
     def in_order(self, trainer: Any) -> List[Any]:
-        """Returns the parameters of the Trainer."""
-        return [trainer._params[place] for place in self._order]
+        """Returns the parameters that the Trainer has now, in an order that is the same in all processes. Gluon's
+        counters may begin elsewhere in another one, where the Trainer puts ``dense10_weight`` before ``dense9_weight``.
+        """
+        return sorted(trainer._params, key=lambda one: numbered(one.name))
 
 
 class Session:

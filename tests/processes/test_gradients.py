@@ -216,6 +216,13 @@ def test_a_store_of_one_process_has_nobody_to_add_with(store_of_one, monkeypatch
     assert not caplog.messages
 
 
+def test_a_trainer_that_chooses_its_parameters_later():
+    trainer = gluon.Trainer(a_net().collect_params(), "sgd")
+    update_of(trainer)
+    trainer._params = trainer._params[1:]
+    assert session.trainers(trainer).in_order(trainer) == trainer._params
+
+
 @pytest.mark.parametrize("first, every", [(0, 1), (9, 1), (3, 2)])
 def test_numbers_that_go_on_with_each_parameter_are_those_of_a_process_of_its_own(first, every):
     """MXNet has ``dense10`` before ``dense2``."""
