@@ -1,4 +1,54 @@
-"""Provides synchronised BatchNorm for MXNet Gluon: statistics of the whole batch, over all devices."""
+"""Provides synchronised BatchNorm for MXNet Gluon: statistics of the whole batch, over all devices.
+
+Layers
+    SyncBatchNorm                     replaces nn.BatchNorm, with the statistics of all devices
+    SyncBatchNormAdd                  adds a second input, then applies an activation
+    ShuffleBatchNorm                  SyncBatchNorm with mode='shuffle'
+    symbol.SyncBatchNorm              the layer in a symbol, for Module
+
+Finished nets
+    convert                           makes the BatchNorm layers of a net synchronised, or fused
+    revert                            makes them plain again
+    freeze                            lets layers use their running statistics
+    summary                           prints which layers are synchronised, and why others are not
+    assert_synchronised               raises an error if one is not; also assert_synchronized
+    recompute                         drops activations, and computes them again in the backward
+    from_torch                        copies parameters and statistics of a PyTorch module
+    to_torch                          copies them into a PyTorch module
+
+Training
+    cpu_devices                       CPU contexts to train on
+    only_on                           names the devices of a short batch
+    configure                         sets defaults: KVStore, timeout, seed, what a NaN does
+    reset                             ends a step that failed
+    StepError                         what a failed step raises
+    average_running_stats             gives all devices one mean of their running statistics
+    update_bn_stats                   computes running statistics anew from given batches
+
+Processes
+    kvstore                           the KVStore of a job of several processes
+    broadcast_parameters              sends the parameters of one process to all
+    join                              lets processes have different numbers of batches
+
+Scripts as they are
+    install                           replaces contrib's layer and GluonCV's helpers by ours
+    uninstall                         puts them back
+
+Contrastive training
+    contrastive.gather                brings the rows of all devices to each, with gradients
+    contrastive.SampleShuffle         draws which device computes which key
+    contrastive.split_and_load        splits a batch over devices, shuffled
+    contrastive.shuffle_shards        shuffles a batch that lies on devices already
+    contrastive.ShuffledBatch         what these two return
+    contrastive.ShuffleSampler        gives each process the samples whose keys it computes
+
+GluonCV's helpers
+    parallel.DataParallelModel        a net on several devices
+    parallel.DataParallelCriterion    a loss on several devices
+    parallel.parallel_apply           calls a net on each device
+    parallel.criterion_parallel_apply calls a loss on each device
+    parallel.parallel_backward        runs the backward of all losses
+"""
 
 import sys as _sys
 

@@ -29,7 +29,7 @@ SHOWN = [
     )
     for block in pages.of_docstrings(module, names)
 ]
-PYTHON = [block for block in PAGED + SHOWN if block.language == "python"]
+PYTHON = [block for block in [*PAGED, *SHOWN, *pages.of_the_index()] if block.language == "python"]
 
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").exists(), reason="needs the source tree")
 
@@ -115,8 +115,8 @@ def anchors(page):
 
 
 def test_each_block_says_what_it_is():
-    """``python`` runs, ``sh`` is looked through, ``diff`` and ``text`` are neither."""
-    assert not [block.name for block in PAGED if block.language not in ("python", "sh", "diff", "text")]
+    """``python`` runs, as what a ``diff`` leads to does; ``sh`` is looked through, ``text`` is neither."""
+    assert not [block.name for block in PAGED if block.language not in ("python", "sh", "text")]
 
 
 def test_the_reference_has_all_public_names():
@@ -126,3 +126,15 @@ def test_the_reference_has_all_public_names():
     for module in (gluon_syncbn.contrastive, gluon_syncbn.parallel, gluon_syncbn.symbol):
         public |= set(module.__all__)
     assert set(shown) == public
+
+
+def test_one_screen_has_all_public_names():
+    """In the docstring of the module, and with links in a page of the same words."""
+    listed = re.findall(r"^    (\S+) +(.+)$", gluon_syncbn.__doc__, re.MULTILINE)
+    page = (ROOT / "docs" / "names.md").read_text(encoding="utf-8")
+    assert listed == re.findall(r"^\| \[(.+)\]\(\S+\) \| (.+) \|$", page.replace("`", ""), re.MULTILINE)
+    public = set(gluon_syncbn.__all__) - MODULES - {"assert_synchronized"}
+    for module in ("contrastive", "parallel", "symbol"):
+        public |= {f"{module}.{name}" for name in getattr(gluon_syncbn, module).__all__}
+    assert sorted(name for name, _ in listed) == sorted(public)
+    assert len(gluon_syncbn.__doc__.splitlines()) <= 50

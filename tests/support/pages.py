@@ -36,9 +36,20 @@ def of_page(page: Path) -> Iterator[Block]:
             end = lines.index(indent + "```", at + 1)
             elsewhere = re.fullmatch(r" *<!-- not run: (.+) -->", lines[at - 1])
             text = textwrap.dedent("\n".join(lines[at + 1 : end]))
+            if language == "diff":  # runs as what it leads to
+                language, text = "python", re.sub(r"^(-.*|[ +])", "", text, flags=re.MULTILINE)
             yield Block(name, at + 2, language, text, elsewhere[1] if elsewhere else "")
             at = end
         at += 1
+
+
+def of_the_index() -> Iterator[Block]:
+    """Indented blocks of the text that an index of packages shows."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    text = re.search(r'\[project.readme\].*?"""(.*?)"""', project, re.DOTALL)[1]
+    for at, block in enumerate(re.findall(r"(?:^(?: {4}.*)?\n)+", text, re.MULTILINE)):
+        if block.strip():
+            yield Block("pyproject.toml", at + 1, "python", textwrap.dedent(block))
 
 
 def of_docstrings(module, names: List[str]) -> Iterator[Block]:
