@@ -4,15 +4,15 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <set>
 #include <thread>
 #include <vector>
 
+#include "../support/threads_mpi.h"
 #include "core.h"
-#include "exchange/inbox.h"
 #include "exchange/processes.h"
 #include "exchange/segment.h"
 #include "figures.h"
@@ -68,45 +68,22 @@ bool is_open(const Asked* processes) {
     return static_cast<syncbn::Processes&>(*processes->host).job().state_of(0) == syncbn::Mailbox::State::kPresent;
 }
 
-// Rank 1 answers each vector of rank 0 with one of an empty batch, until rank 0 fails. It may fail itself.
-void carry(Asked* processes) {
-    while (true) {
-        const auto [size, message] = *syncbn_next_message(processes, 0.05);
-        if (size < 0) return;
-        int64_t readers = 0;
-        syncbn::Head head;
-        if (size == 0) continue;
-        std::memcpy(&readers, message, sizeof readers);
-        std::memcpy(&head, message + sizeof readers * static_cast<size_t>(1 + readers), sizeof head);
-        if (head.kind != syncbn::Head::kVector) continue;
-        head.from = 1;
-        std::lock_guard<std::mutex> lock(gathering_mutex);
-        const bool failed = processes == current && fails();
-        if (failed) head.kind = syncbn::Head::kFailed;
-        if (failed || gathering.count(head.label.key) != 0) head.length = failed ? sizeof kFault - 1 : 0;
-        constexpr size_t kBegin = 1 + sizeof head / sizeof(double);
-        std::vector<double> answer(kBegin + (head.length + sizeof(double) - 1) / sizeof(double));
-        std::memcpy(&answer[1], &head, sizeof head);
-        if (failed) std::memcpy(&answer[kBegin], kFault, head.length);
-        syncbn_deliver(processes, static_cast<int64_t>(answer.size() * sizeof(double)),
-                       reinterpret_cast<const char*>(answer.data()));
-    }
-}
-
-// The same in memory, until rank 0 fails.
-void play_rank_1(syncbn::Segment& segment) {
+// Rank 1 answers each vector of rank 0 with an empty one, or with as many zeros, until rank 0 fails. It may fail itself.
+void play_rank_1(syncbn::Mailbox& mail, const std::function<bool()>& failed) {
     double rest = 0;
-    while (segment.state_of(0) == syncbn::Segment::State::kPresent) {
+    while (mail.state_of(0) == syncbn::Mailbox::State::kPresent) {
         rest = std::min(0.05, 1e-4 + 1.5 * rest);  // a process that polls without a rest never looks idle
-        for (const syncbn::Label& label : segment.posted_by(0)) {
+        mail.arrivals(0);
+        for (const syncbn::Label& label : mail.posted_by(0)) {
             rest = 0;
-            const syncbn::Segment::Found found = segment.find(0, label);
+            const syncbn::Mailbox::Found found = mail.find(0, label);
             if (found.values == nullptr) continue;
+            if (failed()) return mail.report(syncbn::Mailbox::State::kFailed, kFault);
             std::lock_guard<std::mutex> lock(gathering_mutex);
             const size_t size = gathering.count(label.key) != 0 ? 0 : found.size;
-            segment.post(label, std::string(size, 0).data(), size, {0});
-            segment.done(0, found);
-            segment.wake(segment.event_of(label));
+            mail.post(label, std::string(size, 0).data(), size, {0});
+            mail.done(0, found);
+            mail.wake(mail.event_of(label));
         }
         pause(rest);
     }
@@ -117,19 +94,24 @@ const syncbn::Segment* shared = nullptr;  // by of_machine
 auto& made = *new std::vector<Asked*>;    // all of them, so that none counts as lost
 
 void make_exchanges_of_processes() {
-    of_processes = syncbn_processes(0, 2, nullptr);
+    MpiJob* const job = threads_mpi_job(2);
+    Mpi mpi[2];
+    for (size_t rank : {0, 1}) threads_mpi_of(job, rank, &mpi[rank]);
+    of_processes = syncbn_processes(0, 2, &mpi[0]);
     made.push_back(of_processes);
     current = of_processes;
-    std::thread(carry, of_processes).detach();
+    std::thread([own = of_processes, rank_1 = std::shared_ptr<syncbn::Mailbox>(syncbn::mailbox(mpi[1], 1, 2))] {
+        play_rank_1(*rank_1, [own] { return own == current && fails(); });
+    }).detach();
     const std::string token(32, 'a');
     auto rank_0 = std::make_unique<syncbn::Segment>(2, 0, token);
     auto rank_1 = std::make_shared<syncbn::Segment>(2, 1, token, "/proc/self/fd/" + std::to_string(rank_0->number()));
     shared = rank_0.get();
     constexpr size_t kRanks[] = {0, 1};
-    of_machine = syncbn_processes(0, 2, nullptr);
+    of_machine = syncbn_processes(0, 2, &mpi[0]);
     syncbn_meet(of_machine, rank_0.release(), {2, kRanks}, {1, kRanks}, nullptr, INT64_MAX, false);
     made.push_back(of_machine);
-    std::thread([rank_1] { play_rank_1(*rank_1); }).detach();
+    std::thread([rank_1] { play_rank_1(*rank_1, [] { return false; }); }).detach();
 }
 
 }  // namespace

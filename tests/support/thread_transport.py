@@ -1,31 +1,47 @@
-"""A transport between threads of one process, each of which is a rank: what it takes to bring another one."""
+"""Ranks in one process, for tests: a job of threads, over an MPI of its own."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from ctypes import c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
+
+import libraries
+from places import SUPPORT
 
 from gluon_syncbn import _native
 from gluon_syncbn.exchange.base import Transport
-from gluon_syncbn.exchange.bridge import readers_of
+from gluon_syncbn.exchange.store import ProcessStore
+
+_library = libraries.build("threads_mpi", [SUPPORT / "threads_mpi.cc"], ["-O1", "-fvisibility=hidden"])
+_library.threads_mpi_job.restype, _library.threads_mpi_job.argtypes = c_void_p, [c_size_t]
+_library.threads_mpi_of.argtypes = [c_void_p, c_size_t, c_void_p]
+_library.threads_mpi_hold.argtypes = [c_void_p, c_size_t, c_bool]
+_library.threads_mpi_fail.argtypes = [c_void_p, c_size_t, c_char_p, c_int]
 
 
 class ThreadTransport(Transport):
-    """``handles`` has those of all ranks, whose list all of them share."""
-
-    def __init__(self, handles, rank, size):
+    def __init__(self, job, rank, size):
         super().__init__(rank, size)
-        self._handles = handles
+        words = (c_int64 * 64)()
+        self.mpi = words[: _library.threads_mpi_of(job, rank, words)]
 
-    def open(self, handle):
-        super().open(handle)
-        self._handles.append(handle)
-        if self.size > 1:
-            threading.Thread(target=self._carry, name=f"carrier of rank {self.rank}", daemon=True).start()
 
-    def _carry(self):
-        for message in iter(partial(_native.next_message, self.handle, 1.0), None):
-            for reader in readers_of(message) if message else ():
-                _native.deliver(self._handles[reader], len(message), message)
+class Job:
+    """``stores`` has that of each rank."""
+
+    def __init__(self, size):
+        self._job = _library.threads_mpi_job(size)
+        self.stores = [ProcessStore("threads", ThreadTransport(self._job, rank, size)) for rank in range(size)]
+
+    def hold(self, rank, held=True):
+        """Until this is undone, nothing arrives from a rank."""
+        _library.threads_mpi_hold(self._job, rank, held)
+
+    def fail(self, rank, function, status):
+        """From now on, a function of MPI's returns this status to a rank."""
+        _library.threads_mpi_fail(self._job, rank, function.encode(), status)
+
+    def end(self):
+        for store in self.stores:
+            _native.processes_ended(store.handle)
 
 
 def everywhere(stores, work):

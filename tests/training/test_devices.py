@@ -10,10 +10,9 @@ import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from replicas import WAYS, forward_and_backward
-from thread_transport import ThreadTransport
+from thread_transport import Job
 
 import gluon_syncbn
-from gluon_syncbn.exchange.store import ProcessStore
 
 #: The samples of each device in each batch; 0: it takes no part.
 EPOCH = [(4, 3, 2), (2, 1, 5), (3, 2, 0), (3, 1, 2), (2, 4, 1), (0, 5, 0), (2, 3, 1), (1, 0, 3)]
@@ -69,7 +68,7 @@ def test_an_epoch_of_uneven_batches(contexts, rng, tmp_path, store, updates, req
     net = a_net(gluon_syncbn.SyncBatchNorm, places, values_of(plain, places[0]))
     if WAYS[way] is not None:
         net.hybridize(**WAYS[way])
-    kvstore = ProcessStore("threads", ThreadTransport([], 0, 1)) if store == "ours" else store
+    kvstore = Job(1).stores[0] if store == "ours" else store
     if store == "ours":
         kvstore.meet_in_memory()
     settings = {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01}

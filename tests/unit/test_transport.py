@@ -10,12 +10,11 @@ import pytest
 from allreduce import allreduce, reach, sent
 from forks import fork_ranks
 from moments import moments
-from thread_transport import ThreadTransport, everywhere
+from thread_transport import Job, everywhere
 
 import gluon_syncbn
 from gluon_syncbn import _native
 from gluon_syncbn.exchange.pooling import Pooling
-from gluon_syncbn.exchange.store import ProcessStore
 
 CHANNELS = 3
 
@@ -35,21 +34,19 @@ class Layer:
         self.store, self.key = store, key
 
 
+jobs = []  # of a test
+
+
 @pytest.fixture(autouse=True)
-def _threads_end():
+def _jobs_end():
     yield
-    while handles:
-        _native.processes_ended(handles.pop())
-
-
-handles = []  # of all stores of a test
+    while jobs:
+        jobs.pop().end()
 
 
 def stores(size):
-    of_these = []
-    made = [ProcessStore("threads", ThreadTransport(of_these, rank, size)) for rank in range(size)]
-    handles.extend(of_these)
-    return made
+    jobs.append(Job(size))
+    return jobs[-1].stores
 
 
 def sent_by(stores):
@@ -188,7 +185,7 @@ def test_gradients_of_all_processes(monkeypatch, kind):
     for total, first in everywhere(all_stores, work):
         np.testing.assert_allclose(total, sum(values), rtol=1e-6)
         np.testing.assert_array_equal(first, values[0])
-    assert sent_by(all_stores) == 6 + 6 + 2 + 4 + 6  # machines, who shares memory, what is next, the sum, the broadcast
+    assert sent_by(all_stores) == 6 + 6 + 2 + 6  # machines, who shares memory, what is next, the broadcast
 
 
 class Trainer:
@@ -263,6 +260,25 @@ def test_a_step_that_failed_ends_a_wait():
     _native.fail("KeyboardInterrupt left the recorded step.")
     with pytest.raises(mx.MXNetError, match="KeyboardInterrupt left the recorded step"):
         store.allgather(7, np.ones(2))
+
+
+def test_an_error_of_mpi(monkeypatch):
+    """The others hear of it, and no array is a sum."""
+    monkeypatch.setenv("GLUON_SYNCBN_SHARED_MEMORY", "off")
+
+    def work(store):
+        store.meet_in_memory()
+        array = mx.nd.ones(3)
+        try:
+            store.add_gradients(Trainer(), {"weight": [array]})
+            array.asnumpy()
+        finally:
+            store.failure = _native.fate_of(store.handle, 1)
+
+    stores_of_job = stores(2)
+    jobs[-1].fail(1, "MPI_Iallreduce", 16)
+    assert all(isinstance(error, mx.MXNetError) for error in everywhere(stores_of_job, work))
+    assert [store.failure for store in stores_of_job] == ["has failed: MPI reports error 16"] * 2
 
 
 @pytest.mark.parametrize("size", [3, 5, 8])
