@@ -14,7 +14,7 @@ import numpy as np
 CSRC = Path(__file__).resolve().parents[1] / "gluon_syncbn" / "csrc"
 PARAMS = CSRC / "cuda" / "params.h"
 (BLOCK,) = map(int, re.findall(r"constexpr int kBlock = (\d+);", PARAMS.read_text(encoding="utf-8")))
-ACTIVATED = ("normalise", "grad_sums", "grad_input", "masked_grad_input", "recover")
+ACTIVATED = ("normalise", "grad_sums", "grad_input", "masked_grad_input")
 OTHERS = ("moments", "masked_moments", "merge_moments", "merge_sums", "expand_mask", "copy", "widen", "narrow")
 NUMBERS = {"int": "i4", "Index": "i8", "double": "f8"}
 
@@ -26,7 +26,6 @@ def structures() -> Dict[str, np.dtype]:
     found: Dict[str, Any] = {**NUMBERS, "Range": np.dtype([("begin", "i4"), ("end", "i4")])}  # of csrc/plain.h
     found["Mask"] = np.dtype("i4, i4, i8, 4i8, 4i8", align=True)
     found["Mask"].names = ("bytes", "floating", "size", "extents", "strides")
-    found["Invertible"] = np.dtype([("per_beta", "f8"), ("least", "f8")])
     for name, body in re.findall(r"struct (\w+) {(.*?)};", text, re.DOTALL):
         fields = []
         for declaration in filter(None, map(str.strip, body.split(";"))):

@@ -198,20 +198,6 @@ def memory(cells: Cells) -> Picture:
     )
 
 
-def inplace(cells: Cells) -> Picture:
-    labels = {
-        "plain": ("nn.BatchNorm, LeakyReLU", style.PLAIN),
-        "fused": ("fused", style.FUSED),
-        "inplace": ("fused, in place", style.SYNC),
-    }
-    series = {label: [point(one[name]["resident_mib"]) for one in cells] for name, label in labels.items()}
-    texts = [f"{one['model']}\n{one['images']} x {one['crop']} pixels\n{one['way']}" for one in cells]
-    less = span([one["inplace"]["resident_mib"] / one["plain"]["resident_mib"] for one in cells])
-    found = f"In place, a step takes {less} of plain BatchNorm's memory"
-    note = "resident set of the process; one CPU device; one run each"
-    return Picture([("", texts, series)], "", "memory that a step takes, MiB", found, note, False, 0)
-
-
 def over_tcp(cell: Any) -> str:
     return "\nover TCP" if cell.get("network") else ""
 
@@ -295,7 +281,7 @@ def gpu(cells: Any) -> Picture:
 
 
 DRAWN = {
-    **{one.__name__: one for one in (gpu, inplace, kernels, memory, models, models_processes, modes)},
+    **{one.__name__: one for one in (gpu, kernels, memory, models, models_processes, modes)},
     **{one.__name__: one for one in (recompute, scaling, shuffle)},
     **dict.fromkeys(("layers", "layers_avx2"), layers),
     **dict.fromkeys(("exchange", "exchange_horovod", "exchange_openmpi"), exchange),

@@ -70,23 +70,16 @@ class Computation(NamedTuple):
     use_global_stats: bool = False
     activation: Activation = NONE
     unbiased: bool = False  # the variance that updates the running one
-    inplace: bool = False  # the backward gets y and not x: `invertible`
     adds: bool = False  # a second input comes before the activation
     masks: bool = False  # where the mask is 0, a position does not count in the statistics
     fuses: bool = False  # what stands behind it in a graph: see mxnet_side/fusion.py
 
     def __str__(self) -> str:
-        texts = ("addition" if self.adds else "", str(self.activation), "in place" if self.inplace else "")
-        return ", ".join(text for text in texts if text)
-
-    def invertible(self) -> bool:
-        """Whether the backward can compute the activation's input from y alone."""
-        return not self.adds and self.activation.slope > 0 and math.isinf(self.activation.ceiling)
+        return ", ".join(text for text in ("addition" if self.adds else "", str(self.activation)) if text)
 
     def arguments(self) -> Dict[str, Any]:
         """Returns the arguments of a layer that ``nn.BatchNorm`` does not have."""
-        variance = "unbiased" if self.unbiased else "biased"
-        return {**self.activation.arguments(), "inplace": self.inplace, "running_variance": variance}
+        return {**self.activation.arguments(), "running_variance": "unbiased" if self.unbiased else "biased"}
 
     def attributes(self) -> Dict[str, str]:
         """Returns the attributes of a node. An activation has a name of csrc/activation.h."""

@@ -45,7 +45,6 @@ class Settings(TypedDict, total=False):
     """The arguments of a layer that `convert` takes too; `SyncBatchNorm` explains them."""
 
     num_devices: Optional[int]
-    inplace: bool
     mode: Mode
     virtual_devices: int
     group_size: Optional[int]
@@ -62,21 +61,22 @@ def _checked_names(construct: Callable[Concatenate[Any, P], None]) -> Callable[C
 
     @functools.wraps(construct)
     def looking(layer: Any, *given: Any, **named: Any) -> None:
-        for name in _PYTORCHS.keys() & named.keys():
-            arguments.refuse(name, named[name], _PYTORCHS[name])
+        for name in _INSTEAD.keys() & named.keys():
+            arguments.refuse(name, named[name], _INSTEAD[name])
         _look_at_positions(type(layer).__name__, given, named)
         construct(layer, *given, **named)
 
     return looking
 
 
-#: Arguments of PyTorch's layer, and what says the same here.
-_PYTORCHS = {
+#: Arguments of other layers, most of PyTorch's, and what does the same here.
+_INSTEAD = {
     "num_features": "in_channels, as nn.BatchNorm calls it",
     "eps": "epsilon, as nn.BatchNorm calls it",
     "affine": "scale and center, as nn.BatchNorm calls it",
     "process_group": "group_size or groups",
     "track_running_stats": "nothing, because a layer always has running statistics",
+    "inplace": "nothing; gluon_syncbn.recompute(block) saves more memory, for any part of a net",
 }
 
 
@@ -170,12 +170,6 @@ class SyncBatchNorm(nn.BatchNorm):
         where y > 0, else slope * y. The layer keeps no more memory, because the backward recomputes it from x.
     slope : float
         The slope of ``'leaky'``: above 0 and below 1, in float32 too.
-    inplace : bool
-        Whether the backward computes x again from y, so that the layer keeps no memory beyond y, which the next layer
-        keeps too. The layer must have no activation or ``'leaky'``, no addition, and another mode than ``'shuffle'``.
-        The backward makes one more pass over memory. The error of ``xhat`` is at most 2 u ``(|xhat| + |beta| /
-        |gamma|)`` standard deviations. Here u is 2**-24 for float32, 2**-11 for float16 and 2**-8 for bfloat16. If
-        gamma holds a 0 at the first training call, or when a graph is recorded, the layer keeps x.
     mode : str
         ``'sync'``, ``'local'`` or ``'shuffle'``.
     virtual_devices : int
@@ -198,7 +192,7 @@ class SyncBatchNorm(nn.BatchNorm):
 
     Attributes
     ----------
-    mode, virtual_devices, group_size, groups, num_devices, timeout, activation, slope, inplace, running_variance
+    mode, virtual_devices, group_size, groups, num_devices, timeout, activation, slope, running_variance
         As given. Without ``'leaky'``, ``slope`` is None.
     kvstore
         The name of the KVStore that was given, or None.
@@ -221,7 +215,7 @@ class SyncBatchNorm(nn.BatchNorm):
         fewer than two slots to shuffle. Also if parameters are put on a GPU for which MXNet has no code.
     StepError
         Reading a result raises it if a replica is late or has failed. The text names the layer, who arrived and who is
-        missing. A backward with ``inplace`` raises it if the error of ``xhat`` may exceed 1/32 of a standard deviation.
+        missing.
     MXNetError
         A training call raises it for a mask of another shape, or another number of channels.
 
@@ -255,7 +249,6 @@ class SyncBatchNorm(nn.BatchNorm):
         *,
         activation: Optional[Literal["relu", "relu6", "leaky"]] = None,
         slope: float = 0.01,
-        inplace: bool = False,
         mode: Mode = "sync",
         virtual_devices: int = 1,
         group_size: Optional[int] = None,
@@ -277,21 +270,14 @@ class SyncBatchNorm(nn.BatchNorm):
         computes = Computation(
             activation=of_arguments(activation, slope),
             unbiased=running_variance == "unbiased",
-            inplace=arguments.flag("inplace", inplace),
             adds=isinstance(self, SyncBatchNormAdd),
         )
-        if computes.inplace and not computes.invertible():
-            what = "an addition" if computes.adds else f"activation={activation!r}"
-            arguments.refuse("inplace", inplace, f"False: x cannot be found from what {what} leaves of it")
         pooling = Pooling.checked(mode, virtual_devices, group_size, groups, axis, num_devices)
-        if inplace and pooling.mode == "shuffle":
-            arguments.refuse("inplace", inplace, "False with mode='shuffle': another slot's statistic hides x in y")
         timeout = None if timeout is None else arguments.seconds("timeout", timeout)
         exchange = session.exchange_of(kvstore)
         flags = center, scale, use_global_stats
         initializers = beta_initializer, gamma_initializer, running_mean_initializer, running_variance_initializer
         super().__init__(axis, momentum, epsilon, *flags, *initializers, in_channels, prefix=prefix, params=params)
-        self._keeps_x: Optional[bool] = None  # in spite of `inplace`; unknown before the first training call
         self._origin: Any = None  # class and settings before `convert`
         self._adopt_parameters(pooling, num_devices, exchange, timeout, computes)
 
@@ -304,7 +290,6 @@ class SyncBatchNorm(nn.BatchNorm):
     timeout = property(lambda self: self._replicas.timeout)
     activation = property(lambda self: self._replicas.computes.arguments()["activation"])
     slope = property(lambda self: self._replicas.computes.arguments().get("slope"))
-    inplace = property(lambda self: self._replicas.computes.inplace)
     running_variance = property(lambda self: self._replicas.computes.arguments()["running_variance"])
 
     _activation = property(lambda self: self._replicas.computes.activation)  # as `BatchNormActivation` has it
@@ -386,32 +371,11 @@ class SyncBatchNorm(nn.BatchNorm):
             traced(self.running_mean, replicas)
         if training and not frozen and replicas.problem:
             replicas.check(replicas.contexts)
-        inplace = computes.inplace and not frozen and self._works_in_place(eager)
-        call = op.call(replicas, eager, frozen, inplace, masks=mask is not None and not frozen)
+        call = op.call(replicas, eager, frozen, masks=mask is not None and not frozen)
         data = [x] if addend is None else [x, addend]
         with session.issuing(mx.current_context()) if eager else nullcontext():  # that of x, by HybridBlock.forward
             y = op.sync_batch_norm(F, replicas, call, data, parameters, None if frozen else mask)
         return y if type(x) is mx.nd.NDArray else kinds.like(y, x)
-
-    def _works_in_place(self, eager: bool) -> bool:
-        """Whether the backward finds x in y. Where gamma is 0, y holds nothing of x.
-
-        A graph is recorded for one or the other. An eager layer decides once: later calls need not wait for gamma.
-        """
-        if self._keeps_x is None or not eager:
-            self._keeps_x = self._gamma_has_zeros()
-        return not self._keeps_x
-
-    def _gamma_has_zeros(self) -> bool:
-        if self._kwargs["fix_gamma"]:
-            return False
-        init, *_, data = self.gamma._deferred_init or (self.gamma.init, None)
-        if self.gamma._data is not None:
-            data = self.gamma._data[0]
-        elif data is None:
-            init = mx.init.create(init) if isinstance(init, str) else init
-            data = mx.nd.array(init.value if isinstance(init, mx.init.Constant) else not isinstance(init, mx.init.Zero))
-        return bool((data.asnumpy() == 0).any())
 
 
 def _taking(
@@ -439,7 +403,7 @@ class SyncBatchNormAdd(SyncBatchNorm):
     activation : str, optional
         As in `SyncBatchNorm`, but ``'relu'`` by default.
     *args, **kwargs
-        Arguments of `SyncBatchNorm`, without ``inplace=True``: the layer would have to keep the addend.
+        Arguments of `SyncBatchNorm`.
 
     Inputs
         - **data**: as in `SyncBatchNorm`.

@@ -68,7 +68,7 @@ def SyncBatchNorm(
     mask : Symbol, optional
         As in the layer.
     **kwargs
-        ``axis``, ``activation``, ``slope``, ``inplace``, ``mode``, ``virtual_devices``, ``group_size``, ``groups``,
+        ``axis``, ``activation``, ``slope``, ``mode``, ``virtual_devices``, ``group_size``, ``groups``,
         ``num_devices``, ``running_variance``, ``kvstore``, ``timeout`` of the layer. Also attributes that all symbols
         of MXNet take, such as ``lr_mult``, ``wd_mult`` and ``__lr_mult__``.
 

@@ -7,7 +7,6 @@
 //         apply(z)                z becomes y
 //         through(grad, z)        the gradient with respect to y becomes that with respect to z. After an addition only
 //                                 y is kept, and it gets y; otherwise z is computed again from x
-//         undo(y)                 y becomes z, if it is invertible
 #pragma once
 
 #if defined(__CUDACC__) || defined(CUDA_EMULATOR)
@@ -26,7 +25,6 @@ struct Identity {
         SYNCBN_ANYWHERE On(double, double) {}
         SYNCBN_ANYWHERE void apply(V*) const {}
         SYNCBN_ANYWHERE void through(V*, const V&) const {}
-        SYNCBN_ANYWHERE void undo(V*) const {}
     };
 };
 
@@ -50,7 +48,6 @@ struct Rectifier {
         SYNCBN_ANYWHERE void through(V* grad, const V& z) const {
             *grad = (z > 0) & ((z < ceiling) | (ceiling * 2 == ceiling)) ? *grad : *grad * slope;
         }
-        SYNCBN_ANYWHERE void undo(V* y) const { *y = *y > 0 ? *y : *y / slope; }
     };
 };
 

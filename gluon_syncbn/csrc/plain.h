@@ -1,8 +1,6 @@
 // Defines plain values that the kernels of GPUs share with the rest, without the standard library.
 #pragma once
 
-#include "activation.h"
-
 namespace syncbn {
 
 // A part of a list, from `begin` up to `end`.
@@ -18,18 +16,6 @@ struct Mask {
     int floating;  // a value without bits but the sign is 0
     long long size;
     long long extents[4], strides[4];
-};
-
-// Rounding of gamma * xhat + beta to a type, or of `slope` times that, moves xhat. The error is (per_beta * beta +
-// least) / gamma of a 32nd of a standard deviation. Rounding of xhat itself adds as much per xhat as per beta.
-struct Invertible {
-    double per_beta, least;
-
-    // Whether xhat is found to a 32nd of a deviation.
-    SYNCBN_ANYWHERE bool operator()(double gamma, double beta) const {
-        return magnitude(gamma) > per_beta * magnitude(beta) + least;
-    }
-    SYNCBN_ANYWHERE static double magnitude(double value) { return value < 0 ? -value : value; }
 };
 
 }  // namespace syncbn

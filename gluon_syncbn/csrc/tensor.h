@@ -16,8 +16,6 @@ namespace syncbn {
 struct Statistic {
     double count;
     Vector mean, variance, invstd;  // [channels]
-    // No value counts, and xhat is 0.
-    bool none() const { return count == 0; }
 };
 
 // A virtual device: a contiguous part of this replica's batch.
@@ -25,7 +23,7 @@ struct Slot {
     Shape shape;
     int64_t first;  // index of its first value in the tensor
     // The statistics of the pool that it feeds, and of the pool that normalises it. Null for a slot without values. A slot
-    // whose values are all masked feeds no pool, and `Statistic::none` may normalise it.
+    // whose values are all masked feeds no pool, and zeros may normalise it.
     std::shared_ptr<const Statistic> fed, used;
 };
 

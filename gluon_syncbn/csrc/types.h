@@ -26,18 +26,17 @@ struct Span {
 // The types of data, by MXNet's own flags.
 enum class Type : int { kFloat32 = 0, kFloat64 = 1, kFloat16 = 2, kBfloat16 = 12 };
 
-// MXNet computes with some on CPUs only. A value is rounded to `unit` of itself, and to 0 below `least`.
+// MXNet computes with some on CPUs only.
 struct TypeOfData {
     Type type;
     const char* name;
     int64_t bytes;
     bool on_gpus;
-    double unit, least;
 };
-constexpr TypeOfData kTypesOfData[] = {{Type::kBfloat16, "bfloat16", 2, false, 0x1p-8, 0x1p-126},
-                                       {Type::kFloat16, "float16", 2, true, 0x1p-11, 0x1p-24},
-                                       {Type::kFloat32, "float32", 4, true, 0x1p-24, 0x1p-126},
-                                       {Type::kFloat64, "float64", 8, true, 0x1p-53, 0x1p-1022}};
+constexpr TypeOfData kTypesOfData[] = {{Type::kBfloat16, "bfloat16", 2, false},
+                                       {Type::kFloat16, "float16", 2, true},
+                                       {Type::kFloat32, "float32", 4, true},
+                                       {Type::kFloat64, "float64", 8, true}};
 // Returns null for an unknown flag.
 inline const TypeOfData* type_of_data(int flag) {
     for (const TypeOfData& of : kTypesOfData)
@@ -59,11 +58,6 @@ struct Activation {
 };
 constexpr const char* kActivations[] = {"identity", "rectifier"};
 inline const char* name_of(Activation::Kind kind) { return kActivations[static_cast<int>(kind)]; }
-
-inline Invertible invertible_by(Type type, double slope) {
-    const TypeOfData& of = type_of_data(type);
-    return {32 * of.unit, 32 * of.least / slope};
-}
 
 // A tensor of 2 to 5 dimensions seen from its channel axis: [outer][channels][inner], row-major. For channels-first,
 // inner is the product of the spatial extents; for channels-last it is 1. Float32 and bfloat16 in oneDNN's layout may

@@ -58,7 +58,6 @@ def fuse(symbol: mx.sym.Symbol, graph: Json, inputs: Dict[str, mx.nd.NDArray]) -
                 entries = [*entries[:3], addend, *entries[3:]]
             computes = Computation.of_attributes(layer["attrs"])
             computes = computes._replace(activation=activation, adds=addition is not None, fuses=False)
-            computes = computes._replace(inplace=computes.inplace and computes.invertible())
             attributes = {**layer["attrs"], **computes.attributes()}
             whole = {**layer, "attrs": attributes, "inputs": entries}
             nodes[number] = whole if guard is None else {**guard, "inputs": [added(whole, entries)]}

@@ -44,19 +44,19 @@ SYMBOLS = Operators(mx.sym, _make_symbol_function)
 ARRAYS = Operators(mx.nd, _make_ndarray_function)
 
 
-def call(replicas: Replicas, eager: bool, frozen: bool = False, inplace: bool = False, masks: bool = False) -> Any:
+def call(replicas: Replicas, eager: bool, frozen: bool = False, masks: bool = False) -> Any:
     """Returns the attributes of a call of a layer, by what it computes now.
 
     An eager call has a number in their place: as texts, they would be parsed at each call. ``frozen`` selects the
     running statistics, in training too.
     """
-    key = replicas.computes, frozen, inplace, masks, replicas.on_cpus, *replicas.kwargs.values()
+    key = replicas.computes, frozen, masks, replicas.on_cpus, *replicas.kwargs.values()
     number = replicas.calls.get(key) if eager else None
     if number is not None:
         return {"call": number}
     computes = replicas.computes._replace(**replicas.kwargs)
     fuses = computes.fuses and not frozen
-    computes = computes._replace(use_global_stats=frozen, inplace=inplace, masks=masks, fuses=fuses)
+    computes = computes._replace(use_global_stats=frozen, masks=masks, fuses=fuses)
     # The graph numbers its nodes when it is built.
     place = {"layer": replicas.token, "node": "-1" if eager else "0", "on_cpus": str(int(replicas.on_cpus))}
     attributes = {**place, **computes.attributes()}

@@ -69,8 +69,7 @@ def convert(
         `summary` shows where, once the graphs are recorded. Files of ``net.export`` do not change.
     **kwargs
         Further arguments of each new layer: ``num_devices``, ``mode``, ``virtual_devices``, ``group_size``, ``groups``,
-        ``inplace``, ``running_variance``, ``kvstore``, ``timeout``. ``inplace=True`` skips layers that do not allow it:
-        ``nn.BatchNormReLU``, and layers that fuse a ReLU or an addition.
+        ``running_variance``, ``kvstore``, ``timeout``.
 
     Raises
     ------
@@ -268,8 +267,6 @@ def _successor(block: BatchNorm, norm_layer: Type[SyncBatchNorm], kwargs: Mappin
     """Returns a synchronised layer with the settings of a plain one, and parameters of its own."""
     activation = getattr(block, "_activation", RELU if block.fuse_relu else NONE)
     computes = Computation(activation=activation, adds=isinstance(block, BatchNormAdd))
-    if kwargs.get("inplace") and not computes.invertible():
-        kwargs = {**kwargs, "inplace": False}
     if computes != PLAIN:  # a user's own class may lack the arguments that other layers do not need
         kwargs = {**activation.arguments(), **kwargs}
     settings = settings_of("", {name: str(value) for name, value in block._kwargs.items()})
@@ -327,7 +324,7 @@ def _make_plain(block: SyncBatchNorm) -> None:
     activation = block._activation
     alike = BatchNorm if activation == NONE else BatchNormActivation
     cls, settings = block._origin or (BatchNormAdd if isinstance(block, SyncBatchNormAdd) else alike, {})
-    for name in ("_keeps_x", "_origin", "_replicas"):  # which only a synchronised layer has
+    for name in ("_origin", "_replicas"):  # which only a synchronised layer has
         delattr(block, name)
     block.__class__ = cls
     block._kwargs = {**settings, **block._kwargs}

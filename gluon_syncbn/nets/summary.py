@@ -59,10 +59,9 @@ def summary(net: Block, *, show: bool = True) -> Summary:
 
     A layer that uses its own statistics, for example on a single context, is *plain*. *Fused* are the operations that a
     layer computes as well: its activation, or the operators that ``convert(fuse=True)`` absorbed, once its graph is
-    recorded. The column also says whether the layer works in place. A layer in an attribute of an object that is not a
-    block has a row once it has run. So has a BatchNorm operator that a ``hybrid_forward`` calls, once a graph is
-    recorded. The last lines count the layers of batch normalisation, and tell how statistics and gradients travel
-    between processes.
+    recorded. A layer in an attribute of an object that is not a block has a row once it has run. So has a BatchNorm
+    operator that a ``hybrid_forward`` calls, once a graph is recorded. The last lines count the layers of batch
+    normalisation, and tell how statistics and gradients travel between processes.
 
     Parameters
     ----------
@@ -137,10 +136,7 @@ def _rows(block: Block) -> Iterator[Row]:
             mode += f", groups of {replicas.pooling.group_size}"
         if replicas.pooling.groups:
             mode += f", {len(replicas.pooling.groups)} named groups"
-        keeps_x = block.inplace and (block._gamma_has_zeros() if block._keeps_x is None else block._keeps_x)
-        fused = replicas.taken_in or str(replicas.computes._replace(inplace=block.inplace and not keeps_x))
-        if keeps_x:
-            fused += ", " * bool(fused) + "not in place, because gamma begins at 0"
+        fused = replicas.taken_in or str(replicas.computes)
         yield _row(block, _statistics(block), mode=mode, slots=replicas.pooling.virtual_devices, fused=fused)
     elif blocks.is_batch_norm(block):
         whose = "contrib's" if type(block) is ContribSyncBatchNorm else "BatchNorm"

@@ -270,9 +270,7 @@ class Replicas:
 
     def compared(self) -> Dict[str, Any]:
         """Returns the settings that have to be equal in all processes."""
-        computes = self.computes.arguments()
-        del computes["inplace"]
-        return {**self.pooling._asdict(), **self.kwargs, **computes}
+        return {**self.pooling._asdict(), **self.kwargs, **self.computes.arguments()}
 
     def agrees(self, store: ProcessStore, key: int, replicas: List[int]) -> None:
         """Takes the agreement of the processes, of which each has so many replicas."""

@@ -236,18 +236,6 @@ class Kernels:
         )  # fmt: skip
         return sums if dz is None else (sums, self.gpu.download(dz).reshape(self.x.shape))
 
-    def recover(self, y, kept, gamma, beta, fix_gamma, slope, per_beta=0.0, least=0.0):
-        """x, and the channel that is told; -1 for none."""
-        out = self.output(None)
-        told = self.gpu.upload(np.array([(0, -1, 0.0)], STATUS).view("uint8"))
-        activation = None if slope == 1 else (slope, np.inf)
-        self.launch(
-            "recover", self._each(), "RecoverArguments", behind(activation), tiling=self.tiling,
-            y=self.upload(y, 3), x=out, affine=self._affine(gamma, beta, fix_gamma, activation), status=told,
-            kept=self.gpu.upload(kept), invertible={"per_beta": per_beta, "least": least},
-        )  # fmt: skip
-        return self.gpu.download(out).reshape(self.x.shape), self.gpu.download(told).view(STATUS)["at"][0]
-
     def grad_input(
         self, dy, kept, gathered, users, own, gamma, fix_gamma, start=None, beta=None, activation=None, mask=None
     ):
@@ -512,37 +500,6 @@ SHIFTED = [(1, 1, 4, (0, 0, 0, 0)), (3, 2, 32, (0, 0, 1, 0)), (8, 3, 8, (0, 1, 0
 @pytest.mark.parametrize("shape, dtype, slots, chunks, width, shifts", cases(SOME, SHIFTED), ids=str)
 def test_an_activation(gpu, shape, dtype, slots, chunks, width, shifts):
     check(gpu, shape, dtype, slots, chunks, width, shifts, ways=BEHIND)
-
-
-@pytest.mark.parametrize(
-    "shape, dtype, slots, chunks, width, shifts", cases(SOME, SHIFTED[1::-1] + SHIFTED[3:]), ids=str
-)
-def test_recover(gpu, shape, dtype, slots, chunks, width, shifts):
-    x, _, _, gamma, beta = case(shape, dtype, slots, offset=2.0)
-    kernels = Kernels(gpu, x, slots, chunks, width, shifts=shifts)
-    moments, (pooling, *_) = gathered_moments(shape[2], slots + 3), POOLINGS[-1](slots)
-    for slope, fix_gamma in ((1.0, True), (0.25, False)):
-        behind = None if slope == 1 else (slope, np.inf)
-        y, kept = kernels.normalise(moments, pooling, gamma, beta, fix_gamma, activation=behind)
-        got, told = kernels.recover(y, kept, gamma, beta, fix_gamma, slope)
-        close(got, x.astype("float64"), 8 * TOLERANCE[dtype])
-        assert told == -1
-
-
-@pytest.mark.parametrize("channels", [5, 700])
-def test_a_gamma_that_recovers_nothing(gpu, channels):
-    """The first such channel is told, whichever thread finds it."""
-    x, _, _, gamma, beta = case((2, 1, channels, 4), "float32", 1)
-    kernels, kept = Kernels(gpu, x), np.ones((1, channels, 5))
-    gamma, beta = np.ones(channels), np.zeros(channels)
-
-    def told(fix_gamma=False):
-        return kernels.recover(x, kept, gamma, beta, fix_gamma, 1.0, per_beta=1e-3, least=1e-6)[1]
-
-    for channel, small, beside in ((channels - 1, -0.9e-3, -1), (3, 0, 0), (2, np.nan, 0), (1, 0.5e-6, 0)):
-        assert told() != channel
-        gamma[channel], beta[channel] = small, beside
-        assert told() == channel and told(True) == -1
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -41,7 +41,7 @@ def test_each_training_is_the_one_beside_it(tmp_path):
 def test_a_step_that_needs_a_kernel_of_mxnet_s_ends_the_program(tmp_path):
     skips = tmp_path / "skip_launches.so"
     ended(["gcc", "-shared", "-fPIC", SUPPORT / "skip_launches.c", "-o", skips, "-ldl"]).check_returncode()
-    work = {"way": "inplace", "beside": False, "gpus": 1, "steps": 1, "dry": False, "out": str(tmp_path / "none")}
+    work = {"way": "leaky", "beside": False, "gpus": 1, "steps": 1, "dry": False, "out": str(tmp_path / "none")}
     text = f"""
         import sys; sys.path.insert(0, {str(PROGRAM.parent)!r})
         import mxnet as mx, train_on_any_gpu as program

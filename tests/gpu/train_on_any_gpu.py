@@ -80,7 +80,7 @@ def ways(gpus: int) -> Dict[str, Way]:
         "local": Way(f"`local`, {SLOTS} slots", {"mode": "local", "virtual_devices": SLOTS}, beside=SLOTS),
         "processes": Way("two processes on a GPU, over the host", {}, processes=2, shared=True),
         "shuffle": Way(f"`shuffle`, {SLOTS} slots", shuffled, beside=0),
-        "inplace": Way("in place", {"inplace": True, "activation": "leaky", "slope": 0.1}),
+        "leaky": Way("with a leaky ReLU", {"activation": "leaky", "slope": 0.1}),
     }
     if gpus > 1:
         found["all"] = Way(f"one process, {gpus} GPUs, over NCCL", {}, gpus=gpus)
@@ -219,9 +219,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="on CPU contexts, in place of --gpus GPUs")
     parser.add_argument("--gpus", type=int, help="how many (all; of a dry run 1)")
     parser.add_argument("--steps", type=int, default=200, help="how many (200)")
-    parser.add_argument(
-        "--ways", nargs="+", metavar="WAY", help="which (local, processes, shuffle, inplace, all, each)"
-    )
+    parser.add_argument("--ways", nargs="+", metavar="WAY", help="which (local, processes, shuffle, leaky, all, each)")
     parser.add_argument("--out", type=Path, help="folder for real_gpu.md (benchmarks/results; of a dry run none)")
     parser.add_argument("--commit", help="what is tested (what git says)")
     parser.add_argument("--child", help=argparse.SUPPRESS)  # a training, as JSON

@@ -20,10 +20,8 @@ ACTIVATIONS = {
     "relu6": {"activation": "relu6"},
     "leaky": {"activation": "leaky", "slope": SLOPE},
 }
-IN_PLACE = {f"{name}, in place": {**ACTIVATIONS[name], "inplace": True} for name in ("none", "leaky")}
-EPILOGUE = {**ACTIVATIONS, **IN_PLACE}
 # whether something is added, and what stands behind it
-CASES = [(adds, name) for adds in (False, True) for name in ACTIVATIONS] + [(False, name) for name in IN_PLACE]
+CASES = [(adds, name) for adds in (False, True) for name in ACTIVATIONS]
 
 
 @pytest.fixture
@@ -102,7 +100,7 @@ def test_an_infinite_value_has_the_gradient_of_mxnet_s_operators(case, contexts,
     """As float16 makes one by an overflow."""
     batch, addends = case(2, "float32")
     addends[0].flat[0] = np.inf
-    layer = prepare(make(True, **EPILOGUE[behind]), batch, contexts[:2], "float32")
+    layer = prepare(make(True, **ACTIVATIONS[behind]), batch, contexts[:2], "float32")
     got, daddends = step(layer, batch, addends, contexts, "float32")
     assert daddends[0].flat[0] == np.float32(slope * batch.heads[0].flat[0])
     want = specification(layer, batch, addends=addends)
@@ -119,7 +117,7 @@ def test_an_infinite_value_has_the_gradient_of_mxnet_s_operators(case, contexts,
 @pytest.mark.parametrize("adds, behind", CASES)
 def test_equals_the_specification_in_bfloat16(case, contexts, adds, behind, axis, spatial):
     batch, addends = case(3, "bfloat16", axis=axis, spatial=spatial)
-    layer = prepare(make(adds, axis=axis, **EPILOGUE[behind]), batch, contexts[:3], "bfloat16")
+    layer = prepare(make(adds, axis=axis, **ACTIVATIONS[behind]), batch, contexts[:3], "bfloat16")
     check(layer, batch, addends, contexts, "bfloat16", axis=axis)
 
 
@@ -149,14 +147,14 @@ def test_an_empty_shard(empty_case, contexts, no, dtype, way):
     for adds, behind in CASES:
         for before in (0, 0.75):
             batch, addends = empty_case(dtype, no)
-            layer = prepare(make(adds, **EPILOGUE[behind]), batch, contexts[:3], dtype, WAYS[way])
+            layer = prepare(make(adds, **ACTIVATIONS[behind]), batch, contexts[:3], dtype, WAYS[way])
             check(layer, batch, addends, contexts, dtype, before)
 
 
 @pytest.mark.parametrize("adds, behind", CASES)
 def test_an_empty_shard_with_frozen_statistics(empty_case, contexts, adds, behind):
     batch, addends = empty_case("float64", "sample")
-    layer = prepare(make(adds, **EPILOGUE[behind]), batch, contexts[:3], "float64", {})
+    layer = prepare(make(adds, **ACTIVATIONS[behind]), batch, contexts[:3], "float64", {})
     inputs = [
         on_devices(arrays, contexts, "float64") for arrays in ((batch.shards, addends) if adds else (batch.shards,))
     ]
@@ -173,13 +171,13 @@ def test_an_empty_shard_with_frozen_statistics(empty_case, contexts, adds, behin
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [
-    "alone", "added", "in place", "local", "frozen", "reverted", "predicts", "fused",
+    "alone", "added", "local", "frozen", "reverted", "predicts", "fused",
 ])  # fmt: skip
 def test_the_slope_is_that_of_float64(contexts, rng, kind, way):
     """Of float64 data, wherever the layer or MXNet multiplies."""
     if way == "eager" and kind == "fused":
         pytest.skip("without a graph nothing is fused")
-    settings = {"in place": {"inplace": True}, "local": {"mode": "local"}, "frozen": {"use_global_stats": True}}
+    settings = {"local": {"mode": "local"}, "frozen": {"use_global_stats": True}}
     gamma, beta = make_affine(rng, 5)
     z = rng.randn(4, 5, 3)
     x = (z - beta[:, None]) / gamma[:, None]  # by running statistics 0 and 1, z comes of it
@@ -215,7 +213,7 @@ def test_prediction_and_frozen_statistics(case, contexts, adds, behind):
     (batch, addends), context = case(1), contexts[0]
     x, other, head = (on_devices(arrays, contexts, "float64")[0] for arrays in (batch.shards, addends, batch.heads))
     for use_global_stats in (False, True):
-        layer = make(adds, use_global_stats=use_global_stats, **EPILOGUE[behind])
+        layer = make(adds, use_global_stats=use_global_stats, **ACTIVATIONS[behind])
         prepare(layer, batch, [context], "float64", {})
         layer.running_mean.set_data(nd.arange(5, dtype="float64"))
         layer.running_var.set_data(nd.arange(1, 6, dtype="float64"))

@@ -109,10 +109,10 @@ def test_settings_are_read_and_shown():
     layer = SyncBatchNorm(in_channels=3, num_devices=2, kvstore="device")
     assert repr(layer) == f"SyncBatchNorm({plain}, num_devices=2, kvstore='device')"
     given = {"virtual_devices": 4, "groups": [[0, 2], [1]], "activation": "leaky", "slope": 0.2, "timeout": 5.0}
-    layer = SyncBatchNorm(in_channels=3, running_variance="unbiased", inplace=True, **given)
+    layer = SyncBatchNorm(in_channels=3, running_variance="unbiased", **given)
     assert repr(layer) == (
         f"SyncBatchNorm({plain}, virtual_devices=4, groups=((0, 2), (1,)), activation='leaky', slope=0.2, "
-        "inplace=True, running_variance='unbiased', timeout=5.0)"
+        "running_variance='unbiased', timeout=5.0)"
     )
     assert (layer.mode, layer.group_size, layer.num_devices, layer.timeout) == ("sync", None, None, 5.0)
     assert ShuffleBatchNorm(virtual_devices=3).mode == "shuffle" and SyncBatchNormAdd().activation == "relu"

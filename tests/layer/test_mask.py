@@ -42,14 +42,6 @@ def test_numbers_that_count(contexts, rng, of_masks):
     assert_same(got, specification(layer, batch, masks=masks), TOLERANCE["float32"])
 
 
-def test_in_place_where_nothing_counts(contexts, rng):
-    batch = make_batch(rng, 3)
-    masks = make_masks(rng, batch)
-    masks[2] *= 0
-    layer = prepare(SyncBatchNorm(inplace=True, mode="local", virtual_devices=2), batch, contexts[:3], "float64")
-    assert_same(masked_step(layer, batch, masks, contexts, "float64"), specification(layer, batch, masks=masks), 1e-10)
-
-
 @pytest.mark.parametrize("axis, spatial", [(1, (4, 6)), (-1, (4, 6)), (1, (3,))])
 def test_what_is_masked_may_hold_anything(contexts, rng, axis, spatial):
     batch = make_batch(rng, 2, axis=axis, spatial=spatial, dtype="float32", offset=1e4)

@@ -261,8 +261,6 @@ EPILOGUE = {
     "none": (False, {}),
     "relu6": (False, {"activation": "relu6"}),
     "leaky": (False, {"activation": "leaky", "slope": 0.25}),
-    "none, in place": (False, {"inplace": True}),
-    "leaky, in place": (False, {"activation": "leaky", "slope": 0.25, "inplace": True}),
     "added": (True, {"activation": None}),
     "added, relu6": (True, {"activation": "relu6"}),
     "added, leaky": (True, {"activation": "leaky", "slope": 0.25}),

@@ -18,8 +18,6 @@ Spec any_spec(Random& random, int contexts) {
     spec.fix_gamma = random.one_in(4);
     spec.slope = random.one_of<double>({1, 0, 0.25});
     spec.adds = random.one_in(3);
-    const bool may_be = !spec.adds && spec.slope > 0 && spec.mode != Mode::kShuffle;
-    spec.inplace = may_be && random.one_in(2);
     if (!random.one_in(4)) spec.exchange = any_exchange(random);
     return spec;
 }
@@ -66,7 +64,6 @@ std::shared_ptr<Property> Layer::property(int node) const {
         {"slope", std::to_string(spec.slope)},
         {"ceiling", "inf"},
         {"adds", spec.adds ? "1" : "0"},
-        {"inplace", spec.inplace ? "1" : "0"},
     });
 }
 

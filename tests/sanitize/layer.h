@@ -25,7 +25,7 @@ struct Spec {
     int channels = 3;
     bool channels_last = false, fix_gamma = false;
     double slope = 1;  // of the activation, below 0
-    bool adds = false, inplace = false;
+    bool adds = false;
     syncbn::Asked* const* exchange = nullptr;  // where the one of its own stands
 
     bool activates() const { return slope != 1; }

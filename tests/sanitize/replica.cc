@@ -22,9 +22,8 @@ Replica::Replica(Random& random, Layer& layer, size_t context, int node, bool tr
       height(height),
       channels(layer.spec.channels),
       parameters(layer.placed[context].parameters),
-      // The backward of an activation, or in place, is about what y is, without what was there before.
-      req(layer.spec.activates() || layer.spec.inplace ? int{kWrite}
-                                                       : random.one_of<int>({kWrite, kWrite, kWrite, kNull})) {
+      // The backward of an activation is about what y is, without what was there before.
+      req(layer.spec.activates() ? int{kWrite} : random.one_of<int>({kWrite, kWrite, kWrite, kNull})) {
     fill(random, layer.spec.type, backwards);
 }
 

@@ -117,9 +117,6 @@ def draw(seed: int, contexts: Sequence[mx.Context]) -> Case:
     trains = perhaps(0.5)
     # Rounding decides on which side of 0 a value is, and with it about a gradient: in float64 too seldom to be seen.
     activation = _one(rng, (None, "relu", "relu6", "leaky")) if dtype == "float64" and perhaps(0.5) else None
-    # Nor does float16 keep x to the last digit.
-    may_be = dtype != "float16" and activation in (None, "leaky") and net != "residual"
-    inplace = may_be and pooling.get("mode") != "shuffle" and perhaps(0.3)
     trainer = {"kvstore": _one(rng, ("device", "local")), "update_on_kvstore": perhaps(0.5)}
     return Case(
         seed=seed,
@@ -134,7 +131,6 @@ def draw(seed: int, contexts: Sequence[mx.Context]) -> Case:
             "scale": not perhaps(0.1),
             "center": not perhaps(0.1),
             "activation": activation,
-            "inplace": inplace,
         },
         fused=net == "residual" and perhaps(0.5),
         pooling=pooling,

@@ -50,7 +50,7 @@ def build(case: Case) -> nn.HybridBlock:
         activation = of_arguments(case.settings["activation"], 0.01)
         if not case.fused:
             return Residual(linear(), norm(SyncBatchNormAdd), activation)
-        plain = {key: value for key, value in case.settings.items() if key not in ("activation", "inplace")}
+        plain = {key: value for key, value in case.settings.items() if key != "activation"}
         block = Residual(linear(), nn.BatchNorm(in_channels=given, **plain), activation)
         convert(block, case)
         return block

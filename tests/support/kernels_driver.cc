@@ -43,11 +43,6 @@ void grad_input(const void* dy, const void* x, int type, int64_t outer, int64_t 
     syncbn::cpu::grad_input(Work{Type(type), Shape{outer, channels, inner, block}, threads, mask}, dy, x,
                             {{mean, scale, shift, behind(z_slope, ceiling)}, fed_mean, mean_dz, slope, add != 0}, dx);
 }
-void recover(const void* y, int type, int64_t outer, int64_t channels, int64_t inner, int64_t block, int threads,
-             const double* mean, const double* scale, const double* shift, double slope, double ceiling, void* x) {
-    syncbn::cpu::recover(Work{Type(type), Shape{outer, channels, inner, block}, threads}, y,
-                         {mean, scale, shift, behind(slope, ceiling)}, x);
-}
 // [outer, channels, inner, block, first value] of each slot.
 void cut(int64_t outer, int64_t channels, int64_t inner, int64_t block, int64_t samples, int64_t slots, int64_t* out) {
     syncbn::Tensor tensor{Type::kFloat32, {outer, channels, inner, block}, samples, {}};

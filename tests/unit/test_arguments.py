@@ -1,6 +1,7 @@
 """Every argument of every public function, by a table: what is out of range is a ValueError that names the argument,
 the value and what was expected; what NumPy calculates is as good as Python's own numbers."""
 
+import functools
 import inspect
 import re
 from operator import attrgetter
@@ -130,7 +131,6 @@ LAYER = {
     "num_devices": "optional count",
     "activation": "activation",
     "slope": "between 0 and 1",
-    "inplace": "flag",
     "mode": "mode",
     "virtual_devices": "count",
     "group_size": "optional count",
@@ -482,12 +482,14 @@ def test_positions_of_plain_batchnorm_are_its_own(given, named):  # a warning is
         ("affine", "scale and center, as nn.BatchNorm calls it"),
         ("process_group", "group_size or groups"),
         ("track_running_stats", "nothing, because a layer always has running statistics"),
+        ("inplace", r"nothing; gluon_syncbn\.recompute"),
     ],
 )
-def test_names_of_pytorchs_layer(name, here):
-    for norm in (SyncBatchNorm, SyncBatchNormAdd, gluon_syncbn.ShuffleBatchNorm):
+def test_names_of_other_layers(name, here):
+    converts = functools.partial(gluon_syncbn.convert, nn.BatchNorm())
+    for make in (SyncBatchNorm, SyncBatchNormAdd, gluon_syncbn.ShuffleBatchNorm, converts):
         with pytest.raises(ValueError, match=f"{name}: 1 was given, expected {here}"):
-            norm(**{name: 1})
+            make(**{name: 1})
 
 
 def test_arrays_are_described_not_printed():

@@ -85,11 +85,6 @@ class Kernels:
         self._call("grad_input", dy, self.x, *self._shape(), *constants, fed_mean, mean_dy, slope, out, int(add))
         return out
 
-    def recover(self, y, mean, scale, shift, out, activation):
-        constants = mean, scale, shift, *map(ctypes.c_double, activation)
-        self._call("recover", y, *self._shape(), *constants, out)
-        return out
-
 
 def in_blocks(array, block, at=0):
     """[outer][channels / block][inner][block], `at` values after where memory begins."""
@@ -194,26 +189,6 @@ def check(library, shape, dtype, block, activation, masked):
             close(got, want, 2 * TOLERANCE[dtype])
         kernels.mask = np.zeros_like(mask)
         assert not any(values.any() for values in kernels.moments()) and kernels.returned == 0
-
-
-@pytest.mark.parametrize("activation", [NOTHING, ACTIVATIONS["leaky"]], ids=["nothing", "leaky"])
-@layouts([(3, 5, 77), (2, 4, 5), (900, 7, 1)], TYPES, IN_BLOCKS[:5])
-def test_x_from_y(library, shape, dtype, block, activation):
-    """And dx where x was."""
-    x, dy, _, (scale, shift, mean_dz, slope, _) = case(shape, dtype, offset=2)
-    scale = np.where(scale > 0, 0.5, -0.5) + scale
-    kernels = Kernels(library, x, threads=2, block=block, dtype=dtype)
-    mean, _ = kernels.moments()
-    y = kernels.normalise(mean, scale, shift, np.empty_like(x), activation)
-    found = kernels.recover(y, mean, scale, shift, np.empty_like(x), activation)
-    close(found, x, 4 * TOLERANCE[dtype])
-
-    constants = {"shift": shift, "activation": activation}
-    want = kernels.grad_input(dy, mean, scale, mean_dz, slope, np.empty_like(x), False, **constants)
-    place = x.copy()
-    in_place = Kernels(library, place, 2, block, dtype=dtype)
-    in_place.grad_input(dy, mean, scale, mean_dz, slope, place, False, **constants)
-    np.testing.assert_array_equal(place, want)
 
 
 @layouts([(1, 1, 32), (40, 1, 1)], ["float32", "bfloat16"], [(1, 16, 5)])

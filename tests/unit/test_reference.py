@@ -34,7 +34,7 @@ def layer_of(seed):
     """A random layer that the specification knows, in float64."""
     case = draw(seed)
     exact = {"dtype": "float64", "offset": case.offset and 30.0}
-    return replace(case, **exact, addend=case.addend and "own", inplace=False, fused=False)
+    return replace(case, **exact, addend=case.addend and "own", fused=False)
 
 
 def forward_of(case, truth, shards, addends, masks, permutation):

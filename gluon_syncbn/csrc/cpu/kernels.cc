@@ -136,25 +136,6 @@ struct GradInputOf {
     }
 };
 
-template <class A, typename T>
-struct RecoverOf {
-    using Data = T;
-    static constexpr int kConstants = 4;
-    static constexpr bool kMasked = false;
-    const T* y;
-    T* x;
-    const Activation activation;
-
-    template <typename V, class K>
-    SYNCBN_METHOD void apply(int64_t at, const K& k, bool) const {
-        V z;
-        load(y + at, &z);
-        Behind<A, V>(activation).undo(&z);
-        z = ((z - k[kShift]) / k[kScale] + k[kLow]) + k[kHigh];
-        store(z, x + at);
-    }
-};
-
 // ---- the micro-kernels, one set per data type and instruction set ------------------------------------------------
 // Overloads of plain functions: instruction-set clones of template instances are not portable among g++ versions.
 
@@ -183,9 +164,6 @@ struct RecoverOf {
             SYNCBN_IF(add, kAdd,                                                                                     \
                       SYNCBN_IF(run.mask != nullptr, kMasked,                                                        \
                                 for_each_value<WIDTH>(GradInputOf<A, kAdd, kMasked, T>{dy, x, dx, with}, run, k);))) \
-    }                                                                                                                \
-    SET void micro_recover(const Run& run, const Column<Compute<T>>& k, const T* y, T* x, const Activation& with) {  \
-        SYNCBN_ACTIVATION(with, A, for_each_value<WIDTH>(RecoverOf<A, T>{y, x, with}, run, k);)                      \
     }
 #define SYNCBN_MICROKERNELS(SET, WIDTH) SYNCBN_NUMBERS(SYNCBN_MICROKERNELS_OF, SET, WIDTH)
 
@@ -398,17 +376,6 @@ void grad_input(const Work& work, const void* dy, const void* x, const GradInput
         for_runs(work, [&](const Run& run) {
             micro_grad_input(run, table.from(0), static_cast<const T*>(dy), static_cast<const T*>(x),
                              static_cast<T*>(dx), activation, with.add);
-        });
-    });
-}
-
-void recover(const Work& work, const void* y, const Rectified& with, void* x) {
-    with_type(work.type, [&](auto* t) {
-        using T = std::remove_pointer_t<decltype(t)>;
-        Table<Compute<T>> table(View(work), work.shape.channels, 4);
-        table.put_z(with);
-        for_runs(work, [&](const Run& run) {
-            micro_recover(run, table.from(0), static_cast<const T*>(y), static_cast<T*>(x), with.activation);
         });
     });
 }

@@ -1,4 +1,4 @@
-// Declares the layer's arithmetic on a CPU: five functions, each one pass over memory, without types of MXNet's.
+// Declares the layer's arithmetic on a CPU: four functions, each one pass over memory, without types of MXNet's.
 // Statistics are float64 for every type of data. Results do not depend on the number of threads. All tensors of a call
 // have the same shape and layout.
 #pragma once
@@ -35,8 +35,7 @@ struct GradSums {
     void* dz;       // if y is given
 };
 
-// dx = scale * (dz - mean_dz - (x - mean) * slope), added to dx if `add`, with dz from dy and x. [channels] each. dx
-// may share the memory of x.
+// dx = scale * (dz - mean_dz - (x - mean) * slope), added to dx if `add`, with dz from dy and x. [channels] each.
 struct GradInput {
     Rectified with;
     const double* mean;
@@ -54,8 +53,6 @@ void normalise(const Work& work, const void* x, const Rectified& with, const voi
 void grad_sums(const Work& work, const void* dy, const void* x, const GradSums& with, double* sum_dz,
                double* sum_dz_xhat);
 void grad_input(const Work& work, const void* dy, const void* x, const GradInput& with, void* dx);
-// Computes x from the y of `normalise`, for an invertible activation without an addend.
-void recover(const Work& work, const void* y, const Rectified& with, void* x);
 
 // The instruction set of this machine's kernels: "avx512f", "avx2" or "baseline".
 const char* instruction_set();

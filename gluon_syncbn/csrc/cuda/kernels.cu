@@ -128,7 +128,6 @@ struct Normal {
     __device__ explicit Normal(double mean = 0, double scale = 1, double shift = 0)
         : mean(mean), scale(static_cast<V>(scale)), shift(static_cast<V>(shift)) {}
     __device__ V of(V x) const { return mean.below(x) * scale + shift; }
-    __device__ V back(V z) const { return ((z - shift) / scale + mean.low) + mean.high; }
 };
 
 // ---- reductions ----------------------------------------------------------------------------------------------
@@ -636,29 +635,6 @@ struct Kernels {
         }
     };
 
-    // Computes x from the y of `Normalise`.
-    struct Recover {
-        static constexpr int kInputs = 1, kNeeded = 1;
-        static constexpr bool kMasked = false;
-        const RecoverArguments& with;
-        const void* const from[kInputs] = {with.y};
-        void* const to = with.x;
-        const typename A::template On<V> activation = {with.affine.slope, with.affine.ceiling};
-        Normal<V> normal = Normal<V>();
-
-        __device__ void use(Index slot, Index channel) {
-            const Kept kept = with.kept[slot * with.tiling.channels + channel];
-            const double shift = beta(with.affine, channel);
-            normal = Normal<V>(kept.used_mean, kept.used_invstd * gamma(with.affine, channel), shift);
-            if (kept.used_invstd == 0) normal = Normal<V>(kept.mean, rsqrt(0.0), shift);  // x is the mean, for every y
-        }
-        __device__ V value(const V (&in)[kInputs], Index) const {
-            V z = in[0];
-            activation.undo(&z);
-            return normal.back(z);
-        }
-    };
-
     // The running statistics of one channel.
     __device__ static void move(void* running, Index channel, double momentum, double to) {
         V* const values = static_cast<V*>(running);
@@ -713,23 +689,6 @@ struct Kernels {
             const ChannelStatistic fed = same ? used : statistic(with, with.fed, slot, channel);
             with.kept[i] = {fed.share, used.mean, invstd(with, used), fed.mean, invstd(with, fed)};
         }
-    }
-
-    struct First {
-        Index channel;
-        __device__ void merge(const First& other) { channel = other.channel < channel ? other.channel : channel; }
-    };
-
-    // Finds the first channel whose gamma hides x, in the first block.
-    __device__ static void report_hidden(const RecoverArguments& with) {
-        if (blockIdx.x + blockIdx.y + blockIdx.z > 0) return;
-        const Index channels = with.tiling.channels;
-        First first = {channels};
-        for (Index channel = threadIdx.x; channel < first.channel; channel += kBlock)
-            if (!with.invertible(gamma(with.affine, channel), beta(with.affine, channel))) first.channel = channel;
-        first = merged(first, 1);
-        if (threadIdx.x == 0 && first.channel < channels)
-            static_cast<volatile Status*>(with.status)->at = first.channel;
     }
 
     // Adds up this replica's own slots, each [2][channels].
@@ -814,11 +773,6 @@ struct Kernels {
                 each<T>(GradInput<false, kMasked>{with}, with.tiling);
         }
         parameter_gradients(with);
-    }
-
-    __device__ static void recover(const RecoverArguments& with) {
-        each<T>(Recover{with}, with.tiling);
-        report_hidden(with);
     }
 
     template <typename From, typename To>

@@ -44,7 +44,7 @@ struct Kept {
 // Memory of the host that a running launch reads and writes.
 struct Status {
     int given_up;  // the step has failed: work on the stream shall leave no results
-    Index at;      // index of the replica's first packed moment that is not finite; for `recover`, a channel; -1: none
+    Index at;      // index of the replica's first packed moment that is not finite; -1: none
     double value;  // its value
 };
 
@@ -122,18 +122,6 @@ struct GradInputArguments {
     void *dgamma, *dbeta;
     int add, add_dgamma, add_dbeta;
     const void* mask;
-};
-
-// Computes x from the y of `normalise` without an addend, with `kept`. If x cannot be found, status->at is the first
-// such channel. Grid as for normalise.
-struct RecoverArguments {
-    Tiling tiling;
-    const void* y;
-    void* x;
-    Affine affine;
-    const Kept* kept;
-    Invertible invertible;
-    Status* status;
 };
 
 // to = from, added if `add`. `widen` and `narrow` convert values of a type to that of its sums, and the reverse.

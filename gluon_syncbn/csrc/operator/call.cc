@@ -132,8 +132,6 @@ bool Call::begin(bool backward, const Arrays& arrays, bool training) {
         for (const Role role : written())
             if (arrays_.wants(role)) data(arrays_[role]);
         if (backward) {
-            // Into dx, unless that has values, perhaps those of dy.
-            x_ = !node_->inplace ? arrays_[kX] : arrays_.requests[kDx] == kWrite ? arrays_[kDx] : scratch();
             const bool writes_dz = arrays_.wants(kDaddend) && !arrays_.adds(kDaddend);
             dz_ = writes_dz ? arrays_[kDaddend] : node_->adds && node_->activation.any() ? scratch() : arrays_[kDy];
             ready = begin_differentiate();
@@ -182,13 +180,6 @@ std::exception_ptr Call::end_step(const std::exception& error) const noexcept {
         step().fail(none);
         return std::current_exception();
     }
-}
-
-void Call::refuse_to_recover(int64_t channel) const {
-    throw Failure("no gradient: gamma of channel " + std::to_string(channel) +
-                  " is too small, compared with beta, to find x from " + name_of(tensor_.type) +
-                  " outputs (inplace=True). Train this layer with inplace=False. Or keep its gamma away from 0: "
-                  "initialise it with another value, and exclude it from weight decay (wd_mult = 0).");
 }
 
 // ---- statistics ----------------------------------------------------------------------------------------------

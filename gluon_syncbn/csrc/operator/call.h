@@ -30,10 +30,9 @@ constexpr bool is_data(int role) { return role % kRoles == kX || role % kRoles =
 struct Node {
     std::shared_ptr<Layer> layer;
     Activation activation;
-    bool adds = false;     // has a fourth input, which is added before the activation
-    bool masks = false;    // has a mask behind these
-    int64_t number = -1;   // the number of this node of a graph, the same on all contexts; -1 for an eager call
-    bool inplace = false;  // the backward gets y in place of x, and computes x again
+    bool adds = false;    // has a fourth input, which is added before the activation
+    bool masks = false;   // has a mask behind these
+    int64_t number = -1;  // the number of this node of a graph, the same on all contexts; -1 for an eager call
     int axis = 1;
     double epsilon = 1e-5, momentum = 0.9;
     bool fix_gamma = false;
@@ -91,8 +90,7 @@ class Call {
 
   protected:
     // The work before the replicas wait for each other, up to `contribute`, whose result these return; true if nothing is
-    // shared. A call that repeats another one has none. In the backward, computes x from y if `inplace`, and dz, which is
-    // dy unless y says more.
+    // shared. A call that repeats another one has none. In the backward, computes dz, which is dy unless y says more.
     virtual bool begin_normalise() = 0;
     virtual bool begin_differentiate() = 0;
     // Computes y, with the running statistics if `frozen_`. From the statistics of the batch it also updates the running
@@ -138,14 +136,12 @@ class Call {
     // Whether dx comes from dy and the activation, by x. With an addend it comes from dz, the addend's gradient.
     bool by_input() const { return node_->activation.any() && !node_->adds; }
     bool in_backward() const { return stage_ >= Stage::kBackward; }
-    // The x of this channel cannot be found from y, because of its gamma.
-    [[noreturn]] void refuse_to_recover(int64_t channel) const;
 
     const NodePtr node_;
     const std::string context_;
     Tensor tensor_;
     Arrays arrays_;
-    Array x_, dz_;           // of a backward
+    Array dz_;               // of a backward
     LayerConfigPtr config_;  // of the layer, as they were when this call was issued
     Place place_;
     std::shared_ptr<const Pools> pools_;  // of the last forward

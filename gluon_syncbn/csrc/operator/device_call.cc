@@ -101,10 +101,9 @@ class DeviceCall : public Call {
     // The addend's gradient is dz, the gradient with respect to z of `Affine`. With an addend, `grad_sums` writes dz, and
     // `grad_input` reads it. Otherwise both compute z again, and dz from dy.
     bool begin_differentiate() override {
-        if (node_->inplace && tensor_.shape.size() > 0) recover();
         GradSumsArguments with{};
         with.dy = data(arrays_[kDy]);
-        with.x = data(x_);
+        with.x = data(arrays_[kX]);
         with.affine = affine(by_input());
         with.kept = kept_.as<Kept>();
         // The sign of y does not matter without an activation.
@@ -121,7 +120,7 @@ class DeviceCall : public Call {
         GradInputArguments with{};
         with.tiling = plan;
         with.dy = data(dz_);
-        with.x = data(x_);
+        with.x = data(arrays_[kX]);
         with.dx = target(kDx);
         with.affine = affine(by_input());
         with.kept = kept_.as<Kept>();
@@ -158,7 +157,6 @@ class DeviceCall : public Call {
         if (!work_) return;
         wait();
         const Status& status = *work_->lease.status();
-        if (in_backward() && status.at >= 0) refuse_to_recover(status.at);
         if (!in_backward()) check_finite(status.at, status.value);
         if (!in_backward() && !frozen_ && !recall_.again) remember(work_->gathered);
         if (const auto update = std::exchange(update_, nullptr)) update_in_turn(update);
@@ -240,14 +238,6 @@ class DeviceCall : public Call {
         run(kernel_of("expand_mask", tensor_.type), {ceil_div(positions, kBlock)},
             ExpandArguments{positions, data(arrays_[kMask]), to, tensor_.mask});
         return to;
-    }
-
-    // Computes x from y.
-    void recover() {
-        const Plan plan = this->plan();
-        run(kernel_of("recover", tensor_.type, node_->activation), plan.each(),
-            RecoverArguments{plan, data(arrays_[kY]), data(x_), affine(), kept_.as<Kept>(),
-                             invertible_by(tensor_.type, node_->activation.slope), work().lease.status()});
     }
 
     // Updates the running statistics in a launch of its own, which another node's thread may wait for.

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
 #include <map>
 #include <utility>
 
@@ -86,7 +85,6 @@ class HostCall : public Call {
 
     bool begin_differentiate() override {
         const int64_t n = channels();
-        if (node_->inplace) recover();
         dgamma_ = dbeta_ = Vector(n, 0.0);
         // With an addend, y gives the sign of z.
         void* const y = node_->adds && node_->activation.any() ? data(arrays_[kY]) : nullptr;
@@ -96,7 +94,7 @@ class HostCall : public Call {
         for (const Slot& slot : tensor_.slots) {
             if (slot.used) {
                 const Vector scale = by_input() ? this->scale(slot) : Vector();
-                cpu::grad_sums(work(slot), at(data(arrays_[kDy]), slot), at(data(x_), slot),
+                cpu::grad_sums(work(slot), at(data(arrays_[kDy]), slot), at(data(arrays_[kX]), slot),
                                {{slot.used->mean.data(), scale.data(), shift.data(), node_->activation},
                                 slot.used->invstd.data(),
                                 at(y, slot),
@@ -140,7 +138,7 @@ class HostCall : public Call {
                     }
                 }
                 const Vector scale = this->scale(slot);
-                cpu::grad_input(work(slot, mask), at(data(dz_), slot), at(data(x_), slot),
+                cpu::grad_input(work(slot, mask), at(data(dz_), slot), at(data(arrays_[kX]), slot),
                                 {{slot.used->mean.data(), scale.data(), shift.data(), activation},
                                  (slot.fed ? slot.fed : slot.used)->mean.data(),
                                  mean_dz.data(),
@@ -293,22 +291,6 @@ class HostCall : public Call {
             cpu::normalise(work(slot), at(data(arrays_[kX]), slot),
                            {slot.used->mean.data(), scale.data(), shift.data(), node_->activation}, at(addend, slot),
                            at(data(arrays_[kY]), slot));
-        }
-    }
-
-    // Computes x from y. Throws if x cannot be found.
-    void recover() {
-        const Vector gamma = this->gamma(), shift = this->shift();
-        const Invertible invertible = invertible_by(tensor_.type, node_->activation.slope);
-        for (const Slot& slot : tensor_.slots) {
-            if (!slot.used) continue;
-            Vector scale = this->scale(slot);
-            for (size_t c = 0; c < scale.size(); ++c) {
-                if (!invertible(gamma[c], shift[c])) refuse_to_recover(static_cast<int64_t>(c));
-                if (slot.used->none()) scale[c] = std::numeric_limits<double>::infinity();  // x is the mean
-            }
-            cpu::recover(work(slot), at(data(arrays_[kY]), slot),
-                         {slot.used->mean.data(), scale.data(), shift.data(), node_->activation}, at(data(x_), slot));
         }
     }
 

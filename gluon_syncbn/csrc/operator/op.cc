@@ -247,9 +247,9 @@ int backward_dependency(const int* dy, const int* inputs, const int* outputs, in
     static thread_local std::array<int, 5> list;
     int n = 0;
     list[n++] = dy[0];
-    list[n++] = node.inplace ? outputs[0] : inputs[kX];
+    list[n++] = inputs[kX];
     list[n++] = inputs[kGamma];
-    if (node.activation.any() || node.inplace) list[n++] = node.adds ? outputs[0] : inputs[kBeta];
+    if (node.activation.any()) list[n++] = node.adds ? outputs[0] : inputs[kBeta];
     if (node.masks) list[n++] = inputs[node.inputs - 1];
     *size = n;
     *needed = list.data();
@@ -338,7 +338,6 @@ NodePtr node_of(int count, const char** keys, const char** values) {
                        std::stod(given["ceiling"])};
     node.adds = given["adds"] == "1";
     node.masks = given["masks"] == "1";
-    node.inplace = given["inplace"] == "1";
     node.fix_gamma = given["fix_gamma"] == "1";
     node.unbiased = given["unbiased"] == "1";
     node.frozen = given["use_global_stats"] == "1";

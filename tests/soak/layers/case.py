@@ -27,7 +27,6 @@ class Case:
     activation: Optional[str]
     slope: float
     addend: Optional[str]  # "own", or "x": the data itself
-    inplace: bool
     fused: bool  # by `convert`, from plain BatchNorm and what stands behind it
     way: str
     reqs: Dict[str, str]  # grad_req
@@ -149,7 +148,6 @@ def draw(seed: int) -> Case:
 
     addend = one((None, None, "own", "x"))
     activation = one((None, "relu", "relu6", "leaky"))
-    inplace = addend is None and activation in (None, "leaky") and pooling["mode"] != "shuffle" and perhaps(0.4)
     way = one(("eager", "hybrid", "static_alloc", "static_shape"))
     reqs = {name: one(("write", "write", "add", "null")) for name in ("x", "addend", "gamma", "beta")}
     if addend != "own":
@@ -192,7 +190,6 @@ def draw(seed: int) -> Case:
         activation=activation,
         slope=one((0.25, 0.0625) + (0.01, 0.3) * (dtype != "float64")),
         addend=addend,
-        inplace=inplace,
         fused=fused,
         way=way,
         reqs=reqs,

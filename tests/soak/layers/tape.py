@@ -32,8 +32,6 @@ class Value:
         self.slack = np.broadcast_to(np.asarray(slack, float), self.data.shape)
         self.rounding = rounding
         self.pulls: Sequence[Tuple[Value, Callable[[Value], Value]]] = pulls
-        self.blurred: Any = None  # by how much more the backward may be off about it, which finds it again
-        self.made_of: Sequence[Tuple[Value, Any]] = ()  # what may be blurred, and how much of it comes through
 
     @staticmethod
     def of(it: Any) -> Value:
@@ -43,31 +41,15 @@ class Value:
         rounding = max(self.rounding, other)
         return Value(data, slack + rounding.unit * np.abs(data), rounding, pulls)
 
-    def seen(self) -> Value:
-        """As the backward has it."""
-        blur = self._blur()
-        return self if blur is None else Value(self.data, self.slack + np.asarray(blur, float), self.rounding)
-
-    def _blur(self) -> Any:
-        if self.blurred is None:
-            blurs = [(parent._blur(), weight) for parent, weight in self.made_of]
-            found = [blur * np.abs(weight) for blur, weight in blurs if blur is not None]
-            return sum(found) if found else None
-        return self.blurred
-
     # ---- operations --------------------------------------------------------------------------------------------
 
     def __add__(self, other: Any) -> Value:
         b = Value.of(other)
         pulls = (self, lambda g: g), (b, lambda g: g)
-        result = self._rounded(self.data + b.data, self.slack + b.slack, b.rounding, *pulls)
-        result.made_of = (self, 1), (b, 1)
-        return result
+        return self._rounded(self.data + b.data, self.slack + b.slack, b.rounding, *pulls)
 
     def __neg__(self) -> Value:
-        result = Value(-self.data, self.slack, self.rounding, [(self, lambda g: -g)])
-        result.made_of = [(self, 1)]
-        return result
+        return Value(-self.data, self.slack, self.rounding, [(self, lambda g: -g)])
 
     def __sub__(self, other: Any) -> Value:
         return self + -Value.of(other)
@@ -75,10 +57,7 @@ class Value:
     def __mul__(self, other: Any) -> Value:
         b = Value.of(other)
         slack = np.abs(self.data) * b.slack + np.abs(b.data) * self.slack + self.slack * b.slack
-        pulls = (self, lambda g: g * b.seen()), (b, lambda g: g * self.seen())
-        result = self._rounded(self.data * b.data, slack, b.rounding, *pulls)
-        result.made_of = (self, b.data), (b, self.data)
-        return result
+        return self._rounded(self.data * b.data, slack, b.rounding, (self, lambda g: g * b), (b, lambda g: g * self))
 
     def reciprocal(self) -> Value:
         """Of what is not 0."""
@@ -107,9 +86,7 @@ class Value:
 
     def at(self, rounding: Rounding) -> Value:
         """From here on it is computed with another rounding."""
-        result = Value(self.data, self.slack, rounding, [(self, lambda g: g)])
-        result.made_of = [(self, 1)]
-        return result
+        return Value(self.data, self.slack, rounding, [(self, lambda g: g)])
 
     def looser(self, slack: Any) -> Value:
         return Value(self.data, self.slack + np.asarray(slack, float), self.rounding, [(self, lambda g: g)])
@@ -138,10 +115,6 @@ class Columns(Value):
         data, slack = (np.zeros(self._whole.data.shape, kind) for kind in (EXACT, float))
         data[:, self._where], slack[:, self._where] = gradient.data, gradient.slack
         return Value(data, slack, gradient.rounding)
-
-    def _blur(self) -> Any:
-        blur = self._whole._blur()
-        return None if blur is None else blur[:, self._where]
 
 
 def storing(data: np.ndarray, dtype: str) -> np.ndarray:

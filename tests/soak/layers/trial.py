@@ -95,9 +95,9 @@ class Trial:
         case = self.case
         own = {**case.pooling, "running_variance": "unbiased" if case.unbiased else "biased"}
         if case.fused:
-            return gluon_syncbn.convert(Plain(case), fuse=True, inplace=case.inplace, **own)
+            return gluon_syncbn.convert(Plain(case), fuse=True, **own)
         kind = SyncBatchNorm if case.addend is None else SyncBatchNormAdd
-        epilogue = {"activation": case.activation, "slope": case.slope, "inplace": case.inplace}
+        epilogue = {"activation": case.activation, "slope": case.slope}
         return kind(in_channels=case.channels, **case.settings, **epilogue, **own)
 
     def run(self) -> None:

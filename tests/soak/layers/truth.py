@@ -9,7 +9,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 import numpy as np
 
 from .case import Case
-from .tape import DOUBLE, Rounding, Value, gradients, storing
+from .tape import DOUBLE, Rounding, Value, gradients
 
 SINGLE = 2**-24
 
@@ -174,10 +174,7 @@ class Truth:
             return Value(np.zeros(x.data.shape), rounding=x.rounding) + beta
         deviation = (statistic.variance + float(self.case.settings["epsilon"])).root()
         scaled = (x - statistic.mean) * deviation.reciprocal() * gamma
-        z = (scaled if own else scaled.stored(self.case.dtype)) + beta
-        if own and self.case.inplace:
-            x.blurred = storing(z.data, self.case.dtype) * deviation.data / np.abs(gamma.data)
-        return z
+        return (scaled if own else scaled.stored(self.case.dtype)) + beta
 
     def sum(self, z: Value, addend: Optional[Value], separate: bool) -> Value:
         """``separate``: MXNet's own operators may do it, with arrays in between."""
