@@ -19,7 +19,7 @@ unexport PYTHONHOME PYTHONPATH PIP_TARGET PIP_PREFIX PYTHONDONTWRITEBYTECODE
 help:
 	@cat <<'END'
 	make quickstart  two CPU devices train as one: a script to read (seconds)
-	make demo     train a segmentation network with SyncBatchNorm on 2 CPU devices (6 to 10 minutes, more where something else runs)
+	make demo     train a segmentation network with plain and with synchronised statistics, and show both (up to 10 minutes)
 	make demo-contrastive  MoCo with batch statistics that leak, and with the cures (about 5 minutes)
 	make demo-distributed  the segmentation job in two processes beside the same in one (about 10 minutes)
 	make check    lint and the quickest tests, for the loop of editing (under a minute)

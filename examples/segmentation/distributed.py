@@ -1,4 +1,4 @@
-"""The demo's job in one process and in two: is the training the same?
+"""A job in one process and in two: is the training the same?
 
     python examples/segmentation/distributed.py
 
@@ -21,6 +21,10 @@ from errors import EXIT_INTERRUPTED, UserError, run
 from minidata import make_minidata
 from options import Parser, check_train, number, train_parser
 
+JOB = (  # on two devices
+    "--model fastscnn --syncbn --aux --aux-weight 0.4 --crop-size 128 --base-size 160 "
+    "--batch-size 8 --lr 0.2 --momentum 0.9 --weight-decay 1e-4"
+)
 SAVE = os.path.join("runs", "demo-distributed")
 EPOCHS = 2
 RUNS = {  # name, processes, options
@@ -66,7 +70,7 @@ def main(argv=None) -> int:
 def train(name: str, given) -> int:
     """Train one of the runs to its end. Return the exit code."""
     text, processes, devices = RUNS[name]
-    options = f"{demo.JOB} {devices} --epochs {given.epochs} --workers 1 --data-root {demo.DATA} "
+    options = f"{JOB} {devices} --epochs {given.epochs} --workers 1 --data-root {demo.DATA} "
     options += f"--save-dir {os.path.join(SAVE, name)} {given.options}"
     args = train_parser().parse_args(options.split())
     check_train(args)

@@ -1,6 +1,6 @@
 """Score a checkpoint on the validation images: pixel accuracy and mIoU, next to the best constant prediction.
 
-    python evaluate.py --resume runs/demo/best.ckpt --data-root runs/minidata --cpus 2
+    python evaluate.py --resume runs/demo/SyncBatchNorm/best.ckpt --data-root runs/minidata --cpus 2
 
 The scores are over centre crops, as during training. With --testval, they are over whole images (--scales, --flip).
 """

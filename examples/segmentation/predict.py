@@ -1,6 +1,6 @@
 """Segment images with a checkpoint, and write a picture and a mask for each image.
 
-    python predict.py --resume runs/demo/best.ckpt street.jpg --output-dir predicted
+    python predict.py --resume runs/demo/SyncBatchNorm/best.ckpt street.jpg --output-dir predicted
 
 The command writes predicted/street_picture.png (image and prediction side by side, with a legend) and
 predicted/street_mask.png (one channel of ADE20K class ids, 1 to 150).
@@ -48,7 +48,7 @@ def predict(args) -> int:
     for stem, (_, image) in zip(stems, images):
         labels = predictor.labels(image)
         picture = os.path.join(args.output_dir, stem + "_picture.png")
-        draw_predictions(picture, [(image, None, labels)])
+        draw_predictions(picture, [image], None, {"prediction": [labels]})
         mask = os.path.join(args.output_dir, stem + "_mask.png")
         Image.fromarray((labels + 1).astype(np.uint8)).save(mask)
         print(f"{picture} {mask}")
