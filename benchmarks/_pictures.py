@@ -34,7 +34,7 @@ class Picture(NamedTuple):
     """Panels of lines have numbers for ticks, others texts."""
 
     panels: Sequence[Any]  # title, ticks, series
-    below: str  # of the x axis
+    below: Any  # of the x axis; of each panel's
     measure: str  # of the y axis
     finding: str
     note: str
@@ -150,7 +150,7 @@ def kernels(cells: Cells) -> Picture:
     names = list(first["ratios"])
     series = {(name, colour): [point(one["ratios"][name]) for one in shown] for name, colour in zip(names, style.BLUES)}
     middle = [value for name in names for value in medians(shown, name)]
-    found = f"A pass of a kernel takes {span(middle)} of a copy's pass, which is what memory allows"
+    found = f"A kernel's pass over memory takes {span(middle)} times as long as a copy's"
     note = f"{shape(first)}, float32, {first['set']}, one thread; {rounds(shown)}"
     texts = [f"{one['layout']}\nbehind: {one['behind']}" for one in shown]
     return Picture([("", texts, series)], "", "time of a pass, of a copy's", found, note, False, reference="a copy")
@@ -245,10 +245,11 @@ def scaling(cells: Any) -> Picture:
     gpus = [2**k for k in range(len(ways["NCCL"]))]
     shades = (style.SYNC, style.SHUFFLE, style.SAMPLES)
     right = {(way, shade): [point(v, 1e3) for v in values] for (way, values), shade in zip(ways.items(), shades)}
-    found = f"{processes[-1]} processes should cost {span([1e3 * c[-1] for c in costs.values()])} ms a step"
+    most = [f"{1e3 * cost[-1]:.0f}" for cost in costs.values()]
+    found = f"By a model, statistics over {processes[-1]} processes cost {' and '.join(most)} ms of a step"
     panels = [("processes on CPUs", processes, left), (f"GPUs, {name}", gpus, right)]
     note = "a model of the messages, from one measured message and published times of GPUs; no such job was measured"
-    return Picture(panels, "processes, and GPUs", "ms of a step for statistics", found, note, shared=False)
+    return Picture(panels, ("processes", "GPUs"), "ms of a step for statistics", found, note, shared=False)
 
 
 def gpu(cells: Any) -> Picture:
@@ -274,7 +275,7 @@ def gpu(cells: Any) -> Picture:
     series = {label: [point(one.get(name), 1e6) for one in taken] for name, label in labels.items()}
     beside = [f"{span([one['ours'] / one[name] for one in taken])} of {labels[name][0].partition(',')[0]}'s"
               for name in ("torch", "plain") if name in taken[0]]  # fmt: skip
-    found = f"On {most} GPU(s), a layer takes {' and '.join(beside) or 'some'} time"
+    found = f"On {most} GPU{'s' if most > 1 else ''}, a layer takes {' and '.join(beside) or 'some'} time"
     texts = [f"{shape(one)}\n{one['dtype']}" for one in shown]
     note = f"forward and backward of a layer in a static graph; medians; {LESS}"
     return Picture([("", texts, series)], "", "microseconds", found, note, False, 0)
@@ -299,10 +300,11 @@ def draw(results: Path) -> None:
 def render(picture: Picture, env: Dict[str, str], path: Path, *sources: Any) -> None:
     count, texts = len(picture.panels), sum(len(ticks) for _, ticks, _ in picture.panels)
     are_texts = isinstance(picture.panels[0][1][0], str)
-    width = max(7, (0.3 * len(picture.panels[0][2]) + 0.3) * texts + 1) if are_texts else 2.6 * count + 2.4
+    width = max(7, (0.4 * len(picture.panels[0][2]) + 0.3) * texts + 1) if are_texts else 2.6 * count + 2.4
     widths = [len(ticks) if are_texts else 1 for _, ticks, _ in picture.panels]
     drawn, axes = style.figure(width, 4.4, count, sharey=picture.shared, width_ratios=widths)
-    for axis, (title, ticks, series) in zip(axes, picture.panels):
+    below = [picture.below] * count if isinstance(picture.below, str) else picture.below
+    for axis, (title, ticks, series), under in zip(axes, picture.panels, below):
         if are_texts:
             style.dots(axis, ticks, series, picture.digits)
         else:
@@ -313,7 +315,7 @@ def render(picture: Picture, env: Dict[str, str], path: Path, *sources: Any) -> 
         if picture.reference:
             axis.axhline(1, color=style.PLAIN, linestyle="--", linewidth=1)
         axis.set_title(title, fontsize=9)
-        axis.set_xlabel(picture.below)
+        axis.set_xlabel(under)
         if picture.logarithmic:
             style.logarithmic(axis)
         elif not picture.reference:

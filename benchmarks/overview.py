@@ -15,7 +15,6 @@ README = ROOT / "README.md"
 BEGIN, END = "<!-- figures: python benchmarks/overview.py -->\n", "<!-- end of figures -->\n"
 
 NAMES = ("contrib", "ours", "fused")
-WORDS = {"fused": "fused layers", "contrib": "contrib's layer"}
 DEVICES = 2
 
 Ratios = Dict[str, Dict[str, float]]  # to plain BatchNorm: quantiles by name
@@ -107,12 +106,17 @@ def picture() -> _pictures.Picture:
     for title, groups in (("five layers in a chain, forward and backward", layers()), ("a training step", models())):
         series = {label: [_pictures.point(one.get(name)) for _, one in groups] for name, label in zip(NAMES, methods)}
         panels.append((title, [label.replace("-R", "-\nR") for label, _ in groups], series))
-    taken = {name: [one[name]["median"] for _, one in models()] for name in NAMES}
-    found = " and ".join(f"{_pictures.span(taken[name])} with {words}" for name, words in WORDS.items())
+    spans = [
+        [_pictures.span([one[name]["median"] for _, one in groups]) for name in ("ours", "fused", "contrib")]
+        for groups in (layers(), models())
+    ]
     counts = [one["count"] for _, ratios in layers() + models() for one in ratios.values()]
     several = f"n = {min(counts)} to {max(counts)} rounds; {_pictures.style.QUANTILES}"
     note = f"fused beside BatchNorm and ReLU; {several}; {_pictures.LESS}"
-    found = f"A step on two CPU devices, as a multiple of plain BatchNorm's: {found}"
+    of_layers, of_steps = (
+        f"{ours} with SyncBatchNorm, {fused} fused, {contrib} contrib's" for ours, fused, contrib in spans
+    )
+    found = f"On two CPU devices, of plain BatchNorm's time:\nfive layers take {of_layers}; a training step {of_steps}"
     return _pictures.Picture(panels, "", _pictures.OF_PLAIN, found, note, reference=_pictures.PLAIN)
 
 
