@@ -1,18 +1,20 @@
-"""Draws docs/images/speed.png and writes the README's figures, from benchmarks/results. It measures nothing."""
+"""Draws docs/images/speed.png and writes figures into pages, from benchmarks/results. It measures nothing."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any, Callable, Dict, List, Tuple
 
 import _pictures
 
 RESULTS = Path(__file__).resolve().parent / "results"
 ROOT = RESULTS.parents[1]
-README = ROOT / "README.md"
-BEGIN, END = "<!-- figures: python benchmarks/overview.py -->\n", "<!-- end of figures -->\n"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "measured.md")
+BLOCK = re.compile(
+    r"(<!-- figures of (\w+): python benchmarks/overview.py -->\n).*?(<!-- end of figures -->\n)", re.DOTALL
+)
 
 NAMES = ("contrib", "ours", "fused")
 DEVICES = 2
@@ -100,6 +102,90 @@ takes {low} to {high} of its time on large shapes. In a net, convolutions take t
 """
 
 
+def table(header: List[str], rows: List[List[str]]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in [header, *rows]]
+    return "\n".join([lines[0], "|---" * len(header) + "|", *lines[1:]]) + "\n"
+
+
+def by_shape() -> str:
+    """A row for each shape, on all numbers of replicas."""
+    found: Dict[Tuple[int, ...], Dict[int, Ratios]] = {}
+    for cell in cells("layers"):
+        found.setdefault(tuple(cell["shape"]), {}).setdefault(cell["replicas"], {}).update(cell["ratios"])
+    replicas = sorted(next(iter(found.values())))
+    rows = []
+    for shape, ratios in found.items():
+        ours = [f"{ratios[n]['ours']['median']:.2f}" for n in replicas]
+        others = [_pictures.span([ratios[n][name]["median"] for n in replicas]) for name in ("fused", "contrib")]
+        rows.append([" x ".join(map(str, shape)), *ours, *others])
+    of_all = f"{replicas[0]} to {replicas[-1]}"
+    header = ["shape per replica", *map(str, replicas[:-1]), f"{replicas[-1]} replicas"]
+    return table([*header, f"fused, {of_all}", f"contrib, {of_all}"], rows)
+
+
+def by_network() -> str:
+    """A row for each network, on all numbers of devices."""
+    found: Dict[str, Dict[int, Ratios]] = {}
+    for cell in cells("models"):
+        found.setdefault(cell["model"], {})[cell["devices"]] = cell["ratios"]
+    devices = sorted(next(iter(found.values())))
+    columns = {
+        name: [n for n in devices if n > 1 or name in ("ours", "fused")]
+        for name in ("ours", "fused", "local", "contrib")
+    }
+    rows = [
+        [name, *(" / ".join(f"{ratios[n][column]['median']:.2f}" for n in on) for column, on in columns.items())]
+        for name, ratios in found.items()
+    ]
+    words = {"ours": "`convert(net)`"}
+    return table(["network", *(f"{words.get(k, k)}, {' / '.join(map(str, on))}" for k, on in columns.items())], rows)
+
+
+def by_memory() -> str:
+    """MiB of a step, on as many devices: plain BatchNorm, ours, fused."""
+    found: Dict[str, List[str]] = {}
+    for cell in cells("models"):
+        found.setdefault(cell["model"], []).append(" / ".join(f"{one:.0f}" for one in cell["memory_mib"].values()))
+    devices = [f"{n} devices" if n > 1 else "1 device" for n in sorted({cell["devices"] for cell in cells("models")})]
+    return table(["network, MiB with plain / ours / fused", *devices], [[name, *row] for name, row in found.items()])
+
+
+def on_gpu() -> str:
+    """Forward and backward together, of medians."""
+    rows = []
+    for way, words in (("static", "in a static graph"), ("eager", "in eager mode")):
+        found = [
+            cell["seconds"]
+            for cell in json.loads((RESULTS / "gpu.json").read_text())["cells"]["layers"]
+            if cell["way"] == way
+        ]
+        taken = [
+            {
+                name: sum(one[f"{name} {d}"]["median"] for d in ("forward", "backward"))
+                for name in ("ours", "fused", "plain", "two", "torch")
+            }
+            for one in found
+        ]
+        pairs = (("ours", "plain"), ("fused", "two"), ("ours", "torch"))
+        rows.append([words, *(_pictures.span([one[a] / one[b] for one in taken]) for a, b in pairs)])
+    header = ["this layer runs", "of `nn.BatchNorm` (cuDNN), run the same way", "with ReLU, of two layers"]
+    return table([*header, "of eager `torch.nn.SyncBatchNorm`"], rows)
+
+
+FIGURES: Dict[str, Callable[[], str]] = {
+    "speed": figures,
+    "layers": by_shape,
+    "networks": by_network,
+    "memory": by_memory,
+    "gpus": on_gpu,
+}
+
+
+def written(page: str) -> str:
+    """The text of a page, with the figures of the results."""
+    return BLOCK.sub(lambda block: block[1] + FIGURES[block[2]]() + block[3], page)
+
+
 def picture() -> _pictures.Picture:
     methods = [_pictures.METHODS[name] for name in NAMES]
     panels = []
@@ -128,5 +214,5 @@ def draw(path: Path) -> None:
 
 if __name__ == "__main__":
     draw(ROOT / "docs" / "images" / "speed.png")
-    before, rest = README.read_text(encoding="utf-8").split(BEGIN)
-    README.write_text(before + BEGIN + figures() + END + rest.split(END)[1], encoding="utf-8")
+    for page in PAGES:
+        page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The README's figures and all pictures are those of the results."""
+"""Figures of pages and all pictures are those of the results."""
 
 import pytest
 from places import BENCHMARKS, ROOT
@@ -12,8 +12,10 @@ def test_the_figures_follow_from_the_results(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import overview
 
-    text = README.read_text(encoding="utf-8")
-    assert overview.BEGIN + overview.figures() + overview.END in text, "run python benchmarks/overview.py"
+    for page in overview.PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert overview.BLOCK.search(text)
+        assert overview.written(text) == text, "run python benchmarks/overview.py"
 
 
 def test_pictures_are_as_old_as_what_draws_them(monkeypatch):
