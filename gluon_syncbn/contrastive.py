@@ -19,10 +19,9 @@ from mxnet.context import Context
 from mxnet.gluon.data import Sampler
 from mxnet.util import is_np_array
 
-from .exchange.store import ProcessStore
 from .system import arguments, kinds
 from .training.gather import gather
-from .training.session import session
+from .training.replicas import store_of
 
 _MOST = 2**63 - 1  # samples, batches, epochs
 
@@ -323,7 +322,7 @@ class ShuffleSampler(Sampler):
         batch : int
             The number of the batch in the current epoch.
         kvstore : KVStore, optional
-            The KVStore of the processes. By default that of `configure`.
+            The KVStore of the processes. By default that of `configure`, or the only one.
 
         Raises
         ------
@@ -333,7 +332,7 @@ class ShuffleSampler(Sampler):
             As in `gather`.
         """
         batch = arguments.whole("batch", batch, 0, len(self) - 1)
-        store = session.exchange_of(kvstore) or session.exchange
+        store = store_of(kvstore)
         order = self._order(self.epoch, batch)
         own = self._own(np.argsort(order))  # where the keys of this process's queries are
         parts = list(features) if isinstance(features, (list, tuple)) and features else [features]
@@ -346,7 +345,7 @@ class ShuffleSampler(Sampler):
         if count != len(own) or isinstance(features, np.ndarray):
             expected = f"{len(own)} rows, those of this process in batch {batch}, or {len(order)}, all of them"
             arguments.refuse("features", features, expected)
-        place = (store.rank, store.num_workers) if isinstance(store, ProcessStore) else (0, 1)
+        place = (0, 1) if store is None else (store.rank, store.num_workers)
         if place != (self._rank, self._num_workers):
             expected = f"one in which this is rank {self._rank} of {self._num_workers}, as the sampler says"
             raise ValueError(f"kvstore: this process is rank {place[0]} of {place[1]} in it, expected {expected}")

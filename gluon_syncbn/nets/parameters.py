@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple, TypeVar
+from typing import Any, Dict, Iterable, List, Mapping, Tuple, TypeVar
 
 import mxnet as mx
 import numpy as np
 from mxnet.gluon import Block, Parameter, ParameterDict
 
-from ..exchange.store import ProcessStore
 from ..layer import SyncBatchNorm
 from ..mxnet_side import blocks
 from ..system import arguments, kinds
-from ..training.replicas import stores_of
-from ..training.session import session
+from ..training.replicas import store_of
 from .convert import NetT, forget_graphs
 
 ModuleT = TypeVar("ModuleT")
@@ -92,17 +90,6 @@ def await_values(argument: str, parameters: Iterable[Parameter]) -> None:
                 "initialize, and predict one batch if shapes are not known yet"
             )
     mx.nd.waitall()  # a static graph does not tell MXNet that it writes running statistics
-
-
-def store_of(kvstore: Any, parameters: Iterable[Parameter]) -> Optional[ProcessStore]:
-    """Returns the store that reaches the other processes of the job; None if there are none."""
-    exchange = session.exchange_of(kvstore)
-    if kvstore is not None:
-        return exchange if isinstance(exchange, ProcessStore) else None
-    stores = stores_of(parameters) or ([] if session.chosen else session.stores)  # before a Trainer gets it
-    if len(stores) > 1:
-        arguments.refuse("kvstore", kvstore, f"one of the {len(stores)} KVStores of the layers")
-    return stores[0] if stores else None
 
 
 def _listed(params: Any) -> List[Parameter]:

@@ -21,8 +21,8 @@ from ..mxnet_side import blocks, op
 from ..system import arguments, kinds
 from ..system.kinds import values
 from ..training import steps
-from ..training.replicas import Pooling, Replicas
-from .parameters import await_values, store_of
+from ..training.replicas import Pooling, Replicas, store_of
+from .parameters import await_values
 
 #: By the running mean, which several layers may share: the name of one of them, and the running variance.
 Running = Dict[Parameter, Tuple[str, Parameter]]

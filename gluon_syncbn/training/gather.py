@@ -13,8 +13,7 @@ from mxnet import autograd, nd
 from .. import _native
 from ..exchange.store import ProcessStore
 from ..system import arguments
-from .replicas import Replicas
-from .session import session
+from .replicas import Replicas, store_of
 
 
 def gather(features: Any, *, name: str = "gather", kvstore: Any = None) -> Any:
@@ -40,7 +39,8 @@ def gather(features: Any, *, name: str = "gather", kvstore: Any = None) -> Any:
     name : str
         Names the gather in messages. All processes pass the same name.
     kvstore : str or KVStore, optional
-        The KVStore that reaches the other processes, as in `SyncBatchNorm`. By default that of `configure`.
+        The KVStore that reaches the other processes, as in `SyncBatchNorm`. By default that of `configure`, or
+        the only one.
 
     Returns
     -------
@@ -69,7 +69,7 @@ def gather(features: Any, *, name: str = "gather", kvstore: Any = None) -> Any:
         arguments.refuse("features", features, "rows of one shape and type")
     if not isinstance(name, str) or not name:
         arguments.refuse("name", name, "a text")
-    store = session.exchange_of(kvstore) or session.exchange
+    store = store_of(kvstore)
     for layer in [] if listed else list(Replicas.by_token.values()):
         if len(layer.contexts) > 1 and features.context in layer.contexts:
             expected = f"a list of one array for each of {layer.contexts}, because layers are there"
@@ -79,7 +79,7 @@ def gather(features: Any, *, name: str = "gather", kvstore: Any = None) -> Any:
     if len(arrays) > 1:
         # The backward of a copy overwrites the gradient of a variable with grad_req="add". That of identity adds.
         rows = nd.concat(*[nd.identity(array).as_in_context(contexts[0]) for array in arrays], dim=0)
-    if isinstance(store, ProcessStore) and store.num_workers > 1:
+    if store is not None and store.num_workers > 1:
         rows = _of_all_processes(rows, name, store)
     return [rows.as_in_context(context) for context in contexts] if listed else rows
 

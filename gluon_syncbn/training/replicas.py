@@ -20,7 +20,7 @@ from ..activation import PLAIN, Computation
 from ..exchange.base import Exchange
 from ..exchange.pooling import MODES, Pooling
 from ..exchange.store import ProcessStore
-from ..system import cuda, locks
+from ..system import arguments, cuda, locks
 from ..system.identity import OfEach
 from .session import session
 
@@ -117,6 +117,19 @@ def stores_of(parameters: Iterable[Any]) -> List[ProcessStore]:
     """Returns the stores of several processes that are the default, or that the layers of these parameters name."""
     used = [session.exchange, *(replicas.exchange for replicas in followers_of(parameters))]
     return list(dict.fromkeys(one for one in used if isinstance(one, ProcessStore)))
+
+
+def store_of(kvstore: Any, parameters: Iterable[Any] = ()) -> Optional[ProcessStore]:
+    """Returns the store that reaches the other processes, for an argument ``kvstore``; None if it reaches none. By
+    default that of `stores_of`, or the only one of this process, which no Trainer may have yet.
+    """
+    if kvstore is not None:
+        exchange = session.exchange_of(kvstore)
+        return exchange if isinstance(exchange, ProcessStore) else None
+    stores = stores_of(parameters) or ([] if session.chosen else session.stores)
+    if len(stores) > 1:
+        arguments.refuse("kvstore", kvstore, f"one of the {len(stores)} KVStores of the layers")
+    return stores[0] if stores else None
 
 
 @functools.lru_cache(maxsize=None)

@@ -13,6 +13,7 @@ from replicas import TOLERANCE, WAYS
 import gluon_syncbn
 from gluon_syncbn import contrastive
 from gluon_syncbn.exchange.store import ProcessStore
+from gluon_syncbn.training.session import session
 
 CONTEXTS = [mx.cpu(i) for i in range(4)]
 SIZES = (2, 5, 0, 3)
@@ -155,9 +156,14 @@ def test_within_a_hybridized_net():
         net(nd.ones((2, 3)))
 
 
-def test_within_a_block_that_is_computed_again():
+@pytest.mark.parametrize("way", ["given", "configured", "the only one"])
+def test_within_a_block_that_is_computed_again(way, monkeypatch):
     store = ProcessStore("a test", mock.Mock(rank=0, size=2, mpi=[]))
-    block = gluon_syncbn.recompute(gluon.nn.Lambda(lambda x: contrastive.gather([x], name="twice", kvstore=store)[0]))
+    monkeypatch.setattr(session, "chosen", False)  # which another test may have left
+    monkeypatch.setattr(session, "exchange", store if way == "configured" else None)
+    monkeypatch.setattr(session, "stores", [store] if way == "the only one" else [])
+    given = store if way == "given" else None
+    block = gluon_syncbn.recompute(gluon.nn.Lambda(lambda x: contrastive.gather([x], name="twice", kvstore=given)[0]))
     expected = "gather 'twice': gather between processes does not work within a block of gluon_syncbn.recompute"
     with pytest.raises(mx.MXNetError, match=expected), autograd.record():
         block(nd.ones((2, 3)))
