@@ -11,7 +11,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, TypeVar
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple, TypeVar
 
 import mxnet as mx
 import numpy as np
@@ -66,8 +66,8 @@ def recompute(block: BlockT, active: bool = True) -> BlockT:
     block : gluon.Block
         A part of a network, changed in place and returned. Names of parameters and files stay as they were. Its forward
         takes arrays on one context, also within lists, tuples and dictionaries. A second call must compute the same:
-        the forward keeps no state between calls, and uses no arrays but its arguments and parameters. The block may
-        hold other such blocks.
+        the forward keeps no state between calls, does not ask whether ``autograd`` records, and uses no arrays but its
+        arguments and the ``data()`` of parameters. The block may hold other such blocks.
     active : bool
         False restores the block.
 
@@ -76,7 +76,9 @@ def recompute(block: BlockT, active: bool = True) -> BlockT:
     ValueError
         If an argument is not as described above. In a recorded call, if the second forward could not repeat a
         part of the block. Such parts are plain BatchNorm in training, a graph with ``static_alloc``, and Dropout on a
-        GPU, where its seed cannot be set. `convert` plain BatchNorm: mode ``'local'`` computes the same.
+        GPU, where its seed cannot be set. `convert` plain BatchNorm: mode ``'local'`` computes the same. A BatchNorm
+        operator is found in the graph of a ``HybridBlock`` or a ``SymbolBlock``. In other blocks its running statistics
+        would not move.
     MXNetError
         In a call, if a hybridized block contains this block. Reading a gradient raises it if the second forward failed,
         or differed from the first.
@@ -92,7 +94,7 @@ def recompute(block: BlockT, active: bool = True) -> BlockT:
         vars(block)["forward"] = _Recomputed(block, own)
         forget_graphs(block)  # graphs around it hold its operators, and those within keep old rates of Dropout
     elif isinstance(own, _Recomputed) and not active:
-        vars(block).pop("_draws_random", None)
+        vars(block).pop("_operators", None)
         del block.forward
         if own.replaced:
             vars(block)["forward"] = own.replaced
@@ -124,154 +126,200 @@ def _forward(block: Block, replaced: Optional[Callable[..., Any]], *args: Any) -
             "hybridize each recomputed block, but not the blocks that contain it. To predict with a graph, to "
             "write a file or to infer shapes, first call gluon_syncbn.recompute(block, active=False)"
         )
-    recording = autograd.is_recording() and bool(arrays)
-    if not recording and not _of_thread.frames:
+    recording = autograd.is_recording()
+    if not arrays or not (recording or _of_thread.frames):
         return forward(*args)
-    within, context = list(blocks.iterate(block)), arrays[0].ctx
-    seed = _generator(context).getrandbits(31) if _may_be_random(block, within, forward, args) else None
-    if recording:
-        _install()  # after an `uninstall`
-        _check(block, within, context)
-        return _recorded(block, forward, seed, args)
-    with _frame(seed, context, {}):  # within a block that is being recomputed
-        return forward(*args)
+    context, within = arrays[0].ctx, list(blocks.iterate(block))
+    operators = _operators(block, within, forward, args)
+    seed = _seeds.of(context).getrandbits(31) if operators.draw else None
+    if not recording:  # within the first forward of another block
+        with _frame(context, seed, {}):
+            return forward(*args)
+    _install()  # after an `uninstall`
+    _check(block, within, operators, context)
+    return _recorded(block.name, _Call(forward, context, seed), args)
 
 
-def _recorded(block: Block, forward: Callable[..., Any], seed: Optional[int], args: Any) -> Any:
-    """Calls a block, and records how to compute it again."""
-    context, training, tape = arrays_of(args)[0].ctx, autograd.is_training(), _native.Tape()
-    np_shape, np_array = mx.util.is_np_shape(), mx.util.is_np_array()  # of this thread
-    thread = _thread(os.getpid(), context, len(_of_thread.frames))
-    used: Arrays = {}
-    with _Recording(False, training):
-        # These are copies, because the engine runs the second forward after all operators that were issued since
-        # then and write the same arrays. Parameters are written by their update, which waits for the gradient.
-        copies = map_arrays(lambda array: array.copy(), args)
-        with _frame(seed, context, used), tape.running(again=False):
-            outputs = forward(*args)
-        parameters = {parameter: array.copy() for parameter, array in used.items()}
-
-    def again(heads: List[NDArray], gradients: List[NDArray], requests: List[int]) -> None:
-        """Runs the backward. Issues operators and waits for none."""
-        args = map_arrays(lambda array: array.detach(), copies)
-        wanted = [array for array in arrays_of(args) if is_float(array)]
-        given = {parameter: array.detach() for parameter, array in parameters.items()}
-        wanted += [array for parameter, array in given.items() if parameter.grad_req != "null"]
-        asked = [(a, g, r) for a, g, r in zip(wanted, gradients, requests) if r != _native.NULL]
-        if not asked:
-            return
-        # The gradients are returned, and not left in the arrays of the parameters.
-        autograd.mark_variables([a for a, _, _ in asked], [a.detach() for a, _, _ in asked])
-        with context, mx.util.np_shape(np_shape), mx.util.np_array(np_array), _Recording(True, training):
-            with _frame(seed, context, given, again=True), tape.running(again=True):
-                outputs = forward(*args)
-        computed = [array for array in arrays_of(outputs) if is_float(array)]
-        if len(computed) != len(heads):
-            raise mx.MXNetError(
-                f"the second forward had {len(computed)} outputs, the first {len(heads)}. A block of "
-                "gluon_syncbn.recompute must compute the same each time."
-            )
-        found = autograd.grad(computed, [a for a, _, _ in asked], heads, train_mode=training)
-        for (_, gradient, request), array in zip(asked, found):
-            value = kinds.classic(array)
-            gradient[:] = gradient + value if request == _native.ADD else value
-
-    inputs = [array for array in arrays_of(args) if is_float(array)]
-    inputs += [array for parameter, array in used.items() if parameter.grad_req != "null"]
+def _recorded(name: str, call: _Call, args: Any) -> Any:
+    """Computes a call, and records how to compute it again."""
+    outputs, inputs = call.compute(args)
     # An output may be one of the inputs, or be returned twice.
     outputs = map_arrays(lambda array: array.detach() if is_float(array) else array, outputs)
-    floats = [array for array in arrays_of(outputs) if is_float(array)]
-    if not floats:
+    if not _floats(outputs):
         return outputs
 
-    what = f"'{block.name}' was computed again (gluon_syncbn.recompute)"
-    # It returns when all is issued, because what `again` writes is freed then. This waits for no replica.
-    _native.record_function(what, inputs, floats, lambda *given: thread.submit(again, *given).result())
+    thread = _thread(os.getpid(), call.context, len(_of_thread.frames))
+
+    def differentiate(*given: Any) -> None:
+        # It returns when all is issued, because what it writes is freed then. This waits for no replica.
+        thread.submit(call.differentiate, *given).result()
+
+    what = f"'{name}' was computed again (gluon_syncbn.recompute)"
+    _native.record_function(what, inputs, _floats(outputs), differentiate)
     # A gradient in oneDNN's layout would reach the backward as a copy that is freed too early; see op.py.
-    if context.device_type == "gpu":
+    if call.context.device_type == "gpu":
         return outputs
     guarded = functools.partial(mx.nd.SwapAxis, dim1=0, dim2=0)
     return map_arrays(lambda a: kinds.like(guarded(kinds.classic(a)), a) if is_float(a) else a, outputs)
 
 
+class _Asked(NamedTuple):
+    """A gradient that MXNet asks for."""
+
+    array: NDArray  # whose gradient it is
+    gradient: NDArray
+    request: int
+
+
+class _Call:
+    """A call of a block: its first forward, and what the second one needs."""
+
+    def __init__(self, forward: Callable[..., Any], context: mx.Context, seed: Optional[int]) -> None:
+        self.context = context
+        self._forward, self._seed, self._tape = forward, seed, _native.Tape()
+        # Settings of this thread.
+        self._training, self._current = autograd.is_training(), mx.Context(mx.current_context())
+        self._np_shape, self._np_array = mx.util.is_np_shape(), mx.util.is_np_array()
+        self._args: Any = ()
+        self._arrays: Arrays = {}
+        self._trained: List[Parameter] = []  # which gradients are asked for is known at the first forward
+
+    def compute(self, args: Any) -> Tuple[Any, List[NDArray]]:
+        """Runs the first forward, and records nothing. Returns its outputs, and the arrays that get gradients."""
+        used: Arrays = {}
+        with _Recording(False, self._training):
+            # These are copies, because the engine runs the second forward after all operators that were issued since
+            # then and write the same arrays. Parameters are written by their update, which waits for the gradient.
+            self._args = map_arrays(lambda array: array.copy(), args)
+            with _frame(self.context, self._seed, used), self._tape.running(again=False):
+                outputs = self._forward(*args)
+            self._arrays = {parameter: array.copy() for parameter, array in used.items()}
+        self._trained = [parameter for parameter in used if parameter.grad_req != "null"]
+        return outputs, _floats(args) + [used[parameter] for parameter in self._trained]
+
+    def differentiate(self, heads: List[NDArray], gradients: List[NDArray], requests: List[int]) -> None:
+        """Runs the second forward and its backward. Issues operators and waits for none."""
+        args = map_arrays(lambda array: array.detach(), self._args)
+        arrays = {parameter: array.detach() for parameter, array in self._arrays.items()}
+        inputs = _floats(args) + [arrays[parameter] for parameter in self._trained]
+        asked = [one for one in map(_Asked, inputs, gradients, requests) if one.request != _native.NULL]
+        if not asked:
+            return
+        # The gradients are returned, and not left in the arrays of the parameters.
+        wanted = [one.array for one in asked]
+        autograd.mark_variables(wanted, [array.detach() for array in wanted])
+        with self._current, mx.util.np_shape(self._np_shape), mx.util.np_array(self._np_array):
+            with _frame(self.context, self._seed, arrays, again=True), self._tape.running(again=True):
+                with _Recording(True, self._training):
+                    outputs = _floats(self._forward(*args))
+        if len(outputs) != len(heads):
+            raise mx.MXNetError(
+                f"the second forward had {len(outputs)} outputs, the first {len(heads)}. A block of "
+                "gluon_syncbn.recompute must compute the same each time."
+            )
+        for one, found in zip(asked, autograd.grad(outputs, wanted, heads, train_mode=self._training)):
+            value = kinds.classic(found)
+            one.gradient[:] = one.gradient + value if one.request == _native.ADD else value
+
+
+def _floats(value: Any) -> List[NDArray]:
+    """Returns the arrays in a value that may have gradients."""
+    return [array for array in arrays_of(value) if is_float(array)]
+
+
 # ---- forwards --------------------------------------------------------------------------------------------------
-# MXNet keeps a generator for each thread and does not expose its state. Drawing a number from it would wait for the
-# operators in flight. So a forward that will be recomputed takes its seed from a generator of its context here, in any
-# thread. That starts with the seed of ``mx.random.seed``. Scripts seed before they have a block: until they seed
-# again, with a number of MXNet's.
-
-_seed = mx.random.seed  # without what follows
-_first: Optional[int] = None  # the seed of all contexts
-_generators: Dict[mx.Context, random.Random] = {}  # of seeds, outside of all forwards
 
 
-def _install() -> None:
-    global _first
-    patches.replace(_record_use, Parameter, "data")
-    patches.replace(_seeding, mx.random, "seed")
-    if _first is None:
-        _first = int(mx.nd.random.randint(1, 2**31 - 1).asscalar())
+class _Frame(NamedTuple):
+    """A forward of a recomputed block that a thread is within."""
 
-
-def _seeding(seed: Callable[..., None], seed_state: Any, ctx: Any = "all") -> None:
-    global _first
-    seed(seed_state, ctx)
-    if ctx == "all":
-        _first = int(seed_state)
-        _generators.clear()
-    else:  # the numbers of a process that has this context alone
-        _generators[mx.Context(ctx)] = random.Random(int(seed_state))
-
-
-# The second forward uses copies of the parameters. One reason is the engine. The other: an array also belongs to the
-# graph of the thread that records with it. Two threads that do so at the same time damage each other's graph.
+    seeds: random.Random  # of the recomputed forwards within
+    arrays: Arrays  # The first forward notes the parameters that it uses. The second one gets the copies that it left.
+    again: bool  # A second forward has a thread of its own (`_thread`), and is the outermost frame there.
 
 
 class _OfThread(threading.local):
     def __init__(self) -> None:
-        #: The recomputed forwards that the thread is within, the outermost first: the generator of the seeds within,
-        #: and the parameters that it uses, or that it is given the second time.
-        self.frames: List[Tuple[random.Random, Arrays, bool]] = []
+        self.frames: List[_Frame] = []  # the outermost first
 
 
 _of_thread = _OfThread()
 
 
-def _generator(context: mx.Context) -> random.Random:
-    if _of_thread.frames:
-        return _of_thread.frames[-1][0]
-    return _generators.setdefault(context, random.Random(f"{_first} {context}"))
-
-
 @contextmanager
-def _frame(seed: Optional[int], context: mx.Context, parameters: Arrays, again: bool = False) -> Iterator[None]:
-    """Makes random operators on this context, and recomputed forwards within, draw from the seed if there is one."""
-    generator = _generator(context) if seed is None else random.Random(seed)
-    if seed is not None:
-        _seed(seed, context)
-    _of_thread.frames.append((generator, parameters, again))
+def _frame(context: mx.Context, seed: Optional[int], arrays: Arrays, again: bool = False) -> Iterator[None]:
+    """Seeds the random operators of a forward, if there are any, and lets the thread be within it."""
+    seeds = _seeds.of(context) if seed is None else random.Random(seed)
+    for place in () if seed is None else {context, mx.current_context()}:  # on the latter, those without an input draw
+        _seed(seed, place)
+    _of_thread.frames.append(_Frame(seeds, arrays, again))
     try:
         yield
     finally:
         _of_thread.frames.pop()
 
 
-def _record_use(data: Callable[..., NDArray], parameter: Parameter, ctx: Optional[mx.Context] = None) -> NDArray:
-    array = None
-    for _, parameters, again in _of_thread.frames:
-        if again:
-            array = parameters.get(parameter)
-            if array is None:
-                raise mx.MXNetError(
-                    f"the second forward used the parameter '{parameter.name}', the first did not. A block of "
-                    "gluon_syncbn.recompute must compute the same each time."
-                )
-    if array is None:
+# One reason for the copies is the engine. The other: an array also belongs to the graph of the thread that records
+# with it. Two threads that do so at the same time damage each other's graph.
+def _array_of(data: Callable[..., NDArray], parameter: Parameter, ctx: Optional[mx.Context] = None) -> NDArray:
+    frames = _of_thread.frames
+    if frames and frames[0].again:
+        if parameter not in frames[0].arrays:
+            raise mx.MXNetError(
+                f"the second forward used the parameter '{parameter.name}', the first did not. A block of "
+                "gluon_syncbn.recompute must compute the same each time."
+            )
+        array = frames[0].arrays[parameter]
+    else:
         array = data(parameter, ctx)
-    for _, parameters, again in _of_thread.frames:
-        if not again:
-            parameters[parameter] = array
+    for frame in frames:
+        if not frame.again:
+            frame.arrays[parameter] = array
     return array
+
+
+# ---- random numbers --------------------------------------------------------------------------------------------
+# MXNet keeps a generator for each thread and does not expose its state. Drawing a number from it would wait for the
+# operators in flight. So a forward that will be recomputed takes its seed from a generator of its context here, in any
+# thread. That starts with the seed of ``mx.random.seed``. Scripts seed before they have a block: until they seed
+# again, with a number of MXNet's.
+
+
+class _Seeds:
+    """The seeds of forwards."""
+
+    def __init__(self) -> None:
+        self._first: Optional[int] = None  # of all contexts
+        self._of: Dict[mx.Context, random.Random] = {}  # outside of all forwards
+
+    def begin(self) -> None:
+        if self._first is None:
+            self._first = int(mx.nd.random.randint(1, 2**31 - 1).asscalar())
+
+    def of(self, context: mx.Context) -> random.Random:
+        """Returns the generator from which the next forward of this thread takes its seed."""
+        if _of_thread.frames:
+            return _of_thread.frames[-1].seeds
+        return self._of.setdefault(context, random.Random(f"{self._first} {context}"))
+
+    def follow(self, seed: Callable[..., None], seed_state: Any, ctx: Any = "all") -> None:
+        """Stands in for ``mx.random.seed``."""
+        seed(seed_state, ctx)
+        if ctx == "all":
+            self._first = int(seed_state)
+            self._of.clear()
+        else:  # the numbers of a process that has this context alone
+            self._of[mx.Context(ctx)] = random.Random(int(seed_state))
+
+
+_seed = mx.random.seed  # without `follow`
+_seeds = _Seeds()
+
+
+def _install() -> None:
+    patches.replace(_array_of, Parameter, "data")
+    patches.replace(_seeds.follow, mx.random, "seed")
+    _seeds.begin()
 
 
 # ---- threads ---------------------------------------------------------------------------------------------------
@@ -299,37 +347,53 @@ def _thread(process: int, context: mx.Context, depth: int) -> ThreadPoolExecutor
 # ---- what a block is -------------------------------------------------------------------------------------------
 
 
-def _check(block: Block, within: List[Block], context: mx.Context) -> None:
+def _check(block: Block, within: List[Block], operators: _Operators, context: mx.Context) -> None:
+    trains, layer = autograd.is_training(), "SyncBatchNorm, which alone can repeat a forward"
+    layer += " (gluon_syncbn.convert; mode='local' is plain)"
+    expected = dict.fromkeys(operators.plain if trains else (), layer)
     for one in within:
-        expected = ""
-        if blocks.is_batch_norm(one) and not isinstance(one, SyncBatchNorm) and not one._kwargs["use_global_stats"]:
-            expected = "SyncBatchNorm, which alone can repeat a forward (gluon_syncbn.convert; mode='local' is plain)"
-        elif isinstance(one, HybridBlock) and one._active and dict(one._flags).get("static_alloc"):
-            expected = "no static_alloc, whose arrays belong to the next forward when the second one is issued"
-        elif isinstance(one, nn.Dropout) and one._rate > 0 and context.device_type == "gpu":
-            expected = "no Dropout on a GPU, whose mask MXNet cannot draw again"
-        if expected:
-            raise ValueError(f"block: '{block.name}' was given, which holds '{one.name}', expected {expected}")
+        if isinstance(one, HybridBlock) and one._active and dict(one._flags).get("static_alloc"):
+            expected[one.name] = "no static_alloc, whose arrays are the next forward's when the second one is issued"
+        elif isinstance(one, nn.Dropout) and trains and one._rate > 0 and context.device_type == "gpu":
+            expected[one.name] = "no Dropout on a GPU, whose mask MXNet cannot draw again"
+        elif blocks.is_batch_norm(one) and trains and not isinstance(one, SyncBatchNorm):
+            expected.update({} if one._kwargs["use_global_stats"] else {one.name: layer})
+    for name, text in expected.items():
+        raise ValueError(f"block: '{block.name}' was given, which holds '{name}', expected {text}")
 
 
-def _may_be_random(block: Block, within: List[Block], forward: Callable[..., Any], args: Any) -> bool:
-    """Whether the block may draw random numbers, as a forward with symbols shows. Seeding costs some milliseconds.
+class _Operators(NamedTuple):
+    """What is known of the operators that a block calls."""
 
-    A schedule may raise a rate from 0, so the answer "no" holds until a setting changes. "Yes" holds for good, because
-    a graph that was recorded keeps its rate.
+    settings: List[Any]  # of the block, then
+    means: Set[str]  # names of the running means of its layers, then
+    draw: bool  # whether some may draw random numbers
+    plain: List[str]  # the names of those that normalise with the batch, and belong to no layer
+
+
+def _operators(block: Block, within: List[Block], forward: Callable[..., Any], args: Any) -> _Operators:
+    """Returns what a forward with symbols shows, or what recorded graphs within show. Seeding costs some milliseconds.
+
+    A schedule may raise a rate from 0, so that none draws holds until a setting changes. That some may draw holds for
+    good, because a graph that was recorded keeps its rate.
     """
-    now = _settings(within)
-    before, known = vars(block).get("_draws_random", (None, not isinstance(block, HybridBlock)))
-    if not known and now != before:
+    before: Optional[_Operators] = vars(block).get("_operators")
+    settings, means = _settings(within), {one.running_mean.name for one in within if blocks.is_batch_norm(one)}
+    if before is not None and before.means == means and (before.draw or before.settings == settings):
+        return before
+    draw, graphs = True, [json_of(one._cached_graph[1]) for one in within if isinstance(one, SymbolBlock)]
+    if isinstance(block, HybridBlock):
         count = itertools.count()
         try:
             traced = arrays_of(forward(*map_arrays(lambda a: kinds.like(mx.sym.var(f"data{next(count)}"), a), args)))
-            nodes = [node for _, _, node in walk(json_of(mx.sym.Group(traced))) if not is_ours(node)]
-            known = any(_RANDOM.fullmatch(node["op"]) for node in nodes)
+            graphs = [json_of(mx.sym.Group(traced))]
+            draw = any(_RANDOM.fullmatch(node["op"]) for _, _, node in walk(graphs[0]) if not is_ours(node))
         except Exception:  # the user's code fails; the only consequence here is that it cannot be traced
-            known = True
-        block._draws_random = now, known
-    return bool(known)
+            pass
+    nodes = [node for graph in graphs for node in blocks.recorded(block, graph) if node.operator in blocks.OPERATORS]
+    plain = [node.name for node in nodes if not node.frozen and node.inputs[3] not in means]
+    block._operators = _Operators(settings, means, draw or (before is not None and before.draw), plain)
+    return block._operators
 
 
 def _settings(within: List[Block]) -> List[Any]:

@@ -386,6 +386,54 @@ def test_arguments_and_results_of_any_structure(contexts):
     assert_close(*reversed(found))
 
 
+class Rows(nn.Block):
+    """Takes a number, and no array."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = self.params.get("table", shape=(6, 3), init="ones")
+
+    def forward(self, count):
+        return self.table.data()[:count]
+
+
+class OfRows(nn.Block):
+    def __init__(self):
+        super().__init__()
+        self.rows, self.places = recompute(Rows()), []
+
+    def forward(self, x):
+        self.places.append(mx.current_context())
+        return x * x * self.rows(len(x)).as_in_context(x.context)
+
+
+def test_a_block_within_may_take_no_array(contexts):
+    """And the second forward has the current context of the first, where numbers are drawn without `ctx=`."""
+    net, x = recompute(OfRows()), nd.full((2, 3), 3, ctx=contexts[1])
+    net.initialize(ctx=contexts[:1])
+    x.attach_grad()
+    with autograd.record():
+        y = net(x)
+    y.backward()
+    np.testing.assert_array_equal(x.grad.asnumpy(), np.full((2, 3), 6))
+    np.testing.assert_array_equal(net.rows.table.grad().asnumpy(), [[9] * 3] * 2 + [[0] * 3] * 4)
+    assert net.places == [contexts[0]] * 2
+
+
+@pytest.mark.parametrize("change", [lambda block: block, recompute], ids=["kept", "recomputed"])
+def test_a_parameter_that_is_frozen_before_the_backward(change):
+    """The step is that of its forward."""
+    block, x = change(nn.Dense(1, in_units=2)), nd.array([[3, 5]])
+    block.initialize(mx.init.One())
+    x.attach_grad()
+    bias = block.bias.grad()
+    with autograd.record():
+        y = block(x)
+    block.weight.grad_req = "null"
+    y.backward()
+    assert x.grad.asnumpy().tolist() == [[1, 1]] and bias.asnumpy() == [1]
+
+
 def test_what_is_not_recorded(contexts):
     """Prediction and forwards without a record scope call the block as it is."""
     net = make_net(contexts[:1])
@@ -496,8 +544,37 @@ def test_what_cannot_be_computed_twice(contexts):
     revert(unit)
     with pytest.raises(ValueError, match=re.escape("expected SyncBatchNorm, which alone can repeat a forward")):
         record(net, contexts[0])
+    with autograd.record(train_mode=False):
+        net(nd.ones((2, 4, 5, 3), ctx=contexts[0])).wait_to_read()
     gluon_syncbn.freeze(unit)
     record(net, contexts[0]).wait_to_read()
+
+
+class Operates(nn.HybridBlock):
+    """Its running statistics move in MXNet's backward, and so would those of the second forward."""
+
+    def __init__(self):
+        super().__init__()
+        for name, req in (("gamma", "write"), ("beta", "write"), ("running_mean", "null"), ("running_var", "null")):
+            setattr(self, name, self.params.get(name, shape=(4,), init="ones", grad_req=req))
+
+    def hybrid_forward(self, F, x, gamma, beta, running_mean, running_var):
+        return F.BatchNorm(x, gamma, beta, running_mean, running_var, name="hidden")
+
+
+def test_an_operator_of_batch_normalisation_is_no_layer(contexts):
+    operates, data = Operates(), mx.sym.var("data", dtype="float32")
+    operates.initialize(ctx=contexts[:1])
+    in_a_graph = gluon.SymbolBlock(operates(data), data, params=operates.collect_params())
+    within = nn.Sequential()
+    within.add(in_a_graph)
+    for block in (operates, in_a_graph, within):
+        recompute(block)
+        with pytest.raises(ValueError, match=r"holds '\w*hidden\w*', expected SyncBatchNorm"):
+            record(block, contexts[0])
+    convert(within)
+    recompute(in_a_graph, active=False)
+    record(within, contexts[0]).wait_to_read()
 
 
 def test_a_hybridized_block_cannot_hold_it(contexts):
