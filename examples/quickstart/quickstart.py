@@ -75,7 +75,7 @@ gluon_syncbn.revert(net)  # every layer is nn.BatchNorm again, in memory
 for name, net in nets.items():
     answers = net(mx.nd.array(images[1200:])).asnumpy().argmax(axis=1)
     print(f"{name:30} {np.mean(answers == labels[1200:]):.3f} of 597 other digits are right")
-print("Two devices with SyncBatchNorm are one device with the whole batch. On a net this small, the seed decides whether")
+print("Two devices with SyncBatchNorm are one device with the whole batch. On so small a net, the seed decides whether")
 print("plain statistics of two images score a little better or worse; `make demo` shows a net that loses much by them.")
 
 figure, axes = plt.subplots(figsize=(8, 4), constrained_layout=True)
