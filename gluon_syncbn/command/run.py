@@ -22,7 +22,7 @@ from . import report, selfcheck
 from .replacements import install
 
 USAGE = """usage: gluon-syncbn check
-           tells what serves on this machine, and whether it works
+           reports what this machine supports, and runs one training step
        gluon-syncbn check --report [FILE]
            the same, and trainings on all GPUs against one, and the layer's speed there, into a file to send
        gluon-syncbn run [--cpus N] [--convert] script.py [options and arguments of the script]
@@ -111,7 +111,7 @@ def _what_met(script: str, convert: bool) -> Iterator[str]:
             remedy = "no gluon.Trainer or Module trains a net in which batch normalisation was found"
         if convert and unsynchronised:
             named = some(list(unsynchronised), ", ")
-            remedy = f"--convert changes layers, and no operator that a block calls: call a layer there ({named})"
+            remedy = f"--convert changes layers alone, and these blocks call an operator: call a layer there ({named})"
         if session.ran:
             remedy = "its layers had one device each"
         yield f"{script} has trained, and nothing was synchronised: {remedy}"

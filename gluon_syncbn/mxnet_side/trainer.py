@@ -303,9 +303,8 @@ def _surprises(trainer: gluon.Trainer) -> Iterator[str]:
         if plain:
             yield (
                 f"{len(synchronised)} of {len(synchronised) + len(plain)} layers of batch normalisation are "
-                f"synchronised, and these are not: {some(plain, ', ')}. gluon_syncbn.convert(net) reaches layers that "
-                "norm_layer= does not, but no operator that a block calls: call a layer there. "
-                "gluon_syncbn.summary(net) lists all"
+                f"synchronised, and these are not: {some(plain, ', ')}. gluon_syncbn.convert(net) synchronises all "
+                "layers. Where a block calls an operator, call a layer instead. gluon_syncbn.summary(net) lists all"
             )
     # Nothing is fused without a graph. Some layers may stay outside of graphs on purpose.
     eager = [one.name for one in replicas if one.ran == UNFUSED]

@@ -1,4 +1,4 @@
-"""The self-check tells what serves, and its exit code whether it works."""
+"""The self-check reports what the machine supports, and its exit code says whether it works."""
 
 import functools
 import sys

@@ -265,7 +265,7 @@ def test_a_script_that_calls_the_operator(job):
     said = "0 of 1 layers of batch normalisation are synchronised, and these are not:"
     assert output.splitlines() == [f"{said} named", f"{said} other_bare"]
     last = errors.splitlines()[-1]
-    assert last.endswith("no operator that a block calls: call a layer there (named, other_bare)"), errors
+    assert last.endswith("these blocks call an operator: call a layer there (named, other_bare)"), errors
 
 
 def test_the_script_finds_what_it_finds_by_itself(job):
