@@ -22,7 +22,7 @@ help:
 	make demo     train a segmentation network with plain and with synchronised statistics, and show both (up to 10 minutes)
 	make demo-contrastive  MoCo with batch statistics that leak, and with the cures (about 5 minutes)
 	make demo-distributed  the segmentation job in two processes beside the same in one (about 10 minutes)
-	make check    lint and the quickest tests, for the loop of editing (under a minute)
+	make check    lint, the unit tests, and the tests of what differs from the last commit (one to five minutes)
 	make test     lint, then all tests but the slow ones, in three workers (about 12 minutes, set-up included)
 	make test-newest  on Python 3.13 and the newest NumPy, in .venv-3.13: the self-check and the tests that are about it (5 minutes)
 	make test-custom  the tests of the layer through MXNet's Custom, as with a library that is not known (about 12 minutes)
@@ -65,7 +65,7 @@ demo-distributed: core
 	@$(PY) examples/segmentation/distributed.py $(ARGS)
 
 check: lint
-	@$(PY) -m pytest -q -m "not processes and not gpu and not examples and not slow and not cuda_packages" tests/unit $(ARGS)
+	@$(PY) -m pytest -q -m "not processes and not gpu and not slow and not cuda_packages" tests/unit $$($(PY) tools/tests_of.py) $(ARGS)
 
 # Workers take whole files of tests: three, because tests wait a good part of their time. A thread of theirs that has
 # nothing to do leaves its core to another one.

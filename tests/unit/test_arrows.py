@@ -5,7 +5,7 @@ import ctypes
 import re
 
 import pytest
-from places import PACKAGE, SOURCES
+from places import PACKAGE, ROOT, SOURCES
 
 from gluon_syncbn import _native
 
@@ -209,3 +209,15 @@ def test_pooling_needs_no_thread_and_no_device():
     for path in (SOURCES / "pooling").iterdir():
         used = set(re.findall(r"^#include <(.+)>", path.read_text(encoding="utf-8"), re.MULTILINE))
         assert not used & {"mutex", "thread", "atomic", "condition_variable", "omp.h"}, path
+
+
+@pytest.mark.skipif(not (ROOT / "tools").exists(), reason="needs the source tree")
+def test_what_changes_has_tests(monkeypatch):
+    """What `make check` runs after a change is there, and each file of the package has some."""
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import tests_of
+
+    for path in [*MODULES.values(), *SOURCES.rglob("*.cc"), ROOT / "README.md", ROOT / "docs" / "index.rst"]:
+        found = tests_of.tests_of(path.relative_to(ROOT).as_posix())
+        assert found and all((ROOT / test).exists() for test in found), path
+    assert all((ROOT / beginning).exists() for beginning in tests_of.TESTS)
