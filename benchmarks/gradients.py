@@ -106,7 +106,7 @@ def child(over: Literal["mpi", "horovod"], cell: _measuring.Cell) -> None:
         print(json.dumps({"contexts": [a - b for a, b in zip(taken["all"], taken["one"])]}), flush=True)
         return
     gluon_syncbn.configure(timeout=120, kvstore=None)
-    store = gluon_syncbn.kvstore(over)
+    store = gluon_syncbn.kvstore("mpi")
 
     def of_all(number: float) -> List[float]:
         return [float(one[0]) for one in store.allgather("a benchmark", np.array([number]))]

@@ -6,14 +6,13 @@ Texts, lists, truth values and arrays are passed as Python has them. Some functi
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import re
 import weakref
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 
 import numpy as np
 from mxnet.autograd import Function
@@ -72,9 +71,8 @@ _GIVEN: Dict[str, Any] = {
     **_NUMBERS,
     "bool": ctypes.c_bool,
     "const char*": SimpleNamespace(from_param=_bytes),
-    "const syncbn::Mpi*": SimpleNamespace(from_param=lambda words: (ctypes.c_int64 * len(words))(*words) or None),
+    "const syncbn::Mpi*": SimpleNamespace(from_param=lambda words: (ctypes.c_int64 * len(words))(*words)),
     "const Span<const char*>&": _List(ctypes.c_char_p, _bytes),
-    "const Span<const char>&": _List(ctypes.c_char),
     "const Span<const int>&": _List(ctypes.c_int),
     "const Span<const size_t>&": _List(ctypes.c_size_t),
     "const Span<NDArrayHandle>&": _List(ctypes.c_void_p, lambda array: array.handle.value),
@@ -313,11 +311,10 @@ def merge_moments(total: np.ndarray, part: np.ndarray) -> np.ndarray:
     return merged
 
 
-def summands(names: Sequence[str], arrays: List[List[NDArray]], gpus: Optional[int] = None) -> Tuple[Any, ...]:
+def summands(names: Sequence[str], arrays: List[List[NDArray]]) -> Tuple[Any, ...]:
     """Returns the arrays of some sums as ``sum`` of the core takes them. They have to live as long.
 
-    For each sum there are a name, for messages, and as many dense arrays of float type as for the others. They are on
-    CPUs, or on the GPUs for which `gpus` has returned this handle.
+    For each sum there are a name, for messages, and as many dense arrays of float type on CPUs as for the others.
     """
     count, contexts = len(names), len(arrays[0]) if arrays else 1
     types, sizes = (ctypes.c_int * count)(), (ctypes.c_size_t * count)()
@@ -327,13 +324,7 @@ def summands(names: Sequence[str], arrays: List[List[NDArray]], gpus: Optional[i
         sizes[i] = array.size
         lines += f"{names[i]} ({sizes[i]} values of {_FLOATS[types[i]]})\n"
     handles = c_handle_array([array for of_sum in arrays for array in of_sum])
-    # What rank 0 tells has to fit into a piece of shared memory, with the update. Of many arrays, it has the first.
-    end = lines.rfind("\n", 0, 1 << 18) + 1
-    if end < len(lines):
-        rest = re.sub(r"\d+(?=.*')", "", lines[end:])  # Gluon's counters may differ
-        digest, left = hashlib.blake2b(rest.encode(), digest_size=7).hexdigest(), lines.count("\n", end)
-        lines = f"{lines[:end]}one of the last {left} arrays (together {digest})\n"
-    return lines.encode(), count, types, sizes, contexts, handles, gpus
+    return lines.encode(), count, types, sizes, contexts, handles
 
 
 _FLOATS = {0: "float32", 1: "float64", 2: "float16", 12: "bfloat16"}  # as kTypesOfData in csrc/types.h

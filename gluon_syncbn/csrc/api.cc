@@ -12,7 +12,6 @@
 #include "cuda/collective.h"
 #include "cuda/driver.h"
 #include "exchange/processes.h"
-#include "exchange/python.h"
 #include "failure.h"
 #include "log.h"
 #include "meeting/registry.h"
@@ -84,11 +83,10 @@ SYNCBN_API(void, layer_place, int64_t id, const Span<const char*>& contexts, con
     if (!same) layer->forget();
 }
 
-SYNCBN_API(void, layer_agree, int64_t id, Asked* processes, int64_t key, size_t channels,
-           const Span<const size_t>& replicas) {
+SYNCBN_API(void, layer_agree, int64_t id, Asked* processes, int64_t key, const Span<const size_t>& replicas) {
     const auto layer = found(id);
     auto& exchange = of_processes(processes);
-    const auto agreed = exchange.agree(key, layer->name, layer->pooling, channels, replicas);
+    const auto agreed = exchange.agree(key, layer->name, layer->pooling, replicas);
     registry().change(*layer, [&](auto& config) {
         config.agreed = agreed;
         config.agreed_by = &exchange;
@@ -170,41 +168,21 @@ SYNCBN_API(Asked, kvstore_exchange, syncbn::AddInPython* add) { return {kvstore_
 // For that function: says why it fails.
 SYNCBN_API(void, failed_in_python, const char* problem) { python_problem = problem; }
 
-// Memory that the processes of this machine share: see exchange/segment.h. `token`: 32 letters. `path`: empty in rank 0.
-SYNCBN_API(Segment*, segment, size_t ranks, size_t rank, const char* token, const char* path) {
-    return new Segment(ranks, rank, token, path);
-}
-SYNCBN_API(int, segment_number, Segment* segment) { return segment->number(); }
-SYNCBN_API(void, segment_free, Segment* segment) { delete segment; }
-
-// Over the processes of a job. A transport in Python carries the messages, if `mpi` is null.
-SYNCBN_API(Asked, processes, size_t rank, size_t ranks, const syncbn::Mpi* mpi) {
-    auto mail = mpi != nullptr ? mailbox(*mpi, rank, ranks) : std::make_unique<PythonMailbox>(rank, ranks);
-    return {std::make_shared<Processes>(std::move(mail))};
-}
-SYNCBN_API(std::optional<Bytes>, next_message, Asked* processes, double seconds) {
-    return static_cast<PythonMailbox&>(of_processes(processes).job()).next(seconds);
-}
-SYNCBN_API(void, deliver, Asked* processes, size_t size, const char* message) {
-    static_cast<PythonMailbox&>(of_processes(processes).job()).deliver(message, size);
+// Over the processes of a job.
+SYNCBN_API(Asked, processes, const syncbn::Mpi* mpi, size_t rank, size_t ranks) {
+    return {std::make_shared<Processes>(*mpi, rank, ranks)};
 }
 // What has become of a rank: "has ended"; empty if it is there.
 SYNCBN_API(std::string, fate_of, Asked* processes, size_t rank) {
-    Mailbox& job = of_processes(processes).job();
-    job.arrivals(0);  // lets messages arrive
-    return job.fate_of(rank);
+    Mailbox& mail = of_processes(processes).mail();
+    mail.arrivals();  // lets messages arrive
+    return mail.fate_of(rank);
 }
-// Takes ownership of the segment, which `ranks` share, or null, where only gradients are exchanged by these `leaders`: see
-// exchange/processes.h. `crowded`: there are more ranks than cores.
-SYNCBN_API(void, meet, Asked* processes, Segment* segment, const Span<const size_t>& ranks,
-           const Span<const size_t>& leaders, const syncbn::Mpi* mpi, size_t adds_from, bool crowded) {
-    std::shared_ptr<Segment> memory(segment);
-    if (memory != nullptr) memory->crowded = crowded;
-    of_processes(processes).meet(std::move(memory), ranks, leaders, mpi, adds_from);
-}
+// Whether this machine has more processes of the job than cores for them.
+SYNCBN_API(void, crowded, Asked* processes, bool crowded) { of_processes(processes).mail().crowded = crowded; }
 
-// Sends bytes to all ranks, in parts of these `sizes`: one for each rank, or one for all. Returns theirs: see
-// exchange/processes.h.
+// Sends bytes to all ranks, in parts of these `sizes`: one for each rank, or one for all. Returns theirs, in the order of
+// the ranks: the sizes, then all bytes. `key` identifies the messages.
 SYNCBN_API(Bytes, bytes_of, Asked* processes, int64_t key, const char* what, const Span<const size_t>& sizes,
            const char* bytes) {
     std::vector<std::string> own;
@@ -212,28 +190,25 @@ SYNCBN_API(Bytes, bytes_of, Asked* processes, int64_t key, const char* what, con
         own.emplace_back(bytes, of_part);
         bytes += of_part;
     }
-    return of_processes(processes).bytes_of(key, what, registry().defaults().timeout, own);
+    std::string lengths, all;
+    for (const auto& part :
+         of_processes(processes).bytes_of({Label::kBytes, 0, key}, what, registry().defaults().timeout, own)) {
+        const size_t length = part.size();
+        lengths.append(reinterpret_cast<const char*>(&length), sizeof length);
+        all += part;
+    }
+    return lengths + all;
 }
 SYNCBN_API(void, merge_moments, double* total, const double* part, int64_t channels) {
     merge_moments(total, part, channels);
 }
 
-// What identifies a GPU; a new id for `gpus`.
-SYNCBN_API(Bytes, gpu_identity, int device) { return cuda::Device::get(device).identity; }
-SYNCBN_API(Bytes, new_id) { return cuda::new_id(); }
-// The way of sums between the GPUs of several processes: see cuda/collective.h. `id` is the same in all of them, and used
-// once; `first` is the place of the first of these devices among `ranks`; `bucket`: bytes, a multiple of 8.
-SYNCBN_API(syncbn::cuda::AllReduce*, gpus, const Span<const int>& devices, const Span<const char>& id, int first,
-           int ranks, size_t bucket) {
-    return new cuda::AllReduce(devices, {id.begin(), id.end()}, first, ranks, bucket);
-}
-
 SYNCBN_API(void, processes_failed, Asked* exchange, const char* reason) {
-    of_processes(exchange).report(Segment::State::kFailed, reason);
+    of_processes(exchange).mail().report(Mailbox::State::kFailed, reason);
 }
-SYNCBN_API(void, processes_ended, Asked* exchange) { of_processes(exchange).report(Segment::State::kEnded, ""); }
-// The transport ends: it carries nothing more.
-SYNCBN_API(void, processes_closed, Asked* exchange) { of_processes(exchange).job().end(); }
+SYNCBN_API(void, processes_ended, Asked* exchange) { of_processes(exchange).mail().report(Mailbox::State::kEnded, ""); }
+// MPI ends with the process.
+SYNCBN_API(void, processes_closed, Asked* exchange) { of_processes(exchange).mail().end(); }
 
 // ---- recomputation: see meeting/tape.h ----
 

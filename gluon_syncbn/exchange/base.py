@@ -9,7 +9,7 @@ import re
 import sys
 import threading
 from concurrent import futures
-from typing import Any, Callable, Dict, List, NoReturn, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, NoReturn, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -79,39 +79,6 @@ class DeviceExchange(Exchange):
             self.kvstore.pushpull(key, values, out=out)
         _native.await_array(out[:1], timeout, "the KVStore has not answered", _NO_ANSWER)
         return out[0].asnumpy()
-
-
-class Transport:
-    """Knows the processes of a job, and carries their messages.
-
-    The native core writes, reads and awaits messages (csrc/exchange/processes.cc). It sends them over MPI, or gives
-    them to the transport (`next_message`), which brings them to the core of their readers (`deliver`).
-    """
-
-    #: What the core needs to send over MPI itself: the members of `Mpi` in csrc/exchange/mpi.h, or none.
-    mpi: List[int] = []
-    #: Bytes from which the transport itself adds arrays of gradients, of all ranks only; None: it adds none.
-    adds_from: Optional[int] = None
-    handle: int
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-
-    def open(self, handle: int) -> None:
-        """Takes the core's exchange, whose messages it carries."""
-        self.handle = handle
-
-    def close(self) -> None:
-        """Closes the transport at the end of the process, which the core has told the others."""
-
-    def forked(self) -> None:
-        """Closes in the child of a fork what belongs to its parent."""
-
-    def split(self, leaders: Sequence[int]) -> None:
-        """Prepares exchanges of these ranks, one for each machine. All ranks call it at once."""
-
-    def has_failed(self) -> bool:
-        return _native.fate_of(self.handle, self.rank) not in ("", "has ended")
 
 
 def result_of(thread: str, call: Callable[[], Any]) -> futures.Future[Any]:

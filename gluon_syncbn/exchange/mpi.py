@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import math
 import time
-from concurrent import futures
-from typing import Sequence
 
 import mxnet as mx
 
 from .. import _native
 from ..system.distribution import WHERE, command
 from ..system.logs import errors_reported, log
-from .base import Transport, leave, result_of
+from .base import leave
 
 _POLL = 0.01  # seconds between two looks at the other ranks
 _GRACE = 10.0  # seconds that a rank stays after a failure, until the others have come to their end
 _QUIET = 10.0  # seconds after which it says what it waits for
 
 
-class MPITransport(Transport):
-    """Carries arrays over a copy of ``MPI.COMM_WORLD``.
+class Job:
+    """The processes that ``mpiexec`` has started together, with a copy of ``MPI.COMM_WORLD``.
 
     Every process has to create one. Under ``mpiexec``, a process that ends after a failure ends the others too.
     """
@@ -35,35 +33,30 @@ class MPITransport(Transport):
                 "kvstore 'mpi' calls MPI from several threads, but this job has it without MPI_THREAD_MULTIPLE. Leave "
                 "mpi4py.rc.thread_level as it is, or take an MPI that is built with threads."
             )
-        super().__init__(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size())
-        self._MPI = MPI
+        self.rank, self.size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
         self._comm, request = MPI.COMM_WORLD.Idup()
         deadline = time.monotonic() + _native.timeout_of()
         while not request.Test():
             if time.monotonic() > deadline:
                 raise mx.MXNetError("kvstore 'mpi': not every process has created one. Create it in all, at the start.")
             time.sleep(1e-4)
-        functions = ("MPI_Isend", "MPI_Improbe", "MPI_Imrecv", "MPI_Get_count", "MPI_Test", "MPI_Iallreduce")
+        functions = (
+            *("MPI_Isend", "MPI_Improbe", "MPI_Imrecv", "MPI_Get_count", "MPI_Test"),
+            *("MPI_Iallreduce", "MPI_Comm_idup"),
+        )
         handles = map(MPI._handleof, (MPI.FLOAT, MPI.DOUBLE, MPI.SUM, self._comm))
         constants = int(MPI.IN_PLACE), MPI.ANY_SOURCE, MPI.ANY_TAG
-        self.mpi = [*_native.addresses(MPI.__file__, functions), *constants, *handles, 0]
+        #: The members of `Mpi` in csrc/exchange/mpi.h.
+        self.mpi = [*_native.addresses(MPI.__file__, functions), *constants, *handles]
 
-    def split(self, leaders: Sequence[int]) -> None:
-        MPI, color = self._MPI, 0 if self.rank in leaders else self._MPI.UNDEFINED
-        done = result_of("gluon_syncbn-mpi", lambda: MPI.COMM_WORLD.Split(color, self.rank))
-        if not futures.wait([done], _native.timeout_of()).done:
-            raise mx.MXNetError("kvstore 'mpi': not every process has created one. Create it in all, at the start.")
-        self._leaders = done.result()
-        self.mpi[-1] = MPI._handleof(self._leaders)
-
-    def close(self) -> None:
+    def close(self, handle: int) -> None:
         """Waits until all ranks have come to their end, as MPI_Finalize does. Some may run much longer. After a failure
         they have `_GRACE` seconds: mpiexec ends all with the first that leaves, also a handler that saves its work.
         """
         here, quiet, until = self._comm.Ibarrier(), time.monotonic() + _QUIET, math.inf
         while True:
             have_come, now = here.Test(), time.monotonic()
-            fates = [_native.fate_of(self.handle, rank) for rank in range(self.size)]
+            fates = [_native.fate_of(handle, rank) for rank in range(self.size)]
             failed = [rank for rank, fate in enumerate(fates) if fate not in ("", "has ended")] if self.size > 1 else []
             if failed and until == math.inf:
                 until = now + _GRACE
@@ -81,7 +74,7 @@ class MPITransport(Transport):
             # another one is in there. MPI_Abort runs destructors in MXNet that end in a signal. If all ranks leave
             # without either, mpiexec returns 1.
             leave()
-        _native.processes_closed(self.handle)
+        _native.processes_closed(handle)
 
     def _say(self, text: str) -> None:
         with errors_reported(text):

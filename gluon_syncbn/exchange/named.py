@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any, Optional
 
 import mxnet as mx
 
 from .. import _native
 from ..system import arguments, distribution
-from .base import DeviceExchange, Exchange, Transport
+from .base import DeviceExchange, Exchange
+from .mpi import Job
 from .store import ProcessStore
 
 #: KVStore types that add within one process.
 TYPES = ("local", "device")
 #: The native core's own exchanges, for all contexts of a process.
 IN_CORE = {gpus: Exchange(_native.memory_exchange(gpus), gpus) for gpus in ("nccl", "host")}
-#: The module of each transport, and its class there.
-TRANSPORTS = {"mpi": "MPITransport", "horovod": "HorovodTransport", "dist_sync": "DistSyncTransport"}
+#: The names of jobs of several processes.
+TRANSPORTS = {"mpi": Job}
 #: The package that a transport needs, and what installs it.
 PACKAGES = {
     "mpi": ("mpi4py", distribution.command("mpi")),
@@ -31,7 +31,7 @@ def spans_processes(name: Any) -> bool:
     return isinstance(name, str) and name in TRANSPORTS and name not in mx.kvstore.KVStoreBase.kv_registry
 
 
-def transport(name: Any) -> Transport:
+def transport(name: Any) -> Job:
     """Returns the transport of this name. ImportError: a package that it needs is not installed."""
     if not isinstance(name, str) or name not in TRANSPORTS:
         reason = _refusal(str(name))
@@ -40,7 +40,7 @@ def transport(name: Any) -> Transport:
             instead = "no kvstore" if missing else f"gluon_syncbn.configure(kvstore={name!r})"
             reason = f" {name!r} adds within one process{f', and {missing}' if missing else ''}: write {instead}."
         arguments.refuse("name", name, f"one of {tuple(TRANSPORTS)}.{reason}")
-    return getattr(importlib.import_module(f".{name}", __package__), TRANSPORTS[name])()
+    return TRANSPORTS[name]()
 
 
 # One for each KVStore, so that one lock guards it, and one KVStore for each name. They stay: MXNet may free one that is

@@ -17,28 +17,24 @@ import os
 import re
 import socket
 import threading
-from typing import Any, Callable, Dict, Iterator, List, Mapping, NoReturn, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, NoReturn, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
 
 from .. import _native
-from ..system import arguments, environment, kinds, locks
+from ..system import arguments, kinds, locks
 from ..system.identity import OfEach
 from ..system.logs import log
-from .base import Exchange, Transport
-
-#: Bytes of gradients that NCCL adds at once. Not measured: NCCL is said to need some MB for its full rate.
-_BUCKET = 8 << 20
-_ON_GPUS = {"float16", "float32", "float64"}
+from .base import Exchange
 
 
 def _machine() -> str:
-    """Returns an id that is equal in all processes of one kernel and PID namespace: they share files in /proc."""
+    """Returns an id that is equal in all processes of one kernel."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as boot:
-            return f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # without the file, opening others fails too, and the first to try reports it
+            return boot.read().strip()
+    except OSError:
         return socket.gethostname()
 
 
@@ -48,11 +44,15 @@ def _in_place(values: Sequence[mx.nd.NDArray]) -> bool:
     return plain and kinds.is_float(values[0])
 
 
-def _copied(value: mx.nd.NDArray) -> mx.nd.NDArray:
-    """Returns a copy on a CPU in the order of the dimensions, in a type that the core adds."""
+def _classic(value: mx.nd.NDArray) -> mx.nd.NDArray:
     if value.stype != "default":
         arguments.refuse("value", value, "dense arrays")
-    value = kinds.classic(value)
+    return kinds.classic(value)
+
+
+def _copied(value: mx.nd.NDArray) -> mx.nd.NDArray:
+    """Returns a copy on a CPU in the order of the dimensions, in a type that the core adds."""
+    value = _classic(value)
     value = value if kinds.is_float(value) else value.astype("float64")
     # Where the core does not know oneDNN's layouts: see mxnet_side/op.py.
     return mx.nd.SwapAxis(value.as_in_context(mx.cpu()), dim1=0, dim2=0)
@@ -92,12 +92,9 @@ class _TrainerState:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        # The contexts of its gradients, and their way over NCCL, if they have one.
-        self.contexts: Optional[List[mx.Context]] = None
-        self.way: Optional[int] = None
         # Its gradients, as the core takes them, until other arrays take their place.
         self.given: List[mx.nd.NDArray] = []
-        self.summands: Optional[Tuple[Any, ...]] = None
+        self.summands: Tuple[Any, ...] = ()
 
 
 class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
@@ -106,34 +103,26 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
     The Trainer's ``step(batch_size)`` takes the number of samples of all processes.
     """
 
-    def __init__(self, name: str, transport: Transport) -> None:
+    def __init__(self, name: str, job: Any) -> None:
         self.name = name
-        self._transport = transport
+        self._job = job
         self.layers = 0  # on which the processes have agreed
         self.replicas = 0  # of such a layer, in all processes
         self.joins = 0  # blocks of `join` that the program is in
         self._collected = self._warned = False  # of layers that some processes do not have
         self._rounds: Dict[str, Iterator[int]] = {}  # of exchanges, by their names
-        self._trainers = OfEach(lambda: _TrainerState(self._count("trainers")))
-        #: Whether gradients of GPUs may go over NCCL.
-        self.nccl = True
+        self._trainers = OfEach(lambda: _TrainerState(_native.add_trainer(self.handle)))
         self._lock: Any
         locks.give(self, _lock=threading.Lock)
-        #: Why statistics go by the transport alone; None where processes meet in memory.
-        self.why_not_in_memory: Optional[str] = "not every process was asked"
+        self.handle = _native.processes(job.mpi, job.rank, job.size)
         #: This process's place among those of its machine, and their number: which GPU is its own.
         self.local_rank, self.local_size = 0, 1
-        #: The ranks of each machine that meet in memory; the first of each is the leader of its machine.
-        self.machines: List[List[int]] = []
-        self.handle = _native.processes(self.rank, self.num_workers, transport.mpi)
-        transport.open(self.handle)
-        self._each_by_itself = False  # gradients leave each process by the transport, and do not meet in memory
 
     # ---- KVStoreBase ---------------------------------------------------------------------------------------
 
     type = property(lambda self: f"gluon_syncbn_{self.name}")
-    rank = property(lambda self: self._transport.rank)
-    num_workers = property(lambda self: self._transport.size)
+    rank = property(lambda self: self._job.rank)
+    num_workers = property(lambda self: self._job.size)
 
     @staticmethod
     def is_capable(capability: str) -> bool:
@@ -144,19 +133,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         arguments.refuse("kvstore", self, "a store of one process for a Module: gluon.Trainer takes this one")
 
     def __repr__(self) -> str:
-        machines, statistics = "on one machine", "shared memory"
-        if self.why_not_in_memory is not None:
-            machines, statistics = "each by itself", f"{self.name}, because {self.why_not_in_memory}"
-        elif len(self.machines) > 1:
-            machines = f"on {len(self.machines)} machines"
-            statistics += f", and {self.name} between machines"
-        gradients = self.name if self._each_by_itself else statistics
-        if any(one.way is not None for one in self._trainers.values()):
-            gradients = "NCCL"
-        return (
-            f"<kvstore {self.name!r}: rank {self.rank} of {self.num_workers}, {machines}; statistics: {statistics}; "
-            f"gradients: {gradients}>"
-        )
+        return f"<kvstore {self.name!r}: rank {self.rank} of {self.num_workers}>"
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
         """Copies rank 0's ``value`` into ``out``, in every process."""
@@ -170,15 +147,12 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """Adds ``value`` over the devices of all processes into ``out``, or into ``value`` itself."""
         values = _given("value", value)
-        targets = values if out is None else _given("out", out)
-        what = f"gradient {key!r}"
-        if values[0].dtype == np.int64:  # the core adds float64, which has 53 bits
-            parts = self.allgather(f"the integers of {what}", sum(array.asnumpy() for array in values))
-            total = mx.nd.array(sum(parts), dtype="int64")
-            for target in targets:
-                total.astype(target.dtype).copyto(kinds.classic(target))
-            return
-        self._sum(what, {what: (values, targets)})
+        kind = values[0].dtype
+        wide = kind if np.dtype(kind).kind in "iu" else "float64"
+        own = sum(_classic(array).astype(wide).asnumpy() for array in values)
+        total = functools.reduce(np.add, self.allgather(f"the sum of {key!r}", own))
+        for target in values if out is None else _given("out", out):
+            mx.nd.array(total, dtype=wide).astype(target.dtype).copyto(kinds.classic(target))
 
     def add_gradients(self, trainer: Any, gradients: Dict[str, List[mx.nd.NDArray]], update: str = "") -> None:
         """Adds the gradients of a Trainer over the devices of all processes, in place, as one round.
@@ -188,55 +162,18 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         has, by the name of the parameter and in the same order in all processes, one for each context. ``update`` tells
         in lines what is done with the sums, and has to be the same in all processes.
         """
-        known = self.expect(trainer)
-        what = f"the gradients of trainer {known.number}"
-        given = [array for arrays in gradients.values() for array in arrays]
-        if known.summands is None or len(known.given) != len(given) or any(map(operator.is_not, known.given, given)):
-            sums = {f"the gradient of '{name}'": (arrays, arrays) for name, arrays in gradients.items()}
-            self._find_way(known, list(gradients.values()))
-            if known.way is None and not all(_in_place(arrays) for arrays in gradients.values()):
-                self._sum(what, sums, update)
-                return
-            known.summands = _native.summands(list(sums), [arrays for arrays, _ in sums.values()], known.way)
-            known.given = given
-        self._begin_sum(what, update, *known.summands)
-
-    def _find_way(self, known: _TrainerState, gradients: List[List[mx.nd.NDArray]]) -> None:
-        """Finds the way of gradients between the GPUs of all processes.
-
-        Every process calls this in its first step, and if its contexts change.
-        """
-        contexts = [array.context for array in gradients[0]] if gradients else []
-        if known.contexts == contexts:
-            return
-        devices = [context.device_id for context in contexts if context.device_type == "gpu"]
-        everyone, problem = self._all_make(
-            f"the GPUs of trainer {known.number}",
-            lambda: ([_native.gpu_identity(one).hex() for one in devices], self.rank == 0 and _native.new_id().hex()),
-            self._without_nccl(contexts, gradients),
-        )
-        gpus = [] if problem else [gpu for theirs, _ in everyone for gpu in theirs]
-        if len(set(gpus)) < len(gpus):
-            problem = "several processes use the same GPU"
-        known.contexts, known.way = contexts, None
-        if not problem:
-            first = sum(len(theirs) for theirs, _ in everyone[: self.rank])
-            known.way = _native.gpus(devices, bytes.fromhex(everyone[0][1]), first, len(gpus), _BUCKET)
-        elif devices and self.nccl:
-            log.warning("the gradients of GPUs go through host memory: %s", problem)
-
-    def _without_nccl(self, contexts: List[mx.Context], gradients: List[List[mx.nd.NDArray]]) -> str:
-        """Returns what keeps this process's gradients from NCCL; empty if nothing does."""
-        if not self.nccl:
-            return "gpus='host'"
-        if not contexts or any(context.device_type != "gpu" for context in contexts):
-            return "gradients on CPUs"
-        if len(set(contexts)) < len(contexts) or any([a.context for a in arrays] != contexts for arrays in gradients):
-            return "parameters on different GPUs, or several copies on one"
-        if {np.dtype(a.dtype).name if a.stype == "default" else "" for arrays in gradients for a in arrays} - _ON_GPUS:
-            return f"gradients that are sparse or of other types than {', '.join(sorted(_ON_GPUS))}"
-        missing = _native.nccl_problem()
-        return f"no NCCL: {missing}" if missing else ""
+        known, given = self.expect(trainer), [array for arrays in gradients.values() for array in arrays]
+        copies = {}
+        if len(known.given) != len(given) or any(map(operator.is_not, known.given, given)):
+            arrays = list(gradients.values())
+            copies = {i: list(map(_copied, of_one)) for i, of_one in enumerate(arrays) if not _in_place(of_one)}
+            names = [f"the gradient of '{name}'" for name in gradients]
+            known.summands = _native.summands(names, [copies.get(i, of_one) for i, of_one in enumerate(arrays)])
+            known.given = [] if copies else given
+        _native.sum(self.handle, known.number, update, *known.summands)
+        for i, (total, *_) in copies.items():
+            for target in arrays[i]:
+                kinds.classic(total.astype(target.dtype)).copyto(kinds.classic(target))
 
     def compare(self, everyone: List[List[Any]], what: str, advice: str = "") -> None:
         """Compares what the processes have built. MXNetError, in all of them: the first difference.
@@ -307,21 +244,6 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         with self._lock:
             return self._trainers(trainer)
 
-    def _sum(self, what: str, sums: Mapping[str, Sequence[List[mx.nd.NDArray]]], update: str = "") -> None:
-        """Adds values over the devices of all processes into targets; does not wait."""
-        arrays, copies = [], []
-        for values, targets in sums.values():
-            arrays.append(values if values is targets and _in_place(values) else list(map(_copied, values)))
-            if arrays[-1] is not values:
-                copies.append((arrays[-1][0], targets))
-        self._begin_sum(what, update, *_native.summands(list(sums), arrays))
-        for total, targets in copies:
-            for target in targets:
-                kinds.classic(total.astype(target.dtype)).copyto(kinds.classic(target))
-
-    def _begin_sum(self, what: str, *sums: Any) -> None:
-        _native.sum(self.handle, _hash(what.encode()), self._count(what) - 1, *sums)
-
     # ---- arrays of all processes -----------------------------------------------------------------------------
 
     def allgather(self, key: str, array: np.ndarray, *, equal: bool = True) -> List[np.ndarray]:
@@ -373,72 +295,14 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
     def _count(self, what: str) -> int:
         return next(self._rounds.setdefault(what, itertools.count(1)))  # one number for each of several threads
 
-    # ---- memory of the machine -------------------------------------------------------------------------------
-
-    def meet_in_memory(self) -> None:
-        """Lets statistics meet in memory that the processes of a machine share, if these can see the same memory.
-
-        With several machines, one process of each exchanges with the others. Every process calls this before the first
-        step.
-        """
-        names = self.tell_all("the machines of the processes", _machine())
-        machines: Dict[str, List[int]] = {}
-        for rank, name in enumerate(names):
-            machines.setdefault(name, []).append(rank)
-        ranks = machines[names[self.rank]]
-        self.local_rank, self.local_size = ranks.index(self.rank), len(ranks)
-        problem = "every process is on another machine" if len(machines) == self.num_workers > 1 else ""
-        segment: Optional[int] = None
-
-        def create() -> Any:
-            nonlocal segment
-            if self.rank != ranks[0]:
-                return None
-            token = os.urandom(16).hex()
-            segment = _native.segment(len(ranks), 0, token, "")
-            return token, f"/proc/{os.getpid()}/fd/{_native.segment_number(segment)}"
-
-        def see() -> List[int]:
-            nonlocal segment
-            if segment is None:
-                segment = _native.segment(len(ranks), ranks.index(self.rank), *places[ranks[0]])
-            return list(os.sched_getaffinity(0))
-
-        if not problem:
-            off = environment.read("GLUON_SYNCBN_SHARED_MEMORY") == "off"
-            reason = "GLUON_SYNCBN_SHARED_MEMORY=off" * off
-            places, problem = self._all_make("the memory that the processes of a machine share", create, reason)
-        if not problem:
-            cores, problem = self._all_make("whether all processes see that memory", see)
-        if segment is not None and not problem:
-            self.why_not_in_memory, self.machines = None, list(machines.values())
-            crowded = len({core for rank in ranks for core in cores[rank]}) < len(ranks)
-            self._meet(segment, ranks, [first for first, *_ in self.machines], crowded)
-        else:
-            self.why_not_in_memory = problem
-            log.info("the processes exchange statistics over %s: %s", self.name, problem)
-            if segment is not None:
-                _native.segment_free(segment)
-        self._each_by_itself = not self.machines or (len(self.machines) > 1 and self._transport.adds_from is not None)
-        if self._each_by_itself:
-            self._meet(None, [self.rank], list(range(self.num_workers)))
-
-    def _meet(self, segment: Optional[int], ranks: List[int], leaders: List[int], crowded: bool = False) -> None:
-        if len(leaders) > 1:
-            self._transport.split(leaders)
-        way = self._transport.mpi, self._transport.adds_from or 1 << 62
-        _native.meet(self.handle, segment, ranks, leaders, *way, crowded)
-
-    def _all_make(self, what: str, make: Callable[[], Any], problem: str = "") -> Tuple[List[Any], str]:
-        """Returns what every process makes that has no problem, and the first problem of one; empty if none has any."""
-        made = None
-        try:
-            made = None if problem else make()
-        except mx.MXNetError as error:
-            problem = str(error)
-        problem = f"rank {self.rank}: {problem}" if problem else ""
-        everyone = self.tell_all(what, [made, problem])
-        return [one for one, _ in everyone], next((problem for _, problem in everyone if problem), "")
+    def meet(self) -> None:
+        """Finds the processes of this machine. Every process calls this before the first step."""
+        mine = _machine(), sorted(os.sched_getaffinity(0))
+        everyone = self.tell_all("the machines of the processes", mine)
+        here = [rank for rank, (machine, _) in enumerate(everyone) if machine == mine[0]]
+        self.local_rank, self.local_size = here.index(self.rank), len(here)
+        cores = {core for rank in here for core in everyone[rank][1]}
+        _native.crowded(self.handle, len(cores) < len(here))
 
     # ---- Exchange ------------------------------------------------------------------------------------------------
 
@@ -447,10 +311,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
 
     def close(self) -> None:
         _native.processes_ended(self.handle)
-        self._transport.close()
-
-    def forked(self) -> None:
-        self._transport.forked()
+        self._job.close(self.handle)
 
     def agree(self, layer: Any, layers: Sequence[Any], more: bool) -> None:
         """Numbers a layer that is about to train, and others without a number, after a comparison with the other

@@ -287,7 +287,7 @@ class Replicas:
 
     def agrees(self, store: ProcessStore, key: int, replicas: List[int]) -> None:
         """Takes the agreement of the processes, of which each has so many replicas."""
-        _native.layer_agree(self.id, store.handle, key, self.channels, replicas)
+        _native.layer_agree(self.id, store.handle, key, replicas)
         self.store, self.key = store, key
 
     def meets(self) -> bool:

@@ -72,7 +72,7 @@ class Session:
             store = ProcessStore(name, named.transport(name))
             self.stores.append(store)
             try:
-                store.meet_in_memory()
+                store.meet()
             except BaseException as error:
                 store.fail(f"rank {store.rank} left gluon_syncbn.kvstore with {type(error).__name__}: {error}")
                 raise
@@ -113,8 +113,6 @@ class Session:
         """Resets the scopes in the child of a fork, which has one thread."""
         thread = threading.current_thread()
         self.open = {one: depth for one, depth in self.open.items() if one is thread}
-        for store in self.stores:
-            store.forked()
 
 
 session = Session()
@@ -186,7 +184,7 @@ def configure(
     }
 
 
-def kvstore(name: Literal["mpi", "horovod", "dist_sync"], *, gpus: Optional[Literal["host"]] = None) -> ProcessStore:
+def kvstore(name: Literal["mpi"] = "mpi") -> ProcessStore:
     """Returns a KVStore over all processes of the job, for `configure`, ``gluon.Trainer`` and ``SyncBatchNorm``, which
     take its name, too.
 
@@ -196,12 +194,7 @@ def kvstore(name: Literal["mpi", "horovod", "dist_sync"], *, gpus: Optional[Lite
     Parameters
     ----------
     name : str
-        ``'mpi'``: mpi4py with the MPI that it was installed with. ``'horovod'``: Horovod, started by ``horovodrun``;
-        ``horovod.mxnet.DistributedTrainer`` may add the gradients at the same time. ``'dist_sync'``: a job of
-        MXNet's own cluster, with its scheduler and servers. It takes the place of ``mx.kv.create('dist_sync')``.
-    gpus : str or None
-        ``'host'``: the gradients of GPUs travel through host memory, as their statistics do. None: over NCCL, if every
-        process has GPUs of its own and NCCL, else with a warning through host memory. Every process says the same.
+        ``'mpi'``: mpi4py with the MPI that it was installed with.
 
     Returns
     -------
@@ -212,14 +205,10 @@ def kvstore(name: Literal["mpi", "horovod", "dist_sync"], *, gpus: Optional[Lite
     Raises
     ------
     ValueError
-        If there is no such transport, or ``gpus`` is something else.
+        If ``name`` is something else.
     ImportError
-        If a package that the transport needs is not installed.
+        If mpi4py is not installed.
     MXNetError
         If not all processes of the job arrive within ``timeout``.
     """
-    if gpus is not None and (not isinstance(gpus, str) or gpus != "host"):
-        arguments.refuse("gpus", gpus, "'host' or None, which takes NCCL for gradients where it can")
-    store = session.store(name)
-    store.nccl = store.nccl and gpus is None
-    return store
+    return session.store(name)

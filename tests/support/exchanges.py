@@ -13,7 +13,7 @@ EXCHANGES = {
     "layer": ["SyncBatchNorm 'norm'", "the agreement on the layers"],
     "layer_unread": ["SyncBatchNorm 'another'", "the agreement on the layers"],
     "allgather": ["exchange 'an array'"],
-    "pushpull": ["gradient 'a sum'"],
+    "pushpull": ["the sum of 'a sum'"],
     "broadcast": ["broadcast 'a value'"],
     "gather": ["gather 'some rows'"],
     "broadcast_parameters": ["the parameters' shapes", "exchange 'parameter 0'"],

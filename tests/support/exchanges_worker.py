@@ -1,8 +1,7 @@
 """One process of a job in which a rank leaves out an exchange, repeats it, or makes it before another one.
 
-``exchanges_worker.py WAY CASE ...``: in each case, all ranks make the calls of `program` with a store of its own. Each
-rank leaves a line of JSON with what it got. ``WAY``: 'memory' or 'mpi', 'relay' for messages of `bridge` that MPI
-introduces, or 'horovod' or 'dist_sync', with a single case.
+``exchanges_worker.py CASE ...``: in each case, all ranks make the calls of `program` with a store of its own. Each rank
+leaves a line of JSON with what it got.
 """
 
 import faulthandler
@@ -24,22 +23,12 @@ from exchanges import EXCHANGES, LIMIT, program  # noqa: E402
 from moments import moments  # noqa: E402
 from mxnet import autograd, gluon, nd  # noqa: E402
 from mxnet.gluon import nn  # noqa: E402
-from reports import leave, leave_memory  # noqa: E402
+from reports import leave  # noqa: E402
 
 from gluon_syncbn import contrastive  # noqa: E402
-from gluon_syncbn.exchange import named  # noqa: E402
-from gluon_syncbn.exchange.bridge import BridgedTransport  # noqa: E402
 from gluon_syncbn.training.session import session  # noqa: E402
 
 HANGS = 60  # seconds, of a case; then this process ends with the lines where its threads are
-
-
-def relayed(_name):
-    """What Horovod and 'dist_sync' send by, where MPI introduces the processes."""
-    from mpi4py import MPI
-
-    world = MPI.COMM_WORLD
-    return BridgedTransport(world.Get_rank(), world.Get_size(), "127.0.0.1", world.bcast)
 
 
 class Calls:
@@ -193,20 +182,19 @@ class Calls:
         assert np.allclose(layer.running_mean.data().asnumpy(), moments(everyone)[0], rtol=1e-5)
 
 
-def new_store(way):
+def new_store():
     """One that no failure has reached."""
     session.stores.clear()
     gluon_syncbn.configure(timeout=100)  # the other ranks come from their last case
-    kv = gluon_syncbn.kvstore(way if way in named.TRANSPORTS else "mpi")
-    leave_memory()
+    kv = gluon_syncbn.kvstore("mpi")
     gluon_syncbn.configure(kvstore=kv)
     return kv
 
 
-def run(case, way):
-    """Returns why it has failed here, or an empty text. ``when``: at once, or when all have been called once."""
+def run(case):
+    """``when``: at once, or when all have been called once."""
     name, fault, faulty, when = case.split("/")
-    kv = new_store(way)
+    kv = new_store()
     calls = Calls(kv)
     if when == "later":
         for one in dict.fromkeys(program(name)):
@@ -224,16 +212,11 @@ def run(case, way):
         problem = str(error).strip().splitlines()[-1]
     told = {"case": case, "rank": kv.rank, "problem": problem, "seconds": time.monotonic() - start}
     leave(f"{case.replace('/', ' ')} {kv.rank}", f"TOLD {json.dumps(told)}\n")
-    return problem
 
 
-def main(way, *cases):
-    if way == "relay":
-        named.transport = relayed
+def main(*cases):
     for case in cases:
-        problem = run(case, way)
-        if way in ("horovod", "dist_sync"):
-            raise SystemExit(bool(problem))
+        run(case)
         gluon_syncbn.reset()
         faulthandler.cancel_dump_traceback_later()
     session.stores.clear()  # not all of them have failed in all ranks, which end together

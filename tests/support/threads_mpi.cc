@@ -110,7 +110,7 @@ int failure(const Member& member, const char* function) {
     return found == failing.end() ? 0 : found->second;
 }
 
-int MPI_Isend(const void* from, int count, Handle type, int to, int tag, Handle communicator, void* request) {
+int MPI_Isend(const void* from, int count, Handle type, int to, int tag, Handle communicator, Mpi::Request* request) {
     const std::lock_guard<std::mutex> lock(mutex);
     Member& member = member_of(communicator);
     if (const int status = failure(member, "MPI_Isend"); status != 0) return status;
@@ -147,7 +147,7 @@ int MPI_Get_count(const void* status, Handle type, int* count) {
     return 0;
 }
 
-int MPI_Imrecv(void* to, int count, Handle type, void* message, void* request) {
+int MPI_Imrecv(void* to, int count, Handle type, void* message, Mpi::Request* request) {
     const std::lock_guard<std::mutex> lock(mutex);
     const Shared sent = taken(message);
     if (sent->size > static_cast<size_t>(count) * static_cast<size_t>(type)) return kTruncated;
@@ -157,7 +157,7 @@ int MPI_Imrecv(void* to, int count, Handle type, void* message, void* request) {
     return 0;
 }
 
-int MPI_Iallreduce(const void* from, void* values, int count, Handle type, Handle, Handle communicator, void* request) {
+int MPI_Iallreduce(const void* from, void* values, int count, Handle type, Handle, Handle communicator, Mpi::Request* request) {
     const std::lock_guard<std::mutex> lock(mutex);
     Member& member = member_of(communicator);
     if (const int status = failure(member, "MPI_Iallreduce"); status != 0) return status;
@@ -174,7 +174,7 @@ int MPI_Iallreduce(const void* from, void* values, int count, Handle type, Handl
     return 0;
 }
 
-[[maybe_unused]] int MPI_Comm_idup(Handle communicator, Handle* made, void* request) {
+int MPI_Comm_idup(Handle communicator, Handle* made, Mpi::Request* request) {
     const std::lock_guard<std::mutex> lock(mutex);
     Member& member = member_of(communicator);
     if (const int status = failure(member, "MPI_Comm_idup"); status != 0) return status;
@@ -185,7 +185,7 @@ int MPI_Iallreduce(const void* from, void* values, int count, Handle type, Handl
     return 0;
 }
 
-int MPI_Test(void* request, int* done, void*) {
+int MPI_Test(Mpi::Request* request, int* done, void*) {
     const std::lock_guard<std::mutex> lock(mutex);
     const Shared operation = taken(request);
     if (operation == nullptr) return kNoRequest;
@@ -219,13 +219,13 @@ EXPORTED size_t threads_mpi_of(MpiJob* job, size_t rank, Mpi* mpi) {
     mpi->count = MPI_Get_count;
     mpi->test = MPI_Test;
     mpi->all_reduce = MPI_Iallreduce;
+    mpi->duplicate = MPI_Comm_idup;
     mpi->in_place = kInPlace;
     mpi->any_rank = mpi->any_tag = kAny;
     mpi->float32 = kFloat32;
     mpi->float64 = kFloat64;
     mpi->add = kAdd;
     mpi->communicator = job->all.handle(rank);
-    mpi->leaders = job->all.copy(0).handle(rank);
     return sizeof *mpi / sizeof(Handle);
 }
 

@@ -44,7 +44,6 @@ WRONG = {
     "mode": [None, 0, "global", "SYNC", ["sync"], nd.ones(1), nd.ones(3), np.ones(2), Stranger()],
     "shuffled": [None, "sync", ["shuffle"], nd.ones(1), Stranger()],
     "kvstore": [5, True, "dist_async", "MPI", ["local"], nd.ones(1), nd.ones(3), Stranger()],
-    "gpus": [5, True, "mpi", ["host"], nd.ones(1), nd.ones(3), Stranger()],
     "process store": [None, 5, "local", "nccl", ["mpi"], nd.ones(1), nd.ones(3), Stranger()],
     "contexts": [None, [], "cpu(0)", ["cpu(0)"], [mx.cpu(0), 1], nd.ones(2), [nd.ones(2)], Stranger()],
     "optional contexts": [[], "cpu(0)", ["cpu(0)"], [mx.cpu(0), 1], nd.ones(2), [nd.ones(2)], Stranger()],
@@ -236,7 +235,7 @@ CALLS = {
     "only_on": (enter, {"contexts": "contexts"}),
     "kvstore": (
         lambda **kwargs: gluon_syncbn.kvstore(**{"name": "mpi", **kwargs}),
-        {"name": "process store", "gpus": "gpus"},
+        {"name": "process store"},
     ),
     "uninstall": (gluon_syncbn.uninstall, {"everything": "flag"}),
     "install": (gluon_syncbn.install, {"cpus": "optional count", "convert": "flag"}),

@@ -12,12 +12,12 @@ from multiprocessing.connection import Client
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_syncbn.exchange.bridge import BridgedTransport
 from thread_transport import everywhere
 
 import gluon_syncbn
 from gluon_syncbn import _native
 from gluon_syncbn.exchange import bridge
-from gluon_syncbn.exchange.bridge import BridgedTransport
 from gluon_syncbn.exchange.store import ProcessStore
 
 

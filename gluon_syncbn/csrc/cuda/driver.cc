@@ -52,7 +52,6 @@ Device::Device(int id) : id(id) {
     CUDA(cuDeviceGet, &ordinal, id);
     CUDA(cuDeviceGetAttribute, &major, kMajor, ordinal);
     CUDA(cuDeviceGetAttribute, &minor, kMinor, ordinal);
-    CUDA(cuDeviceGetUuid, &identity[0], ordinal);
     CUDA(cuDevicePrimaryCtxRetain, &context_, ordinal);
     capability_ = 10 * major + minor;
 }

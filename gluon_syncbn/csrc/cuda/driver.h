@@ -53,8 +53,7 @@ struct Kernel {
 
 class Device {
   public:
-    const int id;                               // MXNet's number
-    std::string identity = std::string(16, 0);  // bytes that no other GPU has
+    const int id;  // MXNet's number
 
     static Device& get(int id);
 

@@ -714,9 +714,6 @@ struct Kernels {
     __device__ static void merge_sums(const MergeArguments& with) { merge<GradSums>(with); }
     __device__ static void grad_input(const GradInputArguments& with) { grad_input_of<false>(with); }
     __device__ static void masked_grad_input(const GradInputArguments& with) { grad_input_of<true>(with); }
-    __device__ static void copy(const CopyArguments& with) { copy_as<T, T>(with); }
-    __device__ static void widen(const CopyArguments& with) { copy_as<T, V>(with); }
-    __device__ static void narrow(const CopyArguments& with) { copy_as<V, T>(with); }
 
     template <bool kMasked>
     __device__ static void moments_of(const MomentsArguments& with) {
@@ -775,14 +772,13 @@ struct Kernels {
         parameter_gradients(with);
     }
 
-    template <typename From, typename To>
-    __device__ static void copy_as(const CopyArguments& with) {
+    __device__ static void copy(const CopyArguments& with) {
         const Index i = any_thread();
         if (i >= with.n) return;
-        Wide<To> from = static_cast<Wide<To>>(with.value);
-        if (with.from != nullptr) from = static_cast<const From*>(with.from)[i];
-        To& to = static_cast<To*>(with.to)[i];
-        to = static_cast<To>(with.add ? to + from : from);
+        V from = static_cast<V>(with.value);
+        if (with.from != nullptr) from = static_cast<const T*>(with.from)[i];
+        T& to = static_cast<T*>(with.to)[i];
+        to = static_cast<T>(with.add ? to + from : from);
     }
 };
 

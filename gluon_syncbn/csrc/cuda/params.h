@@ -124,7 +124,7 @@ struct GradInputArguments {
     const void* mask;
 };
 
-// to = from, added if `add`. `widen` and `narrow` convert values of a type to that of its sums, and the reverse.
+// to = from, added if `add`.
 struct CopyArguments {
     Index n;
     const void* from;  // null: `value` everywhere

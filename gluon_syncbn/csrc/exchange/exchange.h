@@ -23,7 +23,6 @@ struct Agreed : Reach {
     int64_t key = 0;      // the same in every process
     std::string name;     // for messages
     size_t replicas = 0;  // of this process
-    size_t longest = 0;   // values of a process's vectors, side by side, at most
 };
 
 // Identifies a contribution: `node`, `sequence` and `phase` are the same in every process, and none comes again. Also has

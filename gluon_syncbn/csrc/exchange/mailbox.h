@@ -1,18 +1,22 @@
-// Carries vectors between processes, each under a label that finds its receiver. A mailbox waits for no other process,
-// and depends on no order of calls.
+// Carries vectors between the processes of a job by MPI. Each is a message with its label, because collectives of MPI need
+// one order in all processes, and layers have none: see "Between processes" in docs/architecture.md. A mailbox waits for
+// no other process.
 #pragma once
 
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <optional>
+#include <list>
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "exchange/mpi.h"
 #include "lock.h"
 #include "waiting/wait.h"
 
@@ -21,19 +25,14 @@ namespace syncbn {
 // The identity of a vector: the same in every process, and of no other vector of a sender to a reader.
 struct Label {
     enum Channel : int32_t {
-        kVectors,   // of a layer's replicas, or the total of some of them
-        kOfLeader,  // the total of all, from the leader of a machine
-        kBytes,     // of all ranks
-        kOrder,     // of gradients: which round is next
-        kPart,
-        kSum,  // of machines: a leader's part, and the sum of all
+        kVectors,    // of a layer's replicas, or the total of some of them
+        kBytes,      // of all ranks
+        kGradients,  // of a Trainer
     };
     Channel channel;
     int32_t phase = 0;  // 0 is a forward
-    int64_t key;        // of the layer, or of the bytes
+    int64_t key;        // of the layer, of the bytes, or of the Trainer
     int64_t node = 0, sequence = 0, piece = 0;
-
-    static Label of_gradients(Channel channel, int64_t number) { return {channel, 0, 0, 0, number}; }
 
     using Words = std::array<int64_t, 5>;
     Words words() const {
@@ -43,9 +42,9 @@ struct Label {
         return words;
     }
     bool operator==(const Label& other) const { return words() == other.words(); }
-    // Whether both are of one call of a layer, in any of its hops.
+    // Whether both are of one call of a layer, or of one step of a Trainer.
     bool is_of_call(Label other) const {
-        other.channel = channel, other.piece = piece;
+        other.piece = piece;
         return *this == other;
     }
 };
@@ -56,119 +55,153 @@ inline Ranks without(Ranks ranks, size_t rank) {
     return ranks;
 }
 
+// What a rank waits for, as it has told the others.
+struct Awaited {
+    Label label;
+    Ranks ranks;
+    std::string name;  // for messages
+};
+
 class Mailbox {
   public:
-    virtual ~Mailbox() = default;
+    // The communicator must carry nothing else.
+    Mailbox(const Mpi& mpi, size_t rank, size_t ranks);
 
-    size_t ranks() const { return everybody.size(); }
     size_t rank() const { return rank_; }
     // Throws Failure in a child of a fork, or if this rank has left.
     void check_open() const;
-    // The rank of a member in the job, as text, and "rank 2 of 3".
-    std::string number_of(size_t member) const { return std::to_string(members.ranks[member]); }
-    std::string name_of(size_t member) const {
-        return "rank " + number_of(member) + " of " + std::to_string(members.of);
-    }
+    // "rank 2 of 3".
+    std::string name_of(size_t rank) const;
 
     // Posts a vector of so many bytes for `readers`. Throws std::runtime_error if there are too many.
     void post(const Label& label, const void* values, size_t size, const Ranks& readers);
     // Returns the readers of what this rank has posted under the label, and still has to send.
-    virtual Ranks unsent(const Label&) { return {}; }
+    Ranks unsent(const Label& label);
     // Returns the vector that `rank` has posted for this one under the label; null if there is none yet. It stays until
     // `done`.
     struct Found {
         const double* values = nullptr;
         size_t size = 0;  // bytes
-        size_t place = 0;
         size_t length() const { return size / sizeof(double); }
     };
-    virtual Found find(size_t rank, const Label& label) const = 0;
-    virtual void done(size_t rank, const Found& found) = 0;
-    // Finds and removes bytes, if they have come.
-    std::optional<std::string> received(size_t rank, const Label& label);
+    Found find(size_t rank, const Label& label) const;
+    void done(const Found& found);
     // Returns the labels of vectors that `rank` has posted for this one.
-    virtual std::vector<Label> posted_by(size_t rank) const = 0;
+    std::vector<Label> posted_by(size_t rank) const;
 
-    // Tells all that this rank waits for some of them, in the call that the label is of. Returns whom another rank waits
-    // for there; empty if it has not said so.
-    virtual void say_awaited(const Label&, const Ranks&) {}
-    virtual Ranks awaited_by(size_t, const Label&) const { return {}; }
+    // Tells all others what this rank waits for, or, without a name, that the wait under this label has ended.
+    void say(const Awaited& awaited);
+    std::vector<Awaited> awaited_by(size_t rank) const;
+    // Whether any other rank has told.
+    bool others_wait() const { return others_wait_ > 0; }
 
-    // An event count (Reed, Kanodia, CACM 1979) is of all threads with one label, and changes with each arrival. A thread
-    // can sleep until it is not `seen`, or for `seconds`, and can wake the sleepers.
-    virtual uint32_t event_of(const Label& label) const = 0;
-    virtual uint32_t arrivals(uint32_t event) = 0;
-    virtual void sleep(uint32_t event, uint32_t seen, double seconds) = 0;
-    virtual void wake(uint32_t event) = 0;
-    // Whether an arrival wakes who sleeps.
-    virtual bool wakes() const { return true; }
+    // Whoever waits moves messages along. Returns a count, which changes with each arrival.
+    uint32_t arrivals();
+    // Sleeps for a moment, at most so many seconds, if nothing has arrived since the count was `seen`.
+    void nap(uint32_t seen, double seconds);
 
     enum class State : uint32_t { kPresent, kFailed, kEnded };
-    virtual State state_of(size_t rank) const = 0;
-    virtual std::string reason_of(size_t rank) const = 0;  // of a rank that has failed
-    // The process of a present rank that has died without a word, which only the kernel knows; 0 if it has not.
-    virtual int64_t died(size_t rank) const = 0;
+    State state_of(size_t rank) const { return states_[rank]; }
+    std::string reason_of(size_t rank) const;  // of a rank that has failed
     // What has become of a rank: "has ended". Empty if it is there.
     std::string fate_of(size_t rank) const;
-    // Tells this, as an error of this rank in the exchange of this name.
-    std::string loss(size_t rank, const std::string& exchange) const;
-    // Nothing moves any more, because the transport ends with the process.
-    virtual void end() {}
-    // Reports that this rank has failed, with a reason, or has ended. Wakes all ranks. The first report stays. A child of
-    // a fork reports nothing.
+    // Reports to all that this rank has failed, with a reason, or has ended. The first report stays. A child of a fork
+    // reports nothing.
     void report(State state, const std::string& reason);
+    // MPI ends with the process: nothing moves any more.
+    void end();
 
-    Ranks everybody;
-    // Their ranks in the job, and the size of the job: the same if nobody says otherwise.
-    struct {
-        Ranks ranks;
-        size_t of;
-    } members;
-    bool crowded = false;  // there are more ranks than cores for them
-    int64_t sent = 0;      // vectors to a reader each, for tests
+    const Mpi mpi;  // without the lock for others
+    const Ranks everybody;
+    std::atomic<bool> crowded{false};  // this machine has more ranks than cores for them
+    std::atomic<int64_t> sent{0};      // vectors to a reader each, for tests
 
-  protected:
-    Mailbox(size_t rank, size_t ranks);
-    // See `post` and `report`. One thread at a time calls one of the two.
-    virtual void write(const Label& label, const void* values, size_t size, const Ranks& readers) = 0;
-    virtual void tell(State state, const std::string& reason) = 0;
+  private:
+    // A message begins with this.
+    struct Head {
+        // A vector; a failure, whose text follows; another end; a wait: the number of ranks, these ranks and a name.
+        enum Kind : int64_t { kVector, kFailed, kEnded, kWaits };
+        Label label;
+        int64_t kind;
+        size_t from, length;  // bytes of what follows
+    };
+
+    struct Message {
+        static constexpr size_t kHead = sizeof(Head) / sizeof(double);
+        static_assert(sizeof(Head) % sizeof(double) == 0, "what follows is aligned");
+        std::shared_ptr<double> memory;
+        size_t size;  // in doubles
+
+        explicit Message(size_t size = kHead)  // not initialised
+            : memory(new double[size], std::default_delete<double[]>()), size(size) {}
+        const Head& head() const { return *reinterpret_cast<const Head*>(memory.get()); }
+        double* values() const { return memory.get() + kHead; }
+        const char* text() const { return reinterpret_cast<const char*>(values()); }
+    };
+
+    // A message that arrives, or goes to a rank.
+    struct Transfer : Message {
+        using Message::Message;
+        Transfer(const Message& message, size_t to) : Message(message), to(to) {}
+        Mpi::Request request = {};
+        size_t to = 0;
+    };
+
+    // The caller of the following holds the lock.
+    void send(const Head& head, const void* content, size_t size, const Ranks& to);
+    void send_on();
+    void progress();
+    void arrive(const Message& message);
+    void note(size_t rank, State state, std::string reason);
 
     const size_t rank_;
     const pid_t process_;
-
-  private:
-    Mutex posting_;
+    mutable Mutex mutex_;  // guards all but the atomics
+    std::list<Transfer> outgoing_, arriving_;
+    std::list<Message> received_;
+    std::vector<std::vector<Awaited>> awaited_;  // by each rank
+    std::vector<std::string> reasons_;
+    std::vector<std::atomic<State>> states_;
+    std::atomic<uint32_t> arrivals_{0}, naps_{0};
+    std::atomic<int64_t> others_wait_{0};
+    bool closed_ = false;
 };
 
-// Waits for ranks that share a mailbox.
+// Waits for other ranks of a job, and tells them so if it takes long: a rank that gives up says where the others are.
 class WaitForOthers : public Wait {
   public:
+    WaitForOthers& operator=(const WaitForOthers&) = delete;
+    ~WaitForOthers() override;
     // Tells the others why this rank gives up.
     [[noreturn]] void give_up(const std::string& reason) override;
 
   protected:
-    // `together`: a rank that has failed ends the wait even if it is not missing.
-    WaitForOthers(Mailbox& mail, double timeout, bool together) : Wait(timeout), mail_(mail), together_(together) {}
-    WaitForOthers(const WaitForOthers& earlier, Mailbox& mail, double timeout, bool together)
-        : Wait(earlier, timeout), mail_(mail), together_(together) {}
-    virtual std::string name() const = 0;  // of the exchange
+    WaitForOthers(Mailbox& mail, const Label& label, double timeout)
+        : Wait(timeout), mail_(mail), label_(label), says_after_(says_after(timeout)) {}
+    WaitForOthers(const WaitForOthers& earlier, const Label& label, double timeout)
+        : Wait(earlier, timeout), mail_(earlier.mail_), label_(label), says_after_(says_after(timeout)) {}
+
+    virtual std::string name() const = 0;  // of what the ranks do together
     virtual bool is_missing(size_t rank) const = 0;
-    virtual std::string missing() const;
-    // Throws if this rank has left, or if another one did that ends the wait.
-    void check_members();
-    // The same for what only the kernel knows.
+    Ranks missing_ranks() const;
+    // Whom this rank tells the others that it waits for.
+    virtual Ranks awaited() const { return missing_ranks(); }
+    // Throws if this rank has left, or another one that fails the step or is missing. `late`: seconds that what a rank has
+    // sent before its end may take.
+    void check_members(double late = 0);
     void check_others() override;
     void throw_if_failed() override;
-    std::string state() override {
-        return mail_.name_of(mail_.rank()) + " waits for rank " + missing() + " in " + name();
-    }
+    std::string state() override;
     std::string advice() override;
 
     Mailbox& mail_;
+    const Label label_;
 
   private:
-    [[noreturn]] void gone(size_t rank) { WaitForOthers::give_up(mail_.loss(rank, name())); }
-    const bool together_;
+    static double says_after(double timeout);
+    const double says_after_;  // seconds
+    bool said_ = false;
+    Ranks told_;
 };
 
 }  // namespace syncbn

@@ -25,10 +25,10 @@ void* plain_values(void* handle) {
     return data({handle});
 }
 
-class Gradients : public Round, public std::enable_shared_from_this<Gradients> {
+class Arrays : public Gradients::Round, public std::enable_shared_from_this<Arrays> {
   public:
-    Gradients(Sums& sums, Brought brought) : Round(std::move(brought)), sums_(sums), items_(summands.size()) {}
-    ~Gradients() override {
+    Arrays(Gradients& gradients, Brought brought) : Round(gradients, std::move(brought)), items_(summands.size()) {}
+    ~Arrays() override {
         for (const Item& item : items_)
             for (void* handle : item.handles) mx.MXNDArrayFree(handle);
     }
@@ -46,14 +46,6 @@ class Gradients : public Round, public std::enable_shared_from_this<Gradients> {
                                      "gluon_syncbn_sum", false));
     }
 
-    const std::vector<void*>* values(size_t summand) override {
-        std::lock_guard<std::mutex> lock(mutex_);
-        const Item& item = items_[summand];
-        if (item.lost)
-            throw Failure(name_in(list, summand, summand + 1) +
-                          " was not computed: an operator before it has failed, and reading its result says why.");
-        return item.complete ? &item.values : nullptr;
-    }
     void succeed() noexcept override {
         for (const Item& item : items_) (*item.complete)(nullptr);
     }
@@ -70,20 +62,19 @@ class Gradients : public Round, public std::enable_shared_from_this<Gradients> {
 
   private:
     struct Item {
-        std::vector<void*> handles, values;  // for each context
+        std::vector<void*> handles;          // for each context
         std::optional<Completion> complete;  // since the values are here
-        bool lost = false;
     };
 
     struct Operation {
-        const std::shared_ptr<Gradients> round;
+        const std::shared_ptr<Arrays> round;
         const size_t index;
         bool ran = false;
 
         static void run(void*, void* complete, void* parameter) {
             auto& self = *static_cast<Operation*>(parameter);
             self.ran = true;
-            self.round->come(self.index, *static_cast<const Completion*>(complete));
+            self.round->begin(self.index, *static_cast<const Completion*>(complete));
         }
         // MXNet leaves out an operation if one before it has failed.
         static void remove(void* parameter) {
@@ -97,43 +88,42 @@ class Gradients : public Round, public std::enable_shared_from_this<Gradients> {
             throw Failure(std::string("MXNet's engine refused a sum of gradients: ") + mx.MXGetLastError());
     }
 
-    void come(size_t index, const Completion& complete) {
+    void begin(size_t index, const Completion& complete) {
         Item& item = items_[index];
+        std::vector<void*> values;
         std::exception_ptr failure;
         try {
-            for (void* handle : item.handles) item.values.push_back(plain_values(handle));
+            for (void* handle : item.handles) values.push_back(plain_values(handle));
         } catch (const std::exception&) {
             failure = std::current_exception();
         }
         {
             std::lock_guard<std::mutex> lock(mutex_);
             if (failure == nullptr) failure = failure_;
-            item.lost = failure != nullptr;
-            if (!item.lost) item.complete = complete;
+            if (failure == nullptr) item.complete = complete;
         }
-        if (failure != nullptr) complete.fail(failure);
-        sums_.look();
-    }
-    void lose(size_t index) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        items_[index].lost = true;
-        sums_.look();
+        if (failure == nullptr) return come(index, std::move(values));
+        lose(index);
+        complete.fail(failure);
     }
 
-    Sums& sums_;
-    Mutex mutex_;  // guards the states and the failure
+    Mutex mutex_;  // guards the completions and the failure
     std::vector<Item> items_;
     std::exception_ptr failure_;
 };
 
 }  // namespace
 
-// Begins the sum of arrays over the processes of an exchange, and does not wait. The arrays become the sums together, or
+// A Trainer, the next one in all processes. Returns its number.
+SYNCBN_API(int64_t, add_trainer, Asked* exchange) {
+    return static_cast<Processes&>(*exchange->host).gradients().add_trainer();
+}
+
+// Begins the sum of a Trainer's gradients over the processes, and does not wait. The arrays become the sums together, or
 // all of them raise the failure. `arrays`: of each summand a handle for each context, one summand after the other. They
-// are dense, and on CPUs or the devices of `gpus`. Throws Failure if MXNet refuses.
-SYNCBN_API(void, sum, Asked* exchange, int64_t channel, int64_t number, const char* update, const char* list,
-           size_t count, const int* types, const size_t* sizes, size_t contexts, void** arrays,
-           syncbn::cuda::AllReduce* gpus) {
+// are dense, and on CPUs. Throws Failure if MXNet refuses.
+SYNCBN_API(void, sum, Asked* exchange, int64_t trainer, const char* update, const char* list, size_t count,
+           const int* types, const size_t* sizes, size_t contexts, void** arrays) {
     if (is_naive_engine)
         throw Failure(
             "MXNET_ENGINE_TYPE=NaiveEngine waits for each array in turn, and the processes add all arrays of a step "
@@ -141,13 +131,13 @@ SYNCBN_API(void, sum, Asked* exchange, int64_t channel, int64_t number, const ch
     auto& processes = static_cast<Processes&>(*exchange->host);
     std::vector<Summand> summands;
     for (size_t i = 0; i < count; ++i) summands.push_back({static_cast<Type>(types[i]), sizes[i]});
-    processes.job().check_open();
+    processes.mail().check_open();
     const double timeout = registry().defaults().timeout;
-    auto round = std::make_shared<Gradients>(
-        processes.sums(), Brought{channel, number, update, list, timeout, std::move(summands), gpus});
+    const auto round =
+        std::make_shared<Arrays>(processes.gradients(), Brought{trainer, update, list, timeout, std::move(summands)});
     try {
         for (size_t i = 0; i < count; ++i) round->push(i, contexts, arrays + i * contexts);
-        processes.sums().begin(round);
+        processes.gradients().begin(round);
     } catch (const std::exception& reason) {
         round->fail(reason);  // operations that MXNet has must end
         throw;
