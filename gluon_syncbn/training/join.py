@@ -71,39 +71,66 @@ def join(net: gluon.Block, trainer: gluon.Trainer) -> Iterator[None]:
     store: Any = trainer._kvstore_params["kvstore"] if isinstance(trainer, gluon.Trainer) else None
     if not isinstance(store, ProcessStore):
         arguments.refuse("trainer", trainer, "a gluon.Trainer(..., kvstore=gluon_syncbn.kvstore(...))")
-    calls: List[Tuple[Any, ...]] = []  # of the net, in the step that goes on or was the last
-    unused: List[mx.nd.NDArray] = []  # parameters that got no gradient in the last step
-    in_step, in_update, ended = False, False, False
+    steps = _Steps(trainer, store)
+    hook = net.register_forward_pre_hook(steps.call)
     own = {name: vars(trainer).get(name) for name in ("step", *_PARTS)}  # which may be the user's
+    ours = {"step": steps.step, **{name: steps.part(name, getattr(trainer, name)) for name in _PARTS}}
+    vars(trainer).update(ours)
+    store.joins += 1
+    try:
+        yield
+        hook.detach()
+        steps.follow(net)
+    except BaseException as error:
+        store.fail(f"rank {store.rank} left gluon_syncbn.join with {type(error).__name__}: {error}")
+        raise
+    finally:
+        hook.detach()
+        steps.ended = True
+        for name in ours:
+            if vars(trainer).get(name) is ours[name]:
+                del vars(trainer)[name]
+                if own[name] is not None:
+                    setattr(trainer, name, own[name])
+        store.joins -= 1
 
-    def call(net: gluon.Block, inputs: Tuple[Any, ...]) -> None:
-        nonlocal in_step
+
+class _Steps:
+    """The steps of this process within a block. Its methods take the places of those of the Trainer."""
+
+    def __init__(self, trainer: gluon.Trainer, store: ProcessStore) -> None:
+        self.trainer, self.store, self.take = trainer, store, trainer.step
+        self.calls: List[Tuple[Any, ...]] = []  # of the net, in the step that goes on or was the last
+        self.unused: List[mx.nd.NDArray] = []  # parameters that got no gradient in the last step
+        self.is_open = self.in_update = False
+        self.ended = False  # the block: a wrapper that was made within it calls the methods still
+
+    def call(self, net: gluon.Block, inputs: Tuple[Any, ...]) -> None:
         if not autograd.is_training():
             return
-        if not in_step:
-            calls.clear()
-            in_step = True
-            store.tell_all("whether there is a batch", True)
-        calls.append(inputs)
+        if not self.is_open:
+            self.calls.clear()
+            self.is_open = True
+            self.store.tell_all("whether there is a batch", True)
+        self.calls.append(inputs)
 
-    def step(batch_size: int, ignore_stale_grad: bool = False) -> None:
-        nonlocal in_step, in_update
-        if ended:  # a wrapper that was made within the block calls it still
-            take_step(batch_size, ignore_stale_grad)
+    def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
+        if self.ended:
+            self.take(batch_size, ignore_stale_grad)
             return
-        trained = [array for p in trainer._params if p.grad_req != "null" for array in p.list_data()]
-        unused[:] = [array for array in trained if not array._fresh_grad]
+        trained = [array for p in self.trainer._params if p.grad_req != "null" for array in p.list_data()]
+        self.unused = [array for array in trained if not array._fresh_grad]
         samples = arguments.whole("batch_size", batch_size, 0, 2**53)
-        if samples and _are_of_all(samples, calls, store.num_workers):
+        if samples and _are_of_all(samples, self.calls, self.store.num_workers):
             arguments.refuse("batch_size", samples, "the samples of this process within gluon_syncbn.join, not of all")
-        total = sum(store.tell_all("the samples of a step", samples))
-        in_update = True
-        take_step(total, ignore_stale_grad)
-        in_step = in_update = False
+        total = sum(self.store.tell_all("the samples of a step", samples))
+        self.in_update = True
+        self.take(total, ignore_stale_grad)
+        self.is_open = self.in_update = False
 
-    def part_of_step(name: str, method: Callable[..., None]) -> Callable[..., None]:
+    def part(self, name: str, method: Callable[..., None]) -> Callable[..., None]:
         def part(*args: Any, **kwargs: Any) -> None:
-            if not (in_update or ended):
+            if not (self.in_update or self.ended):
                 raise mx.MXNetError(
                     f"trainer.{name} was called within gluon_syncbn.join, where a process without a batch calls "
                     "trainer.step alone, and would not do what comes between the parts of a step. Do it in the step of "
@@ -113,38 +140,20 @@ def join(net: gluon.Block, trainer: gluon.Trainer) -> Iterator[None]:
 
         return part
 
-    hook = net.register_forward_pre_hook(call)
-    take_step = trainer.step
-    ours = {"step": step, **{name: part_of_step(name, getattr(trainer, name)) for name in _PARTS}}
-    vars(trainer).update(ours)
-    store.joins += 1
-    try:
-        yield
-        if in_step:
-            arguments.refuse("trainer", trainer, "trainer.step(...) after the last call of the net")
-        hook.detach()
-        while any(store.tell_all("whether there is a batch", False)):
-            if not calls:
+    def follow(self, net: gluon.Block) -> None:
+        """Takes part in the steps of the others, until no process has a batch."""
+        if self.is_open:
+            arguments.refuse("trainer", self.trainer, "trainer.step(...) after the last call of the net")
+        while any(self.store.tell_all("whether there is a batch", False)):
+            if not self.calls:
                 raise mx.MXNetError(
-                    f"rank {store.rank} never called the net within gluon_syncbn.join, so it cannot take part in the "
-                    "steps of the others. Give each process at least one batch."
+                    f"rank {self.store.rank} never called the net within gluon_syncbn.join, so it cannot take part in "
+                    "the steps of the others. Give each process at least one batch."
                 )
-            _repeat_without_samples(net, calls)
-            for array in unused:
+            _repeat_without_samples(net, self.calls)
+            for array in self.unused:
                 array._fresh_grad = False
-            step(0, True)
-    except BaseException as error:
-        store.fail(f"rank {store.rank} left gluon_syncbn.join with {type(error).__name__}: {error}")
-        raise
-    finally:
-        hook.detach()
-        ended = True
-        for name in ours:
-            if vars(trainer).get(name) is ours[name]:
-                del vars(trainer)[name]
-                if own[name] is not None:
-                    setattr(trainer, name, own[name])
-        store.joins -= 1
+            self.step(0, True)
 
 
 def _are_of_all(samples: int, calls: List[Tuple[Any, ...]], processes: int) -> bool:
