@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any, Dict, List, Optional
 
@@ -11,7 +10,6 @@ from mxnet.gluon import HybridBlock
 
 from . import _native, layer
 from .mxnet_side import blocks, op, patches
-from .mxnet_side.export import SYNCHRONISED
 from .mxnet_side.nodes import json_of, layers_of, value_of
 from .nets.graphs import close_graph, open_graph, plain_graphs
 from .system import arguments
@@ -46,7 +44,7 @@ def SyncBatchNorm(
 
     The graph goes into a ``SymbolBlock`` or a ``Module``. The replicas are the contexts of its parameters, or those of
     the ``Module``. `convert`, `revert` and `freeze` see the layers of a ``SymbolBlock``, and `summary` does once it has
-    run. Executors of ``simple_bind`` or ``bind`` need ``ndev``.
+    run. Executors of ``simple_bind`` or ``bind`` only predict.
 
     ``save``, and a checkpoint of a ``Module``, write ``BatchNorm`` operators. A ``Module`` of such a file synchronises
     again if this package is imported. A ``SymbolBlock`` of it has plain layers.
@@ -55,16 +53,12 @@ def SyncBatchNorm(
     ----------
     data : Symbol
         2 to 5 dimensions.
-    gamma, beta, moving_mean, moving_var, eps, momentum, fix_gamma, use_global_stats, name, attr, cudnn_off
-        As in ``mx.sym.BatchNorm``, within the layer's bounds. ``cudnn_off``, MXNet's choice of a kernel, is ignored.
+    gamma, beta, moving_mean, moving_var, eps, momentum, fix_gamma, use_global_stats, name, attr
+        As in ``mx.sym.BatchNorm``, within the layer's bounds.
     output_mean_var : bool
         Must be False.
-    ndev : int, optional
-        The number of executors that train together, if each is bound separately, on a context of its own, and all
-        before the first step; 1 means plain BatchNorm.
-    key : str, optional
-        Nodes with the same key train together, if each executor is bound from another symbol. By default, each node has
-        its own key.
+    ndev, key, cudnn_off
+        Ignored: whom a replica meets in contrib's symbol, and MXNet's choice of a kernel.
     mask : Symbol, optional
         As in the layer.
     **kwargs
@@ -79,7 +73,7 @@ def SyncBatchNorm(
     ValueError
         If an argument is not as described above.
     MXNetError
-        In a training step of an executor without ``ndev``, or before all of its partners are bound.
+        In a training step of an executor of ``simple_bind`` or ``bind``.
     """
     inputs = dict(data=data, gamma=gamma, beta=beta, moving_mean=moving_mean, moving_var=moving_var)
     for argument, value in {**inputs, "mask": mask}.items():
@@ -87,11 +81,6 @@ def SyncBatchNorm(
             arguments.refuse(argument, value, "a Symbol")
     if _flag("output_mean_var", output_mean_var):
         arguments.refuse("output_mean_var", output_mean_var, "False")
-    beside: Dict[str, Any] = {}  # what an executor that is bound by itself has to know of the others
-    if ndev is not None:  # 0 where scripts pass on that they have no GPUs
-        beside["ndev"] = arguments.whole("ndev", _value(ndev), 0, arguments.MOST_DEVICES)
-    if key is not None:
-        beside["key"] = key if isinstance(key, str) else arguments.refuse("key", key, "a string")
     of_any = {key: kwargs.pop(key) for key in list(kwargs) if key in _OF_ANY or key.startswith("__")}
     # MXNet's own operator finds a name and makes the variables. They get its attributes, and the initial values of the
     # running statistics, which a Module reads.
@@ -101,8 +90,6 @@ def SyncBatchNorm(
     if fix_gamma and gamma is None and variables[1].attr("__wd_mult__") is None:
         variables[1]._set_attr(__wd_mult__="0")  # it stays 1
     attributes = {key: value for key, value in own.list_attr().items() if key.startswith("__")}
-    if beside:
-        attributes[SYNCHRONISED] = json.dumps(beside)
     node = layer.SyncBatchNorm(
         momentum=_value(momentum),
         epsilon=arguments.number("eps", _value(eps), 0, sys.float_info.max, "a finite number of at least 0"),

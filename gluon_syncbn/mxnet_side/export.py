@@ -24,8 +24,7 @@ from . import blocks
 from .nodes import Json, attribute, bypass, is_guard, is_ours, json_of, symbol_of, walk
 from .op import SYMBOLS
 
-#: Attribute of a ``BatchNorm`` in a file that was a synchronised node: the arguments of the layer, in JSON. In a node
-#: of this package, those that only executors need.
+#: Attribute of a ``BatchNorm`` in a file that was a synchronised node: the arguments of the layer, in JSON.
 SYNCHRONISED = "__gluon_syncbn__"
 
 
@@ -131,7 +130,7 @@ def settings_of(prefix: str, attributes: Dict[str, str]) -> Json:
 
 def _arguments(attributes: Dict[str, str]) -> Json:
     """Returns the arguments that create the layer again, except a KVStore, which a file cannot hold."""
-    written: Json = json.loads(attributes.get(SYNCHRONISED, "{}"))
+    written: Json = {}
     replicas = Replicas.by_token.get(attributes["layer"])
     if replicas is not None:
         written.update(replicas.pooling._asdict(), num_devices=replicas.num_devices, timeout=replicas.timeout)

@@ -1,18 +1,15 @@
-"""Synchronises batch normalisation in the graphs of `Module`, ``simple_bind`` and ``bind``.
+"""Synchronises batch normalisation in the graphs of `Module`.
 
-An executor runs a graph on one context. It has no parameters of Gluon, from which a layer could find its replicas. In a
-``Module``, the group of its executors lists the contexts. Elsewhere, ``ndev=`` says how many executors train together.
-Each group gets its own graph, because equal nodes on several contexts meet.
+Each of its executors runs the graph on one context. They have no parameters of Gluon, from which a layer could find its
+replicas: their group lists the contexts. Each group gets its own graph, because equal nodes on several contexts meet.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import json
 import warnings
-from contextlib import nullcontext
-from typing import Any, Callable, Dict, List, Optional, Set, Tuple
+from contextlib import ExitStack, contextmanager
+from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Tuple
 
 import mxnet as mx
 from mxnet import autograd
@@ -35,134 +32,71 @@ from .graphs import layer_of
 
 #: Operators of MXNet whose nodes are also synchronised.
 operators: Set[str] = set()
-#: A synchronised node of an executor, which keeps the replicas alive: the names of the running statistics, the
-#: replicas, and the number among the layer's nodes.
-_Node = Tuple[List[str], Replicas, int]
-#: Marks a node in the graph of a ``Module`` of which a warning was given: its executors bind that graph.
-_STAYS = "null"
+#: A synchronised node of an executor, which keeps the replicas alive: the names of the running statistics, and the
+#: replicas.
+_Node = Tuple[List[str], Replicas]
 #: What executors were bound for training by; empty if none was.
 trained: Set[str] = set()
 
 
 def install() -> None:
-    """Wraps the functions that create executors. MXNet does not tell an operator which executors train together."""
+    """Wraps the function that creates the executors of a ``Module``. MXNet does not tell an operator which ones train
+    together.
+    """
     patches.replace(_grouping, DataParallelExecutorGroup, "__init__")
-    for name in ("bind", "simple_bind"):
-        patches.replace(_binding, mx.sym.Symbol, name)
 
 
 def _grouping(
     construct: Callable, group: Any, symbol: mx.sym.Symbol, contexts: List[Context], *args: Any, **kwargs: Any
 ) -> None:
     places = executor_group._prepare_group2ctxs(kwargs.get("group2ctxs"), len(contexts))
-
-    def choose(node: Json) -> SyncBatchNorm:
-        layer, part = _layer(node), node["attrs"].get("__ctx_group__")
-        own = [(place or {}).get(part, context) for place, context in zip(places, contexts)]
-        layer._replicas.set_contexts(own, 0)
-        return layer
-
-    graph, layers = _synchronised(symbol, choose)
+    graph, layers = _synchronised(symbol, contexts, places)
     if layers:
         # The group itself, because a program may have a class in the place of ``Module``, which makes it.
-        group.__class__ = derived(type(group), _Group, type(group))
+        group.__class__, group.layers = derived(type(group), _Group, type(group)), layers
     construct(group, graph, contexts, *args, **kwargs)
     trained.update(["a Module"] if group.for_training else [])
-    if group.for_training and any(replicas.reaches_other_processes() for _, replicas, _ in layers):
+    if group.for_training and any(replicas.reaches_other_processes() for _, replicas in layers):
         warnings.warn(
             "the gradients of a Module stay in this process, and its layers share their statistics with others: "
             "train with gluon.Trainer(..., kvstore=kv)",
             stacklevel=5,
         )
-    for (mean, _), replicas, _ in layers:
+    for (mean, _), replicas in layers:
         if group.for_training:
             replicas.check(replicas.contexts)
         replicas.set_contexts(replicas.contexts, group.execs[0].aux_dict[mean].shape[0])
 
 
-def _binding(bind: Callable, symbol: mx.sym.Symbol, /, ctx: Context, *args: Any, **kwargs: Any) -> Executor:
-    request = inspect.signature(bind).bind_partial(symbol, ctx, *args, **kwargs).arguments.get("grad_req")
-    requests = request.values() if isinstance(request, dict) else request if isinstance(request, list) else [request]
-    trains = any(one != "null" for one in requests)
-    choose = functools.partial(_beside_others, ctx, trains)
-    graph, layers = _synchronised(symbol, choose)
-    # A step may be open, but no operator that is made here is a call of it.
-    on = ctx.device_id if ctx.device_type == "cpu" else -1
-    with setting(_native.issue_on, on) if layers else nullcontext(), executing(ctx), autograd.predict_mode():
-        executor = bind(graph, ctx, *args, **kwargs)
-    if layers:
-        executor.__class__, executor.layers = _Executor, layers
-        for (mean, _), replicas, _ in layers if trains else ():
-            replicas.channels = executor.aux_dict[mean].shape[0]
-    return executor
-
-
-#: Executors that train together and are bound one by one, by the key of a node and their number: the layer, and the
-#: contexts of those that are bound.
-_unfinished: Dict[Tuple[str, int], Tuple[SyncBatchNorm, List[Context]]] = {}
-
-
-def _beside_others(context: Context, trains: bool, node: Json) -> Optional[SyncBatchNorm]:
-    """Returns the layer of an executor outside a ``Module``. It is that of earlier executors whose group is incomplete.
-
-    The layer of an incomplete group has no contexts, and its first step raises an error. An executor that never trains
-    does not wait for others.
-    """
-    attributes = node["attrs"]
-    if is_ours(node) and _replicas(node).contexts:
-        return None  # the node of a Gluon net, whose parameters have values
-    written = attributes if node["op"] in operators else json.loads(attributes.get(SYNCHRONISED, "{}"))
-    wanted = int(written.get("ndev", 1 if node["op"] in operators else 0))
-    if not wanted or (wanted > 1 and not trains):
-        return None if is_ours(node) else _layer(node)
-    key = str(written.get("key") or attributes.get("layer", node["name"])), wanted
-    if key not in _unfinished or context in _unfinished[key][1]:
-        _unfinished[key] = _layer(node), []
-    layer, contexts = _unfinished[key]
-    contexts.append(context)
-    if len(contexts) == wanted:
-        del _unfinished[key]
-        layer._replicas.set_contexts(contexts, 0)
-        layer._replicas.check(layer._replicas.contexts)
-    return layer
-
-
 def _layer(node: Json) -> SyncBatchNorm:
     """Creates a layer for a node, with its own replicas."""
     attributes = node["attrs"]
-    if is_ours(node):
-        replicas = _replicas(node)
-        return layer_of(f"{replicas.name}_", attributes, replicas)
-    written = json.loads(attributes.get(SYNCHRONISED, "{}"))
-    given = {name: value for name, value in written.items() if name not in ("ndev", "key")}
-    return SyncBatchNorm(**settings_of(f"{node['name']}_", attributes), **given)
-
-
-def _replicas(node: Json) -> Replicas:
-    replicas = Replicas.by_token.get(node["attrs"]["layer"])
+    if not is_ours(node):
+        written = json.loads(attributes.get(SYNCHRONISED, "{}"))
+        given = {name: value for name, value in written.items() if name not in ("ndev", "key")}  # of version 0.3
+        return SyncBatchNorm(**settings_of(f"{node['name']}_", attributes), **given)
+    replicas = Replicas.by_token.get(attributes["layer"])
     if replicas is None:
         raise mx.MXNetError(
             f"the SyncBatchNorm of '{node['name']}' no longer exists, or belongs to another process: keep the net of "
-            "this symbol until a Module or an executor is bound"
+            "this symbol until a Module is bound"
         )
-    return replicas
+    return layer_of(f"{replicas.name}_", attributes, replicas)
 
 
 def _synchronised(
-    symbol: mx.sym.Symbol, choose: Callable[[Json], Optional[SyncBatchNorm]]
+    symbol: mx.sym.Symbol, contexts: List[Context], places: List[Optional[Dict[str, Context]]]
 ) -> Tuple[mx.sym.Symbol, List[_Node]]:
-    """Returns the graph with the layer that is chosen for each node, or the same object if there is no such node; and
-    its synchronised nodes.
+    """Returns the graph with a layer for each node, or the same object if there is no such node; and its synchronised
+    nodes. ``places``: of each context, where it has named parts of the graph.
     """
     recorded = json_of(symbol)
-    is_other = number_nodes(recorded)
     names = {node["name"] for node in recorded["nodes"]}
     chosen: Dict[int, SyncBatchNorm] = {}
     layers: List[_Node] = []
     stay: List[str] = []
     for number, within, node in walk(recorded):
-        mark = node["attrs"].get(SYNCHRONISED)
-        takes = mark != _STAYS and (node["op"] in operators or (node["op"] == "BatchNorm" and mark is not None))
+        takes = node["op"] in operators or (node["op"] == "BatchNorm" and SYNCHRONISED in node["attrs"])
         if not takes and not is_ours(node):
             continue
         running = [within["nodes"][at]["name"] for at, *_ in node["inputs"][-2:]]
@@ -170,13 +104,11 @@ def _synchronised(
             continue  # a backend, such as that of oneDNN, made it a part of its own operator, and renamed its inputs
         if takes and gives_moments(within, node):
             stay.append(f"{node['name']} ({node['op']})")
-            node["attrs"][SYNCHRONISED], is_other = _STAYS, True
-        else:
-            layer = choose(node)
-            if layer is not None:
-                chosen[number] = layer
-            replicas = _replicas(node) if layer is None else layer._replicas
-            layers.append((running, replicas, 0 if layer is not None else int(node["attrs"]["node"])))
+            continue
+        layer, part = _layer(node), node["attrs"].get("__ctx_group__")
+        layer._replicas.set_contexts([(place or {}).get(part, one) for place, one in zip(places, contexts)], 0)
+        chosen[number] = layer
+        layers.append((running, layer._replicas))
     if stay:
         warnings.warn(
             f"{arguments.some(stay, ', ')}: MXNet's own operator stays, because the graph uses its mean or variance",
@@ -184,8 +116,15 @@ def _synchronised(
         )
     if chosen:
         recorded = json_of(with_layers(recorded, chosen))
-        number_nodes(recorded)
+    is_other = number_nodes(recorded)
     return kinds.like(symbol_of(recorded), symbol) if chosen or is_other else symbol, layers
+
+
+@contextmanager
+def _making(context: Context) -> Iterator[None]:
+    """Makes operators of an executor, within the block. A step may be open, but none of them is a call of it."""
+    with setting(_native.issue_on, context.device_id if context.device_type == "cpu" else -1), autograd.predict_mode():
+        yield
 
 
 # ---- steps ----------------------------------------------------------------------------------------------------
@@ -196,30 +135,42 @@ class _Executor(Executor):
     replicas will come.
     """
 
-    layers: List[_Node]
+    layers: Dict[Context, List[_Node]]  # by their place, which may be another one
 
     def forward(self, is_train: bool = False, **kwargs: Any) -> Any:
-        calls, numbers, running = [], [], []
-        for names, replicas, number in self.layers if is_train else []:
-            replicas.runs(IN_GRAPH)
-            if not replicas.kwargs["use_global_stats"] and self._ctx in replicas.contexts:
-                calls.append(replicas.id)
-                numbers.append(number)
-                running += [self.aux_dict[name] for name in names]
-        with executing(self._ctx, calls, numbers, running, repeats=True):
+        with ExitStack() as announced:
+            for context, layers in self.layers.items() if is_train else ():
+                calls, running = [], []
+                for names, replicas in layers:
+                    replicas.runs(IN_GRAPH)
+                    if not replicas.kwargs["use_global_stats"]:
+                        calls.append(replicas.id)
+                        running += [self.aux_dict[name] for name in names]
+                announced.enter_context(executing(context, calls, [0] * len(calls), running, repeats=True))
             outputs = super().forward(is_train, **kwargs)
-        if calls:
+        if is_train:
             _native.watch(str(self._ctx), outputs)
         return outputs
 
     def reshape(self, *args: Any, **kwargs: Any) -> Executor:
-        executor = super().reshape(*args, **kwargs)
+        with _making(self._ctx):
+            executor = super().reshape(*args, **kwargs)
         executor.__class__, executor.layers = _Executor, self.layers
         return executor
 
 
 class _Group(DataParallelExecutorGroup):
     """The executors of a ``Module`` with synchronised layers."""
+
+    layers: List[_Node]
+
+    def _bind_ith_exec(self, i: int, *args: Any) -> Executor:
+        with _making(self.contexts[i]):
+            executor = super()._bind_ith_exec(i, *args)
+        executor.__class__, executor.layers = _Executor, {}
+        for names, replicas in self.layers:
+            executor.layers.setdefault(replicas.contexts[i], []).append((names, replicas))
+        return executor
 
     def forward(self, data_batch: Any, is_train: Optional[bool] = None) -> None:
         """A training forward begins a step: all executors of a ``Module`` begin in it.

@@ -1,5 +1,6 @@
-"""Executors: symbols in `Module`, BucketingModule, SequentialModule, simple_bind and bind, against one context."""
+"""Symbols in `Module`, BucketingModule and SequentialModule, against one context; other executors only predict."""
 
+import contextlib
 import gc
 import json
 import logging
@@ -350,7 +351,7 @@ def keeps_the_settings(contexts, tmp_path, heads, settings):
 
     assert_same(stepped(loaded, contexts, heads), stepped(norm, contexts, heads), 1e-12)
     for symbol in (made(mx.sym.var("data"), name="bn0") for made in (norm, loaded)):
-        ((_, replicas, _),) = bound(symbol, contexts, labels=False)._exec_group.execs[0].layers
+        ((_, replicas),) = bound(symbol, contexts, labels=False)._exec_group.layers
         assert replicas.computes.unbiased and replicas.timeout == 17 and replicas.pooling.virtual_devices == 2
         assert replicas.pooling.groups == (((0, 2), (1,)) if "groups" in settings else None)
 
@@ -475,100 +476,26 @@ def test_a_sequence(contexts):
     assert_same(train(got, range(3), "float32"), train(want, range(3), "float32"), 1e-4)
 
 
-# ---- executors that are bound one by one ---------------------------------------------------------------------
+# ---- other executors -----------------------------------------------------------------------------------------
 
 
-def executed(symbols, contexts, how, heads):
-    """Of one executor for each symbol and context: outputs, gradients, running statistics."""
-    parts = np.array_split(np.arange(12), len(contexts))
-    images, (arguments, states) = batch_of(1).data[0].asnumpy(), parameters_of(symbols[0])
-    executors = []
-    for symbol, context, part in zip(symbols, contexts, parts):
-        given = {"data": nd.array(images[part], dtype="float64"), **arguments}
-        given = {name: value.copyto(context) for name, value in given.items()}
-        kept = {name: value.copyto(context) for name, value in states.items()}
-        if how == "bind":
-            gradients = {name: nd.zeros_like(value) for name, value in given.items()}
-            executors.append(symbol.bind(context, given, gradients, aux_states=kept))
-        else:
-            types = dict.fromkeys(given, "float64")
-            executors.append(symbol.simple_bind(context, type_dict=types, data=given["data"].shape))
-            executors[-1].copy_params_from(given, kept)
-    for executor in executors:
-        executor.forward(is_train=True)
-    for executor, context, part in zip(executors, contexts, parts):
-        executor.backward([nd.array(heads[part], ctx=context, dtype="float64")])
-    found = {"y": np.concatenate([executor.outputs[0].asnumpy() for executor in executors])}
-    found["dx"] = np.concatenate([executor.grad_dict["data"].asnumpy() for executor in executors])
-    for name in arguments:
-        found[name] = sum(executor.grad_dict[name].asnumpy() for executor in executors)
-    for name in states:
-        for executor in executors:
-            found[name] = executor.aux_dict[name].asnumpy()
-            np.testing.assert_array_equal(found[name], executors[0].aux_dict[name].asnumpy())
-    return found
-
-
-@pytest.mark.parametrize("how", ["bind", "simple_bind"])
-def test_executors_by_hand(how, contexts, rng):
-    heads = rng.randn(12, 5, 4, 4)
-    want = executed([body(PLAIN)], contexts[:1], how, heads)
-    symbol = body(SyncBatchNorm, ndev=2)
-    nothing = dict.fromkeys(symbol.list_arguments(), "null")
-    for given in (["null"], [nothing], [list(nothing.values())], []):  # executors that never train are no partners
-        predicts = symbol.simple_bind(contexts[1], *given, **{} if given else {"grad_req": "null"}, data=(2, 3, 7, 7))
-        assert predicts.forward()[0].shape == (2, 5, 4, 4)
-    for _ in range(2):  # one pair after the other
-        assert_same(executed([symbol] * 2, contexts[:2], how, heads), want)
-    assert_same(executed([body(SyncBatchNorm, ndev=1)], contexts[:1], how, heads), want)
-
-
-def test_executors_of_symbols_of_their_own(contexts, rng):
-    """They meet by key, as contrib's do."""
-    heads = rng.randn(12, 5, 4, 4)
-
-    def norm(y, **given):
-        return SyncBatchNorm(y, ndev=3, key=given["name"], **given)
-
-    got = executed([body(norm) for _ in range(3)], contexts[:3], "bind", heads)
-    assert_same(got, executed([body(PLAIN)], contexts[:1], "bind", heads))
-
-
-def test_executors_by_hand_after_a_failed_step(contexts, rng):
-    heads = rng.randn(12, 5, 4, 4)
-    symbol = body(SyncBatchNorm, ndev=2)
-    want = executed([symbol] * 2, contexts[:2], "bind", heads)
-    _native.fail("something")
-    with pytest.raises(mx.MXNetError, match="something"):
-        executed([symbol] * 2, contexts[:2], "bind", heads)
-    with mx.autograd.train_mode():
-        assert_same(executed([symbol] * 2, contexts[:2], "bind", heads), want, 1e-12)
-
-
-@pytest.mark.parametrize("ndev", [None, 2])
-def test_an_executor_that_knows_no_partner(ndev, contexts, tmp_path):
-    """It predicts; its training step says what to do."""
-    symbol = SyncBatchNorm(mx.sym.var("data"), name="alone", ndev=ndev)
+@pytest.mark.parametrize("where", ["alone", "in a net", "in a file"])
+def test_other_executors_predict(where, contexts, tmp_path):
+    """A training step says what to do. A file has plain BatchNorm."""
+    symbol = SyncBatchNorm(mx.sym.var("data"), name="alone", ndev=2, key="k")
+    if where == "in a net":  # whose contexts are known
+        net = gluon_syncbn.SyncBatchNorm(in_channels=3, prefix="alone_")
+        net.initialize(ctx=contexts[0])
+        symbol = net(mx.sym.var("data"))
     symbol.save(str(tmp_path / "alone.json"))
-    for given in (symbol, mx.sym.load(str(tmp_path / "alone.json"))):
-        executor = given.simple_bind(contexts[0], data=(2, 3, 4))
-        assert executor.forward()[0].asnumpy().shape == (2, 3, 4)
-        with pytest.raises(mx.MXNetError, match=r"'alone' on cpu\(0\): the contexts .* write ndev=N into the symbol"):
-            executor.forward(is_train=True)[0].asnumpy()
-        gluon_syncbn.reset()
-
-
-def test_executors_by_hand_wait_within_a_scope(contexts):
-    """Whoever waits for all that is in flight has called all replicas, of which one is slow."""
-    symbol = SyncBatchNorm(mx.sym.Custom(mx.sym.var("data"), op_type="rest"), name="bn", ndev=2)
-    executors = [symbol.simple_bind(context, data=(2, 3)) for context in contexts[:2]]
-    with mx.autograd.train_mode():
-        for executor, first in zip(executors, (0, 2)):
-            executor.forward(is_train=True, data=nd.full((2, 3), first))
-        mx.nd.waitall()
-    np.testing.assert_allclose(executors[0].aux_dict["bn_moving_mean"].asnumpy(), 0.1, rtol=1e-5)
-    for executor in executors:
-        assert len(executor.layers) == 1
+    if where == "in a file":
+        symbol = mx.sym.load(str(tmp_path / "alone.json"))
+    executor = symbol.simple_bind(contexts[0], data=(2, 3, 4))
+    assert executor.forward()[0].asnumpy().shape == (2, 3, 4)
+    said = r"'alone' on cpu\(0\): an executor .* in a Module or a SymbolBlock"
+    with contextlib.nullcontext() if where == "in a file" else pytest.raises(mx.MXNetError, match=said):
+        executor.forward(is_train=True)[0].asnumpy()
+    gluon_syncbn.reset()
 
 
 def test_a_replica_that_does_not_come(contexts):
@@ -771,19 +698,20 @@ def test_the_log_tells_of_meetings_where_its_own_logger_asks(contexts, caplog):
     assert all(any(text in line for text in wanted) for line in told())
 
 
-BY_HAND = """
+LOGGED = """
 import light
 import gluon_syncbn, mxnet as mx
-contexts = gluon_syncbn.cpu_devices(2)
-symbol = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("data"), name="bn", ndev=2)
-for executor in [symbol.simple_bind(context, data=(2, 3)) for context in contexts]:
-    executor.forward(is_train=True)
+symbol = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("data"), name="bn")
+module = mx.mod.Module(symbol, label_names=None, context=gluon_syncbn.cpu_devices(2))
+module.bind([("data", (4, 3))])
+module.init_params()
+module.forward(mx.io.DataBatch([mx.nd.ones((4, 3))]), is_train=True)
 mx.nd.waitall()
 """
 
 
-def test_the_variable_has_the_log_tell_of_executors_by_hand():
-    command = [sys.executable, "-W", "ignore", "-c", BY_HAND]
+def test_the_variable_has_the_log_tell_of_meetings():
+    command = [sys.executable, "-W", "ignore", "-c", LOGGED]
     done = ended(command, SUPPORT, PACKAGE.parent, GLUON_SYNCBN_LOG="debug")
     assert done.returncode == 0, done.stderr
     assert "gluon_syncbn: SyncBatchNorm 'bn', forward of call 1: " in done.stderr
@@ -833,8 +761,9 @@ def test_contribs_symbol_is_mxnets_again(contexts):
     gluon_syncbn.uninstall()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        executor = contribs(mx.sym.var("data"), name="k").simple_bind(contexts[0], data=(2, 3, 4))
-    assert "_contrib_SyncBatchNorm" in executor._symbol.tojson()
+        module = mx.mod.Module(contribs(mx.sym.var("data"), name="k"), label_names=None, context=contexts[0])
+        module.bind([("data", (2, 3, 4))])
+    assert "_contrib_SyncBatchNorm" in module._exec_group.symbol.tojson()
 
 
 def test_a_symbol_block_of_a_file_is_plain(contexts, tmp_path):

@@ -33,7 +33,7 @@ WAYS_TO_LEAVE = ["raises", "exits", "ends", "left_the_scope"]
 # These end in an error, with which the store ends and the processes go on.
 FAILING = [
     "another_net",
-    "executors_of_other_channels",
+    "modules_of_other_channels",
     "a_batch_that_is_not_finite",
     "broadcasts_parameters",
     "gathers_other_rows",
@@ -92,7 +92,7 @@ def test_more_processes(processes, scenarios):
         assert seconds < 30  # the time limit is 60 s
 
 
-@pytest.mark.parametrize("scenario, name", [("another_net", "first"), ("executors_of_other_channels", "bn")])
+@pytest.mark.parametrize("scenario, name", [("another_net", "first"), ("modules_of_other_channels", "bn")])
 def test_another_net(scenario, name, together):
     for rank in range(2):
         _, error = together.failure_of(rank, scenario)

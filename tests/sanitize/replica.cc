@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "core.h"
 #include "figures.h"
 #include "mxnet.h"
 
@@ -63,7 +64,13 @@ void Replica::issue_forward(Engine& engine) {
     try {
         property_ = layer.property(node);
         const auto tensors = property_->infer({x->type, extents});
-        if (!state_) state_ = std::make_shared<State>(*property_, context_name, tensors);
+        if (!state_)
+            state_ = std::make_shared<State>(*property_, context_name, tensors);
+        else if (training) {
+            const size_t id = static_cast<size_t>(layer.id), number = static_cast<size_t>(node);
+            syncbn_begin_graph(context_name.c_str(), {1, &id}, {1, &number}, {0, nullptr}, false);
+            syncbn_end_graph({0, nullptr});
+        }
         const Tensor& output = tensors[property_->inputs];
         y = make_array(output.type, output.size(), kBefore);
         execution_ = {

@@ -797,12 +797,14 @@ def trained_alone_before():
         gluon_syncbn.configure(kvstore=None)
 
 
-def executors_of_other_channels():
-    symbol = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("data"), ndev=1, fix_gamma=False, name="bn")
+def modules_of_other_channels():
+    symbol = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("data"), fix_gamma=False, name="bn")
     gluon_syncbn.configure(kvstore=kv)
-    executor = symbol.simple_bind(ctx=CONTEXTS[0], data=(2, 5 + kv.rank))
+    module = mx.mod.Module(symbol, label_names=None, context=CONTEXTS[:1])
+    module.bind([("data", (2, 5 + kv.rank))])
+    module.init_params()
     with reporting():
-        executor.forward(is_train=True, data=nd.ones((2, 5 + kv.rank)))
+        module.forward(mx.io.DataBatch([nd.ones((2, 5 + kv.rank))]), is_train=True)
 
 
 def another_net():

@@ -258,8 +258,6 @@ CALLS = {
             **dict.fromkeys(("gamma", "beta", "moving_mean", "moving_var"), "optional symbol"),
             "eps": "at least 0",
             **dict.fromkeys(("fix_gamma", "use_global_stats", "output_mean_var"), "flag"),
-            "ndev": "optional whole from 0",
-            "key": "optional text",
             **{name: kind for name, kind in LAYER.items() if name not in ("epsilon", "center", "scale", "in_channels")},
         },
     ),

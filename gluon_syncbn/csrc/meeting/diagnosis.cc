@@ -97,10 +97,8 @@ std::string why_not_here(const LayerConfig& config, const std::string& context) 
     if (!config.misplaced.empty()) return config.misplaced;
     std::ostringstream why;
     if (config.contexts.empty())
-        why << "the contexts of the layer's parameters are not known; initialise the net before the first step. An "
-               "executor of simple_bind or bind does not know those that train with it: write ndev=N into the symbol, "
-               "where N executors train together, and bind each of them on its own context before the first step. Or "
-               "use a Module. In a hybrid_forward, call a gluon_syncbn.SyncBatchNorm";
+        why << "the contexts of the layer's parameters are not known; initialise the net before the first step. A "
+               "symbol trains in a Module or a SymbolBlock. In a hybrid_forward, call a gluon_syncbn.SyncBatchNorm";
     else if (std::find(config.contexts.begin(), config.contexts.end(), context) == config.contexts.end())
         why << "the layer was called here, but its parameters live on " << join_names(config.contexts)
             << "; initialise or reset_ctx the net with every context that takes part";

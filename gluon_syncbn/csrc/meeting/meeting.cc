@@ -257,6 +257,7 @@ Place Layer::join(const LayerConfigPtr& config, const std::string& context, int6
     const Key key{node, context};
     check_step(*config, key);
     const Place place = join_locked(config, key);
+    is_announced_ = is_announced_ || announces;
     if (announces && place.meeting) announced_[key].push_back(place);
     return place;
 }
@@ -264,6 +265,10 @@ Place Layer::join(const LayerConfigPtr& config, const std::string& context, int6
 Place Layer::announced(const LayerConfigPtr& config, const std::string& context, int64_t node) {
     const Lock lock(mutex_);
     std::deque<Place>& places = announced_[{node, context}];
+    if (!is_announced_)
+        step().fail(Failure(name, context, "",
+                            "an executor of simple_bind or bind does not know the replicas that "
+                            "train with it: train the symbol in a Module or a SymbolBlock."));
     if (places.empty()) places.push_back(join_locked(config, {node, context}));
     Place place = std::move(places.front());
     places.pop_front();

@@ -36,8 +36,8 @@ class Layer : public LayerIdentity {
     // Failure if the layer is in the middle of a step of another thread. `announces`: MXNet has made the operator before,
     // and executes it now.
     Place join(const LayerConfigPtr& config, const std::string& context, int64_t node, bool announces = false);
-    // Returns the first place that was announced for this node. Without an announcement, joins: an executor of a net's
-    // own graph is one of MXNet's.
+    // Returns the first place that was announced for this node, or joins: a body of a loop runs more often than that. Fails
+    // if nobody announces calls of this layer: in an executor of no Module, nobody knows the replicas.
     Place announced(const LayerConfigPtr& config, const std::string& context, int64_t node);
     // Called once for the forward of a call, and once for each of its backwards. Waits at most so long for all replicas
     // and processes; returns whether they have come. A missing one is no failure. The last one calls the exchange.
@@ -90,7 +90,7 @@ class Layer : public LayerIdentity {
         std::shared_ptr<Memo> last;
     };
     std::map<std::string, Forwards> forwards_;  // of each context
-    std::atomic<bool> is_announced_{false};     // some have been: without an executor, no call takes the lock for them
+    std::atomic<bool> is_announced_{false};     // some calls have been: else no forward takes the lock for these
 };
 
 class Registry {
