@@ -30,7 +30,9 @@ EXPORTED const char* allreduce(syncbn::Asked* exchange, bool merges, int64_t lay
 }
 
 // The number of messages.
-EXPORTED int64_t sent(syncbn::Asked* processes) { return static_cast<syncbn::Processes&>(*processes->host).mail().sent; }
+EXPORTED int64_t sent(syncbn::Asked* processes) {
+    return static_cast<syncbn::Processes&>(*processes->host).mail().sent;
+}
 
 // Writes the ranks, the members, their groups and the first member of this process, each list behind its length.
 EXPORTED void reach(int64_t group, size_t named, const int* groups, size_t ranks, const size_t* replicas, size_t rank,

@@ -157,7 +157,8 @@ int MPI_Imrecv(void* to, int count, Handle type, void* message, Mpi::Request* re
     return 0;
 }
 
-int MPI_Iallreduce(const void* from, void* values, int count, Handle type, Handle, Handle communicator, Mpi::Request* request) {
+int MPI_Iallreduce(const void* from, void* values, int count, Handle type, Handle, Handle communicator,
+                   Mpi::Request* request) {
     const std::lock_guard<std::mutex> lock(mutex);
     Member& member = member_of(communicator);
     if (const int status = failure(member, "MPI_Iallreduce"); status != 0) return status;
