@@ -46,7 +46,7 @@ def models() -> Groups:
 
 
 def entry(one: Dict[str, float]) -> str:
-    return f"{one['median']:.2f} ({one['10%']:.2f} to {one['90%']:.2f}; n = {one['count']})"
+    return f"{one['median']:.2f} ({one['10%']:.2f} to {one['90%']:.2f})"
 
 
 def rows() -> str:
@@ -86,14 +86,15 @@ def alone() -> Tuple[List[str], List[str]]:
 def figures() -> str:
     (seeds,) = re.findall(r"over (\d+) seeds", compared())
     (low, *_, high), (net,) = alone()
+    counts = [one["count"] for _, ratios in models() + layers() for one in ratios.values()]
     return f"""\
 mIoU of [two small nets](examples/segmentation/README.md#plain-or-synchronised-a-comparison) on generated scenes, with
 plain and with synchronised statistics of four simulated devices, and 95 % intervals ({seeds} seeds, tuned rates).
 
 {miou()}
 
-Times on two CPU devices, as multiples of plain BatchNorm: medians, and in parentheses 10 to 90 % quantiles of n rounds.
-Where 1 lies between them, no difference is shown. *Fused* is compared with BatchNorm and ReLU.
+Times on two CPU devices, of plain BatchNorm's: medians of {min(counts)} to {max(counts)} rounds, and 10 to 90 %
+quantiles. Where 1 lies between these, no difference is shown. *Fused* is compared with BatchNorm and ReLU.
 
 {rows()}
 
