@@ -159,6 +159,7 @@ def test_within_a_hybridized_net():
 @pytest.mark.parametrize("way", ["given", "configured", "the only one"])
 def test_within_a_block_that_is_computed_again(way, monkeypatch):
     store = ProcessStore("a test", mock.Mock(rank=0, size=2, mpi=[]))
+    monkeypatch.setattr(store, "fail", mock.Mock())  # it has no MPI
     monkeypatch.setattr(session, "chosen", False)  # which another test may have left
     monkeypatch.setattr(session, "exchange", store if way == "configured" else None)
     monkeypatch.setattr(session, "stores", [store] if way == "the only one" else [])
