@@ -148,7 +148,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         """Adds ``value`` over the devices of all processes into ``out``, or into ``value`` itself."""
         values = _given("value", value)
         kind = values[0].dtype
-        wide = kind if np.dtype(kind).kind in "iu" else "float64"
+        wide = "int64" if np.dtype(kind).kind in "iu" else "float64"
         own = sum(_classic(array).astype(wide).asnumpy() for array in values)
         total = functools.reduce(np.add, self.allgather(f"the sum of {key!r}", own))
         for target in values if out is None else _given("out", out):
