@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 #: The argument of pip: "." is the checkout. "gluon_syncbn" as soon as a package index has it.
 TARGET = "."
 #: Where such a command works. "" as soon as a package index has it.
