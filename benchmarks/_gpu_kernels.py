@@ -51,7 +51,7 @@ class Ours:
         self.out, self.partial = cupy.empty(shape, dtype), cupy.empty(chunks * (1 + 2 * channels), "float64")
         moments = random.rand(REPLICAS, 1 + 2 * channels) + 0.5
         self.moments_of_all, self.sums = (on_gpu(values, "float64") for values in (moments, moments[:, 1:]))
-        self.kept = on_gpu(random.rand(5 * channels) + 0.5, "float64")
+        self.saved = on_gpu(random.rand(5 * channels) + 0.5, "float64")
         vectors = (on_gpu(random.rand(channels) + 0.5, "float32") for _ in range(6))
         self.gamma, self.beta, self.mean, self.var, self.dgamma, self.dbeta = vectors
         self.told = on_gpu(np.zeros(3), "int64")
@@ -72,16 +72,16 @@ class Ours:
         pool = few([(0, REPLICAS)])  # one for all replicas
         statistics = {"gathered": self.moments_of_all, "used": pool, "fed": pool, "tracked": pool, "pools": 1}
         running = {"momentum": 0.9, "running_mean": self.mean, "running_var": self.var, "status": self.told}
-        arrays = {"x": self.x, "y": self.out, "kept": self.kept, "affine": self.affine()}
+        arrays = {"x": self.x, "y": self.out, "saved": self.saved, "affine": self.affine()}
         arguments: Dict[str, Any] = {**arrays, **statistics, **running, "epsilon": 1e-5}
         self._launch("normalise", self.each, "NormaliseArguments", **arguments)
 
     def grad_sums(self) -> None:
-        arrays = {"dy": self.dy, "x": self.x, "kept": self.kept, "partial": self.partial}
+        arrays = {"dy": self.dy, "x": self.x, "saved": self.saved, "partial": self.partial}
         self._launch("grad_sums", self.reduce, "GradSumsArguments", **arrays)
 
     def grad_input(self) -> None:
-        arrays = {"dy": self.dy, "x": self.x, "dx": self.out, "kept": self.kept, "gathered": self.sums}
+        arrays = {"dy": self.dy, "x": self.x, "dx": self.out, "saved": self.saved, "gathered": self.sums}
         parameters = {"own": self.sums, "dgamma": self.dgamma, "dbeta": self.dbeta, "affine": self.affine()}
         users = few([(0, REPLICAS)])
         self._launch("grad_input", self.each, "GradInputArguments", users=users, **arrays, **parameters)

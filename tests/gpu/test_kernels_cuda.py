@@ -207,8 +207,8 @@ class Kernels:
 
     def normalise(self, source, pools, gamma, beta, fix_gamma, running=(None, None),
                   momentum=0.9, given_up=0, unbiased=0, watch=0, activation=None, addend=None):  # fmt: skip
-        """`source`: gathered moments, or None for the running statistics. Returns the output and what is kept."""
-        out, kept = self.output(None), self.gpu.empty(self.slots * self.channels * 5, "float64")
+        """`source`: gathered moments, or None for the running statistics. Returns the output and what is saved."""
+        out, saved = self.output(None), self.gpu.empty(self.slots * self.channels * 5, "float64")
         told = self.gpu.upload(np.array([(given_up, -1, 0.0)], STATUS).view("uint8"))
         own, gathered, own_moments = self._own(pools), None, None
         if source is not None:
@@ -218,26 +218,26 @@ class Kernels:
             addend=None if addend is None else self.upload(addend, 1), y=out,
             affine=self._affine(gamma, beta, fix_gamma, activation), gathered=gathered,
             used=self._lists(pools), fed=own, tracked=own, pools=1 if pools.kind == SHARED else self.slots,
-            own=own_moments, epsilon=EPSILON, kept=kept, frozen=source is None,
+            own=own_moments, epsilon=EPSILON, saved=saved, frozen=source is None,
             momentum=momentum, running_mean=running[0], running_var=running[1], unbiased=unbiased, watch=watch,
             status=told,
         )  # fmt: skip
         self.told = self.gpu.download(told).view(STATUS)[0]
-        kept = self.gpu.download(kept).reshape(self.slots, self.channels, 5)
-        return self.gpu.download(out).reshape(self.x.shape), kept
+        saved = self.gpu.download(saved).reshape(self.slots, self.channels, 5)
+        return self.gpu.download(out).reshape(self.x.shape), saved
 
-    def grad_sums(self, dy, kept, gamma=None, beta=None, fix_gamma=False, activation=None, y=None):
+    def grad_sums(self, dy, saved, gamma=None, beta=None, fix_gamma=False, activation=None, y=None):
         """[slots][2C]; with y, whose sign counts then, and dz."""
         y, dz = (None, None) if y is None else (self.upload(y, 3), self.output(None))
         sums = self._packed(
             "grad_sums", "merge_sums", 2 * self.channels, "GradSumsArguments",
-            activation=behind(activation), dy=self.upload(dy, 1), kept=self.gpu.upload(kept), y=y, dz=dz,
+            activation=behind(activation), dy=self.upload(dy, 1), saved=self.gpu.upload(saved), y=y, dz=dz,
             affine=self._affine(gamma, beta, fix_gamma, activation),
         )  # fmt: skip
         return sums if dz is None else (sums, self.gpu.download(dz).reshape(self.x.shape))
 
     def grad_input(
-        self, dy, kept, gathered, users, own, gamma, fix_gamma, start=None, beta=None, activation=None, mask=None
+        self, dy, saved, gathered, users, own, gamma, fix_gamma, start=None, beta=None, activation=None, mask=None
     ):
         """dx, dgamma, dbeta."""
         kernel, mask = ("", None) if mask is None else ("masked_", self.gpu.upload(mask.astype("uint8")))
@@ -248,7 +248,7 @@ class Kernels:
         self.launch(
             f"{kernel}grad_input", self._each(), "GradInputArguments", behind(activation), tiling=self.tiling,
             dy=self.upload(dy, 1), mask=mask, x=self.data, dx=out, users=self._lists(users),
-            affine=self._affine(gamma, beta, fix_gamma, activation), kept=self.gpu.upload(kept),
+            affine=self._affine(gamma, beta, fix_gamma, activation), saved=self.gpu.upload(saved),
             gathered=self.gpu.upload(gathered), own=self.gpu.upload(own), dgamma=parameters[0], dbeta=parameters[1],
             add=add, add_dgamma=add, add_dbeta=add,
         )  # fmt: skip
@@ -434,12 +434,12 @@ def check(gpu, shape, dtype, slots, chunks, width, shifts, segment=512, blocks=5
         xhat = xhat_of(of_used)
 
         behind = {"activation": way.activation, "addend": added}
-        y, kept = kernels.normalise(moments, pooling, gamma, beta, way.fix_gamma, **behind)
-        want_kept = [
+        y, saved = kernels.normalise(moments, pooling, gamma, beta, way.fix_gamma, **behind)
+        want_saved = [
             np.stack([np.full(channels, 1 / f[0]), u[1], (u[2] + EPSILON) ** -0.5, f[1], (f[2] + EPSILON) ** -0.5], 1)
             for u, f in zip(of_used, of_fed)
         ]
-        np.testing.assert_allclose(kept, want_kept, rtol=1e-12)
+        np.testing.assert_allclose(saved, want_saved, rtol=1e-12)
         z = joined(x, slots, xhat) * weight[:, None] + beta[:, None] + (0 if added is None else added)
         want = np.where(z > 0, np.minimum(z, ceiling), slope * z)
         close(y, want, TOLERANCE[dtype])
@@ -448,12 +448,12 @@ def check(gpu, shape, dtype, slots, chunks, width, shifts, segment=512, blocks=5
         dz = np.where(seen > 0, seen < ceiling, slope) * dy.astype("float64")
         heads, again = parts(dz, slots), {}
         if added is not None:
-            own, head = kernels.grad_sums(dy, kept, activation=way.activation, y=want)
+            own, head = kernels.grad_sums(dy, saved, activation=way.activation, y=want)
             np.testing.assert_array_equal(head, dz.astype(dtype))
         elif way.activation is None:
-            own, head = kernels.grad_sums(dy, kept), dy
+            own, head = kernels.grad_sums(dy, saved), dy
         else:
-            own, head = kernels.grad_sums(dy, kept, gamma, beta, way.fix_gamma, way.activation), dy
+            own, head = kernels.grad_sums(dy, saved, gamma, beta, way.fix_gamma, way.activation), dy
             again = {"beta": beta, "activation": way.activation}
         check_sums(own, x, heads, xhat)
 
@@ -464,7 +464,7 @@ def check(gpu, shape, dtype, slots, chunks, width, shifts, segment=512, blocks=5
             weight, heads, of_used, of_fed, sums, ranges, parts(counts, slots) if way.masked else None
         )
         again["mask"] = mask if way.masked else None
-        dx, dgamma, dbeta = kernels.grad_input(head, kept, sums, users, own, gamma, way.fix_gamma, base, **again)
+        dx, dgamma, dbeta = kernels.grad_input(head, saved, sums, users, own, gamma, way.fix_gamma, base, **again)
         close(dx, joined(x, slots, gradient) + before, (8 if way.masked else 4) * TOLERANCE[dtype])
         both = own.sum(0).reshape(2, channels)
         size = np.abs(both).max() + channels
@@ -545,9 +545,9 @@ def test_offset(gpu, shape, dtype):
 @pytest.mark.parametrize("shape", [(3, 1, 5, 77), (2, 1, 2, 9000), (70, 10, 33, 1)], ids=str)
 def test_same_bits_every_time(gpu, shape, dtype):
     x, dy, *_ = case(shape, dtype, 2)
-    kept = np.random.RandomState(0).rand(2, shape[2], 5)
+    saved = np.random.RandomState(0).rand(2, shape[2], 5)
     first, again = (
-        np.concatenate([Kernels(gpu, x, 2, 3).moments(), Kernels(gpu, x, 2, 3).grad_sums(dy, kept)], 1)
+        np.concatenate([Kernels(gpu, x, 2, 3).moments(), Kernels(gpu, x, 2, 3).grad_sums(dy, saved)], 1)
         for _ in range(2)
     )
     np.testing.assert_array_equal(first, again)
@@ -569,10 +569,10 @@ def test_pools_with_empty_slots(gpu, empty):
     moments = gathered_moments(3, 4, empty)
     kernels = Kernels(gpu, x)
     mean, var = (kernels.parameters(np.full(3, v)) for v in (5.0, 7.0))
-    _, kept = kernels.normalise(moments, Pools(SHARED, 0, 0, 4), gamma, beta, False, running=(mean, var))
+    _, saved = kernels.normalise(moments, Pools(SHARED, 0, 0, 4), gamma, beta, False, running=(mean, var))
     count, want_mean, want_var = pooled(moments, range(4), 3)
-    np.testing.assert_allclose(kept[0, :, 1], want_mean, rtol=1e-13)
-    np.testing.assert_allclose(kept[0, :, 0], 1 / count if count else 0)
+    np.testing.assert_allclose(saved[0, :, 1], want_mean, rtol=1e-13)
+    np.testing.assert_allclose(saved[0, :, 0], 1 / count if count else 0)
     moved = 0.1 if count else 0
     np.testing.assert_allclose(gpu.download(mean), 5 + moved * (want_mean - 5), rtol=1e-13)
     np.testing.assert_allclose(gpu.download(var), 7 + moved * (want_var - 7), rtol=1e-13)
@@ -598,8 +598,8 @@ def test_running_statistics(gpu, shape, dtype):
     def run(pooling, **settings):
         kernels = Kernels(gpu, x, 2)
         running = [kernels.parameters(values) for values in old]
-        y, kept = kernels.normalise(moments, pooling, gamma, beta, False, running=running, momentum=0.7, **settings)
-        return [gpu.download(values).astype("float64") for values in running], y, kept
+        y, saved = kernels.normalise(moments, pooling, gamma, beta, False, running=running, momentum=0.7, **settings)
+        return [gpu.download(values).astype("float64") for values in running], y, saved
 
     shared, own = pooled(moments, (1, 2), channels)[1:], [pooled(moments, [i], channels)[1:] for i in (1, 2)]
     wants = {
@@ -622,11 +622,11 @@ def test_running_statistics(gpu, shape, dtype):
 
     kernels = Kernels(gpu, x, 1)  # frozen
     running = [kernels.parameters(values) for values in old]
-    y, kept = kernels.normalise(None, Pools(OWN), gamma, beta, False, running=running)
+    y, saved = kernels.normalise(None, Pools(OWN), gamma, beta, False, running=running)
     invstd = 1 / np.sqrt(old.astype(dtype).astype("float64")[1] + EPSILON)
     want = joined(x, 1, lambda i, part: (part - old[0]) * invstd * gamma + beta)
     close(y, want, TOLERANCE[dtype])
-    np.testing.assert_allclose(kept[0, :, 0], 0)
+    np.testing.assert_allclose(saved[0, :, 0], 0)
     for values, before in zip(running, old):
         np.testing.assert_array_equal(gpu.download(values), before.astype(dtype))
 

@@ -343,7 +343,7 @@ void normalise(const Work& work, const void* x, const Rectified& with, const voi
     });
 }
 
-void grad_sums(const Work& work, const void* dy, const void* x, const GradSums& with, double* sum_dz,
+void grad_sums(const Work& work, const void* dy, const void* x, const GradSumsArguments& with, double* sum_dz,
                double* sum_dz_xhat) {
     const View view(work);
     const Activation& activation = with.with.activation;
@@ -363,7 +363,7 @@ void grad_sums(const Work& work, const void* dy, const void* x, const GradSums& 
     for (int64_t c = 0; c < work.shape.channels; ++c) sum_dz_xhat[c] *= with.invstd[c];
 }
 
-void grad_input(const Work& work, const void* dy, const void* x, const GradInput& with, void* dx) {
+void grad_input(const Work& work, const void* dy, const void* x, const GradInputArguments& with, void* dx) {
     const Activation& activation = with.with.activation;
     with_type(work.type, [&](auto* t) {
         using T = std::remove_pointer_t<decltype(t)>;

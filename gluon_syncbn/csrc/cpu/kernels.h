@@ -28,7 +28,7 @@ struct Rectified {
 
 // How to find dz, the gradient with respect to z. If y is given, dz is found from y and written; an addition requires
 // this. Otherwise z is computed from x.
-struct GradSums {
+struct GradSumsArguments {
     Rectified with;
     const double* invstd;
     const void* y;  // or null
@@ -36,7 +36,7 @@ struct GradSums {
 };
 
 // dx = scale * (dz - mean_dz - (x - mean) * slope), added to dx if `add`, with dz from dy and x. [channels] each.
-struct GradInput {
+struct GradInputArguments {
     Rectified with;
     const double* mean;
     const double* mean_dz;  // over the pool
@@ -50,9 +50,9 @@ int64_t moments(const Work& work, const void* x, double* mean, double* m2);
 // y = z [+ addend], after the activation. `addend`: null for none.
 void normalise(const Work& work, const void* x, const Rectified& with, const void* addend, void* y);
 // sum_dz[c] = sum of dz, sum_dz_xhat[c] = sum of dz * (x - mean) * invstd.
-void grad_sums(const Work& work, const void* dy, const void* x, const GradSums& with, double* sum_dz,
+void grad_sums(const Work& work, const void* dy, const void* x, const GradSumsArguments& with, double* sum_dz,
                double* sum_dz_xhat);
-void grad_input(const Work& work, const void* dy, const void* x, const GradInput& with, void* dx);
+void grad_input(const Work& work, const void* dy, const void* x, const GradInputArguments& with, void* dx);
 
 // The instruction set of this machine's kernels: "avx512f", "avx2" or "baseline".
 const char* instruction_set();

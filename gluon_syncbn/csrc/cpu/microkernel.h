@@ -143,7 +143,7 @@ SYNCBN_INLINE void for_each_value(const Formula formula, const Run run, const Co
         for (int64_t at = run.first, column = run.column; at < run.first + run.n; at += positions) {
             Constants<C, Formula::kConstants> constants;
             constants.read(table.from(column));
-#pragma GCC ivdep  // dx may be x: each value is read before it is written
+#pragma GCC ivdep  // dx may be dy: each value is read before it is written
             for (int64_t i = 0; i < positions; ++i)
                 formula.template apply<C>(at + i, constants, !Formula::kMasked || mask[i] != 0);
             if (++column < groups) continue;

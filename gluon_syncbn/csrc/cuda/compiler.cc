@@ -22,7 +22,7 @@ void nvrtc(const char* name, Arguments... arguments) {
     throw Failure(std::string(name) + ": " + text(status));
 }
 
-// The kernels behind the headers that they include. So NVRTC needs none, and this text identifies kept results.
+// The kernels behind the headers that they include. So NVRTC needs none, and this text identifies what is cached.
 std::string source() {
     std::string text;
     for (const char* name : {"activation.h", "plain.h", "cuda/params.h", "cuda/kernels.cu"}) {
@@ -67,7 +67,7 @@ std::string compile(const std::string& text, int target) {
 
 // Renames, so that another process finds the whole file or none. If the folder cannot be written, the next process has
 // to compile again.
-void keep(const std::string& path, const std::string& image) {
+void cache(const std::string& path, const std::string& image) {
     for (size_t at = path.find('/', 1); at != std::string::npos; at = path.find('/', at + 1))
         mkdir(path.substr(0, at).c_str(), 0777);
     const std::string unfinished = path + "." + std::to_string(getpid());
@@ -91,11 +91,11 @@ const std::string& compiled(int capability, const std::string& line, bool anew) 
     nvrtc("nvrtcVersion", &major, &minor);
     const std::string key = text + std::to_string(major) + "." + std::to_string(minor) + " " + std::to_string(target);
     const std::string path = setup.cache + "/kernels-" + std::to_string(std::hash<std::string>()(key)) + ".ptx";
-    std::ifstream kept(path, std::ios::binary);
-    image = anew ? "" : std::string(std::istreambuf_iterator<char>(kept), {});
+    std::ifstream cached(path, std::ios::binary);
+    image = anew ? "" : std::string(std::istreambuf_iterator<char>(cached), {});
     if (image.empty()) {
         image = compile(text, target);
-        keep(path, image);
+        cache(path, image);
     }
     return image;
 }

@@ -67,7 +67,7 @@ void* Device::kernel(const Kernel& kernel) {
         return SYNCBN_CALL("CUDA", "cuModuleLoadData", &module, image.c_str());
     };
     int status = load(compiled(capability_, line));
-    if (status != 0) status = load(compiled(capability_, line, true));  // the kept file may be damaged
+    if (status != 0) status = load(compiled(capability_, line, true));  // the cached file may be damaged
     check(status, "cuModuleLoadData");
     CUDA(cuModuleGetFunction, &found, module, name.c_str());
     return found;

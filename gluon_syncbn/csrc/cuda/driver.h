@@ -135,7 +135,7 @@ class Memory {
 void fill_with_zeros(void* to, int64_t bytes, Stream stream);
 
 // Compiles kernels.cu and this line, "SYNCBN_KERNEL(copy, identity, float32)", with NVRTC: once for each architecture,
-// and keeps the results on disk. Returns intermediate code. `anew` ignores the kept results.
+// and caches the results on disk. Returns intermediate code. `anew` ignores what is cached.
 const std::string& compiled(int capability, const std::string& line, bool anew = false);
 
 // Launches a kernel. `arguments` is its structure of params.h, which may end at once.

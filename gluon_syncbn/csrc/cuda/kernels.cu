@@ -611,20 +611,21 @@ struct Kernels {
 
         __device__ void use(Index slot, Index channel) {
             const Index channels = with.tiling.channels;
-            const Kept kept = with.kept[slot * channels + channel];
+            const Saved saved = with.saved[slot * channels + channel];
             const double weight = gamma(with.affine, channel);
-            scale = static_cast<V>(weight * kept.used_invstd);
-            mean = Split<V>(kept.mean);
-            if (A::kChanges) normal = Normal<V>(kept.used_mean, weight * kept.used_invstd, beta(with.affine, channel));
+            scale = static_cast<V>(weight * saved.used_invstd);
+            mean = Split<V>(saved.mean);
+            if (A::kChanges)
+                normal = Normal<V>(saved.used_mean, weight * saved.used_invstd, beta(with.affine, channel));
             shift = slope = 0;
-            if (kept.share == 0) return;  // running statistics get no gradient
+            if (saved.share == 0) return;  // running statistics get no gradient
             GradSums sums = {};
             each_of(with.users, range_of(with.users, slot), [&](int user) {
                 sums.merge(GradSums::at(with.gathered + user * GradSums::length(channels), channel, channels));
             });
-            const double share = weight * kept.invstd * kept.share;
+            const double share = weight * saved.invstd * saved.share;
             shift = static_cast<V>(share * sums.dy);
-            slope = static_cast<V>(share * kept.invstd * sums.dy_xhat);
+            slope = static_cast<V>(share * saved.invstd * sums.dy_xhat);
         }
         __device__ V value(const V (&in)[kInputs], Index position) const {
             V dz = in[0], through = shift + mean.below(in[1]) * slope;
@@ -678,7 +679,7 @@ struct Kernels {
         }
     }
 
-    __device__ static void keep(const NormaliseArguments& with) {
+    __device__ static void save(const NormaliseArguments& with) {
         const Index channels = with.tiling.channels;
         for (Index i = any_thread(); i < with.tiling.slots * channels; i += all_threads()) {
             const Index slot = i / channels, channel = i % channels;
@@ -687,7 +688,7 @@ struct Kernels {
             const bool same =
                 with.used.members == with.fed.members && of_used.begin == of_fed.begin && of_used.end == of_fed.end;
             const ChannelStatistic fed = same ? used : statistic(with, with.fed, slot, channel);
-            with.kept[i] = {fed.share, used.mean, invstd(with, used), fed.mean, invstd(with, fed)};
+            with.saved[i] = {fed.share, used.mean, invstd(with, used), fed.mean, invstd(with, fed)};
         }
     }
 
@@ -743,20 +744,20 @@ struct Kernels {
 
     __device__ static void normalise(const NormaliseArguments& with) {
         if (with.y != nullptr && with.tiling.samples > 0) each<T>(Normalise{with}, with.tiling);
-        keep(with);
+        save(with);
         if (with.frozen == 0) track(with);
     }
 
     __device__ static void grad_sums(const GradSumsArguments& with) {
         const Spread spread(with.tiling);
         const Index channel = channel_of(spread);
-        const Kept kept = with.kept[blockIdx.y * spread.channels + channel];
+        const Saved saved = with.saved[blockIdx.y * spread.channels + channel];
         Normal<V> normal;
         if (A::kChanges && with.y == nullptr)
             normal =
-                Normal<V>(kept.used_mean, kept.used_invstd * gamma(with.affine, channel), beta(with.affine, channel));
-        SumsOf<T, A> reduction = {with, Split<V>(kept.used_mean), kept.used_invstd, with.y != nullptr ? with.y : with.x,
-                                  normal};
+                Normal<V>(saved.used_mean, saved.used_invstd * gamma(with.affine, channel), beta(with.affine, channel));
+        SumsOf<T, A> reduction = {with, Split<V>(saved.used_mean), saved.used_invstd,
+                                  with.y != nullptr ? with.y : with.x, normal};
         reduce<T>(reduction, spread, with.partial,
                   aligned(with.x) && aligned(with.dy) && aligned(with.y) && aligned(with.dz));
     }

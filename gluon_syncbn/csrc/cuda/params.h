@@ -35,7 +35,7 @@ struct Affine {
 };
 
 // What the backward needs of the forward, for a slot and a channel.
-struct Kept {
+struct Saved {
     double share;                   // 1 / count of the pool that the slot feeds; 0: none
     double used_mean, used_invstd;  // of the pool that normalises it
     double mean, invstd;            // of the pool that it feeds
@@ -74,7 +74,7 @@ struct MergeArguments {
 };
 
 // y = (x - mean) * invstd * gamma + beta [+ addend], then the activation. The statistics come from the gathered moments
-// of the pools or, if `frozen`, are the running ones. `y` may be null. The data for the backward goes to `kept`; then the
+// of the pools or, if `frozen`, are the running ones. `y` may be null. The data for the backward goes to `saved`; then the
 // running statistics move. Grid: any number of blocks (inner > 1), or tiles; slots; chunks.
 struct NormaliseArguments {
     Tiling tiling;
@@ -85,7 +85,7 @@ struct NormaliseArguments {
     const double* gathered;  // [slots of all replicas][1 + 2C]
     Lists used, fed;
     double epsilon;
-    Kept* kept;         // [slots][channels]
+    Saved* saved;       // [slots][channels]
     Lists tracked;      // the pools that update the running statistics
     int pools;          // their number
     const double* own;  // the packed moments of this replica's slots
@@ -104,7 +104,7 @@ struct GradSumsArguments {
     const void *dy, *x, *y;
     void* dz;
     Affine affine;
-    const Kept* kept;
+    const Saved* saved;
     double* partial;
 };
 
@@ -115,7 +115,7 @@ struct GradInputArguments {
     const void *dy, *x;
     void* dx;
     Affine affine;
-    const Kept* kept;
+    const Saved* saved;
     const double* gathered;  // packed gradients of all replicas
     Lists users;
     const double* own;  // those of this replica

@@ -60,8 +60,8 @@ class DeviceCall : public Call {
             assign(*total_gathered(), on_devices() ? 1 : moments_length(channels()));
         }
         const Plan plan = this->plan();
-        kept_ = Memory();  // the memory of the last execution may serve again
-        kept_ = Memory(device(), plan.slots * channels() * static_cast<int64_t>(sizeof(Kept)));
+        saved_ = Memory();  // the memory of the last execution may serve again
+        saved_ = Memory(device(), plan.slots * channels() * static_cast<int64_t>(sizeof(Saved)));
         NormaliseArguments with{};
         with.tiling = plan;
         with.x = data(arrays_[kX]);
@@ -69,7 +69,7 @@ class DeviceCall : public Call {
         with.y = target(kY);
         with.affine = affine();
         with.epsilon = node_->epsilon;
-        with.kept = kept_.as<Kept>();
+        with.saved = saved_.as<Saved>();
         with.frozen = frozen_;
         if (!frozen_) {
             put_lists();
@@ -105,7 +105,7 @@ class DeviceCall : public Call {
         with.dy = data(arrays_[kDy]);
         with.x = data(arrays_[kX]);
         with.affine = affine(by_input());
-        with.kept = kept_.as<Kept>();
+        with.saved = saved_.as<Saved>();
         // The sign of y does not matter without an activation.
         if (node_->adds) with.y = node_->activation.any() ? data(arrays_[kY]) : with.dy;
         if (dz_.handle != arrays_[kDy].handle) with.dz = data(dz_);
@@ -123,7 +123,7 @@ class DeviceCall : public Call {
         with.x = data(arrays_[kX]);
         with.dx = target(kDx);
         with.affine = affine(by_input());
-        with.kept = kept_.as<Kept>();
+        with.saved = saved_.as<Saved>();
         with.gathered = work_->gathered->values();
         if (!frozen_) with.users = list(pools_->users, 2);
         with.own = work_->gathered->own.as<double>();
@@ -175,7 +175,7 @@ class DeviceCall : public Call {
         } catch (const Failure&) {  // the device's own error is reported already
         }
         if (!idle || work_->may_be_posted) {  // then nobody gets the stream and its memory again
-            work_->kept = std::move(kept_);
+            work_->saved = std::move(saved_);
             work_->lists = std::move(lists_);
             work_.release()->current.reset();
         }
@@ -195,7 +195,7 @@ class DeviceCall : public Call {
         Lease lease;
         std::shared_ptr<Gathered> gathered = std::make_shared<Gathered>();
         std::vector<Memory> scratch;
-        Memory kept;  // of the call, if it hangs
+        Memory saved;  // of the call, if it hangs
         std::shared_ptr<Memory> lists;
         bool may_be_posted = false;  // other work may have been put on the stream
         explicit Running(Device& device) : current(std::in_place, device), lease(device) {}
@@ -363,7 +363,7 @@ class DeviceCall : public Call {
     }
 
     std::unique_ptr<Running> work_;
-    Memory kept_;                    // for the backward
+    Memory saved_;                   // for the backward
     std::shared_ptr<Memory> lists_;  // [members][4 times the ranges]; null if they travel with a launch
     std::function<void()> update_;   // of the running statistics, if the nodes of a graph take turns
 };
