@@ -277,7 +277,6 @@ SYNCBN_API(void, out_of_batches, bool is_out) { step().out_of_batches = is_out; 
 
 // ---- records ----
 
-SYNCBN_API(void, debug, bool enabled) { wants_debug = enabled; }
 // The next one, after at most `seconds`: its level, a blank and the text. Empty if there is none. The level 0 asks for
 // callers, and `kDoubt` to watch what the layers write.
 SYNCBN_API(std::string, next_record, double seconds) {

@@ -2,7 +2,6 @@
 // must not call Python itself: it would wait for the interpreter lock, and when the interpreter ends, for ever.
 #pragma once
 
-#include <atomic>
 #include <deque>
 #include <mutex>
 #include <new>
@@ -13,7 +12,7 @@
 namespace syncbn {
 
 // Python's numbers. A record of doubt has no text: a replica whose call was issued is late, perhaps for a failure.
-enum class Level : int { kDoubt = 1, kDebug = 10, kWarning = 30 };
+enum class Level : int { kDoubt = 1, kWarning = 30 };
 
 struct Records {
     static constexpr size_t kMost = 100000;  // unfetched records; later ones are lost, and counted
@@ -24,9 +23,6 @@ struct Records {
     bool asks = false;  // for callers: see meeting/diagnosis.h
 };
 inline Renewed<Records>& records = *new Renewed<Records>;  // outlives the threads that write at exit
-
-// Whether the logger wants a record of every meeting.
-inline std::atomic<bool> wants_debug{false};
 
 // Without memory for a record, it is lost, and counted.
 inline void log(Level level, std::string text) noexcept {

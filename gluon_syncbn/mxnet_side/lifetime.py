@@ -59,10 +59,6 @@ def _at_exit() -> None:
     _native.close()
     while _pass_on(0.0):
         pass
-    slowest = _native.slowest()
-    if slowest:
-        with logs.errors_reported(slowest):
-            log.debug(slowest)
     if os.getpid() != _pid:
         return  # a child of a fork: the exchanges belong to its parent
     if _native.failure():
@@ -169,7 +165,6 @@ def _after_fork_in_child() -> None:
 def begin() -> None:
     """Starts the core, and installs the handlers of exits and forks for good: Python cannot remove one of forks."""
     logs.start()
-    steps.follow_level()
     _native.register()
     atexit.register(_at_exit)
     os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)

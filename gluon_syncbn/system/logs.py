@@ -1,8 +1,6 @@
 """Owns the logger ``gluon_syncbn``, to which `lifetime` passes the native core's records.
 
-At level ``debug`` it reports every meeting: layer and call, and when each replica came and how long it waited. At the
-end it reports the layers and replicas that others waited for longest. ``GLUON_SYNCBN_LOG=debug`` in the environment
-sets the level and prints to stderr. ``logging.getLogger("gluon_syncbn").setLevel`` sets the level too.
+``GLUON_SYNCBN_LOG=error`` in the environment sets the level and prints to stderr.
 """
 
 from __future__ import annotations

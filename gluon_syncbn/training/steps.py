@@ -6,7 +6,6 @@ none: there a training forward begins a step, unless the one before has failed a
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 from typing import Any, Callable, Dict, Iterable, List, Optional, TypeVar
@@ -127,13 +126,6 @@ def reset() -> None:
         raise mx.MXNetError(f"no step can begin, because MXNet fails at every wait: {errors[-1]}")
 
 
-def follow_level() -> None:
-    """Tells the native core whether this logger itself has a level that asks for a record of every meeting. A level of
-    the root logger is meant for the user's own messages.
-    """
-    _native.debug(logs.log.level != logging.NOTSET and logs.log.isEnabledFor(logging.DEBUG))
-
-
 def scope_entered() -> None:
     if session.ending:
         if threading.current_thread().daemon:
@@ -147,10 +139,8 @@ def scope_entered() -> None:
         session.open[thread] = depth + 1
         return
     with session.beginning:
-        if not session.inside():
-            follow_level()
-            if _native.failure():
-                reset()
+        if _native.failure() and not session.inside():
+            reset()
         session.open[thread] = 1
         session.training_threads.add(thread)
         _native.scope_enter(thread.name)

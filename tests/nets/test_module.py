@@ -3,8 +3,6 @@
 import contextlib
 import gc
 import json
-import logging
-import sys
 import threading
 import time
 import warnings
@@ -12,10 +10,8 @@ import warnings
 import mxnet as mx
 import numpy as np
 import pytest
-from environments import ended
 from mxnet import gluon, nd
 from mxnet.gluon import nn
-from places import PACKAGE, SUPPORT
 
 import gluon_syncbn
 from gluon_syncbn import _native
@@ -677,45 +673,6 @@ def test_an_exception_between_two_executors(what, contexts, monkeypatch):
     if what == "backward":  # the forward before it has moved the running statistics
         got, want = ({k: v for k, v in values.items() if "moving" not in k} for values in (got, want))
     assert_same(got, want, 1e-12)
-
-
-@pytest.mark.usefixtures("kind")
-def test_the_log_tells_of_meetings_where_its_own_logger_asks(contexts, caplog):
-    module = ready(classifier(SyncBatchNorm), contexts[:2])
-    caplog.set_level(logging.DEBUG)  # of the root, as `logging.basicConfig(level=logging.DEBUG)` has it
-    train(module, [1])
-    caplog.set_level(logging.DEBUG, logger="gluon_syncbn")
-    train(module, [2])
-    wanted = {f"{way} of call 2" for way in ("forward", "backward")}
-
-    def told():
-        return [record.getMessage() for record in caplog.records if "came after" in record.getMessage()]
-
-    end = time.monotonic() + 60
-    while len(told()) < 4 and time.monotonic() < end:
-        time.sleep(0.01)
-    assert len(told()) == 4, told()
-    assert all(any(text in line for text in wanted) for line in told())
-
-
-LOGGED = """
-import light
-import gluon_syncbn, mxnet as mx
-symbol = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("data"), name="bn")
-module = mx.mod.Module(symbol, label_names=None, context=gluon_syncbn.cpu_devices(2))
-module.bind([("data", (4, 3))])
-module.init_params()
-module.forward(mx.io.DataBatch([mx.nd.ones((4, 3))]), is_train=True)
-mx.nd.waitall()
-"""
-
-
-def test_the_variable_has_the_log_tell_of_meetings():
-    command = [sys.executable, "-W", "ignore", "-c", LOGGED]
-    done = ended(command, SUPPORT, PACKAGE.parent, GLUON_SYNCBN_LOG="debug")
-    assert done.returncode == 0, done.stderr
-    assert "gluon_syncbn: SyncBatchNorm 'bn', forward of call 1: " in done.stderr
-    assert "gluon_syncbn: seconds that replicas waited for others, by layer: 'bn'" in done.stderr
 
 
 # ---- contrib's symbol ------------------------------------------------------------------------------------------

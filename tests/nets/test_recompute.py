@@ -4,9 +4,7 @@ import copy
 import functools
 import gc
 import itertools
-import logging
 import re
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import mxnet as mx
@@ -208,11 +206,10 @@ def test_the_batch_and_the_weights_may_change_before_the_backward_runs(contexts)
     np.testing.assert_array_equal(*found)
 
 
-def test_layers_may_be_made_anew_before_the_backward_runs(contexts, caplog):
-    """The meeting of the forward has the name of its layer, which is gone."""
-    caplog.set_level(logging.DEBUG, logger="gluon_syncbn")
+def test_layers_may_be_made_anew_before_the_backward_runs(contexts):
+    """The meeting of the forward is that of a layer which is gone."""
     net, (xs, heads) = make_net(contexts[:2], units=1, recomputed=True), make_data(contexts[:2])
-    names, found = [net[0].body[i].name for i in (1, 4)], []
+    found = []
     for anew in (False, True):
         for x in xs:
             x.attach_grad()
@@ -222,14 +219,9 @@ def test_layers_may_be_made_anew_before_the_backward_runs(contexts, caplog):
         if anew:
             convert(revert(net))
             gc.collect()
-            others = [SyncBatchNorm(prefix=f"{i:0{len(names[0])}}_") for i in range(50)]  # in the memory that is free
         autograd.backward(ys, heads)
         found.append([x.grad.asnumpy() for x in xs])
     np.testing.assert_array_equal(found[0][0], found[1][0])
-    end = time.monotonic() + 60
-    while len(caplog.messages) < 8 and time.monotonic() < end:
-        time.sleep(0.01)
-    assert [sum(f"'{name}'" in text for text in caplog.messages) for name in names] == [4, 4], (others, caplog.messages)
 
 
 # ---- random operators --------------------------------------------------------------------------------------

@@ -51,8 +51,6 @@ std::vector<Hands::Turn> harmless(const Layer& layer, bool steps_fail) {
         },
         [](Random& random) { const Layer another(random, Spec(), "another"); },
         [](Random&) { expect(syncbn_layers() > 0, "the layer is there"); },
-        [](Random& random) { syncbn_debug(random.one_in(2)); },
-        [](Random&) { syncbn_slowest(); },
     };
 }
 
@@ -95,7 +93,6 @@ std::vector<std::unique_ptr<Step>> some_steps(Run& run, Layer& layer, bool threa
 }
 
 void back_to_normal() {
-    syncbn_debug(0);
     syncbn_default_timeout(kPatience);
     syncbn_default_exchange(*exchange_in_memory());
     syncbn_devices({});
@@ -117,7 +114,6 @@ void changing(Run& run) {
         }
     }
     back_to_normal();
-    expect(figures.records == 0 || contains(text_of(syncbn_slowest()), " 'changing' "), "the slowest layers are known");
 }
 
 void disturbed(Run& run) {

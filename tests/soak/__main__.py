@@ -74,7 +74,6 @@ class Soak:
         return (time.monotonic() - self._begun) / (60 * self._options.minutes)
 
     def _case(self, case: Case) -> None:
-        logging.getLogger("gluon_syncbn").setLevel("DEBUG" if case.debug else "WARNING")
         self._counted["cases"] += 1
         again = f'again: make soak ARGS="--seed {case.seed} --cases 1"'
         self._begins(f"{case}\n  the start; {again}")

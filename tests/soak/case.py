@@ -34,7 +34,6 @@ class Case:
     empty: bool  # whether some shards are
     grad_req: str
     trainer: Optional[Dict[str, Any]]  # its arguments
-    debug: bool  # whether the log tells of every meeting
 
     @property
     def mode(self) -> str:
@@ -146,7 +145,6 @@ def draw(seed: int, contexts: Sequence[mx.Context]) -> Case:
         empty=empty,
         grad_req="write" if trains else _one(rng, ("write", "add")),
         trainer=(trainer if count > 1 else {"kvstore": None}) if trains else None,
-        debug=perhaps(0.1),
     )
 
 

@@ -1,8 +1,6 @@
 #include "meeting/diagnosis.h"
 
 #include <algorithm>
-#include <iomanip>
-#include <map>
 #include <mutex>
 #include <sstream>
 #include <vector>
@@ -17,19 +15,6 @@
 namespace syncbn {
 
 namespace {
-
-constexpr size_t kWorst = 5;  // number of layers to name
-
-struct Totals {
-    Mutex mutex;  // guards the rest
-    struct OfLayer {
-        int64_t meetings = 0;
-        double waited = 0;  // seconds, of all replicas
-    };
-    std::map<std::string, OfLayer> layers;
-    std::map<std::string, double> last;  // of these seconds, those until this replica came last
-};
-Totals& totals = *new Totals;  // outlives the threads that write at exit
 
 constexpr double kLately = 1;  // seconds; whoever waits asks more often
 
@@ -121,44 +106,6 @@ Callers callers(double since) {
 SYNCBN_API(void, answer_callers, const char* wait, double patience) {
     const std::lock_guard<std::mutex> lock(records->mutex);
     answer.get() = {{wait, patience}, seconds()};
-}
-
-void record_meeting(const std::string& call, const Meeting& meeting, const Phase& phase) {
-    const std::string& layer = meeting.layer.name;
-    std::multimap<double, size_t> order;  // by the times of arrival
-    for (size_t i = 0; i < phase.entries.size(); ++i) order.emplace(phase.entries[i].at, i);
-    const double first = order.begin()->first, last = order.rbegin()->first;
-    double waited = 0;
-    std::ostringstream out;
-    out << std::fixed << std::setprecision(3) << title_of(layer) << ", " << call << ": ";
-    for (const auto& [at, position] : order) {
-        out << meeting.contexts()[position] << " came after " << 1e3 * (at - first) << " ms and waited "
-            << 1e3 * (last - at) << " ms" << (position == order.rbegin()->second ? "" : ", ");
-        waited += last - at;
-    }
-    log(Level::kDebug, out.str());
-    std::lock_guard<std::mutex> lock(totals.mutex);
-    ++totals.layers[layer].meetings;
-    totals.layers[layer].waited += waited;
-    totals.last[meeting.contexts()[order.rbegin()->second]] += waited;
-}
-
-// Returns the layers with the longest waits and the replicas that came last there, in a few lines; empty without
-// records.
-SYNCBN_API(std::string, slowest) {
-    std::lock_guard<std::mutex> lock(totals.mutex);
-    if (totals.layers.empty()) return "";
-    std::vector<std::pair<std::string, Totals::OfLayer>> layers(totals.layers.begin(), totals.layers.end());
-    std::sort(layers.begin(), layers.end(), [](auto& a, auto& b) { return a.second.waited > b.second.waited; });
-    std::ostringstream out;
-    out << std::fixed << std::setprecision(3) << "seconds that replicas waited for others, by layer:";
-    for (size_t i = 0; i < std::min(kWorst, layers.size()); ++i)
-        out << (i > 0 ? "," : "") << " '" << layers[i].first << "' " << layers[i].second.waited << " in "
-            << layers[i].second.meetings << " meetings";
-    out << "; by the replica that came last:";
-    for (const auto& [replica, seconds] : totals.last)
-        out << (replica == totals.last.begin()->first ? " " : ", ") << replica << " " << seconds;
-    return out.str();
 }
 
 }  // namespace syncbn

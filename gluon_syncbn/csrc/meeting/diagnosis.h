@@ -1,5 +1,4 @@
-// Describes who is here, who is missing, and what the user can do about it, and records who was waited for. All of it is
-// called under the layer's lock.
+// Describes who is here, who is missing, and what the user can do about it. All of it is called under the layer's lock.
 #pragma once
 
 #include <map>
@@ -64,8 +63,5 @@ class LongWaits {
     std::map<const void*, LongWait> waits_;
 };
 inline Renewed<LongWaits>& long_waits = *new Renewed<LongWaits>;  // outlives the threads that wait at exit
-
-// Records how long the replicas of a phase waited, if all have arrived.
-void record_meeting(const std::string& call, const Meeting& meeting, const Phase& phase);
 
 }  // namespace syncbn

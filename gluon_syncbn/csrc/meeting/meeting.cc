@@ -308,7 +308,7 @@ bool Layer::contribute(const Place& place, Part part, double seconds) {
     phase.number = place.phase;
     if (phase.entries.empty()) phase.entries.resize(meeting.replicas());
     check_equal(meeting, phase, place.position, part);
-    phase.entries[place.position] = {std::move(part), true, syncbn::seconds()};  // (2)
+    phase.entries[place.position] = {std::move(part), true};  // (2)
     if (++phase.arrived < meeting.replicas()) {
         const auto ended = [&] { return phase.total != nullptr || failure_of(meeting) != nullptr; };
         meeting.changed->wait_for(lock, std::chrono::duration<double>(seconds), ended);
@@ -335,7 +335,6 @@ bool Layer::exchange(Meeting& meeting, Phase& phase, double seconds) const {
     if (!total) return false;
     Lock lock(mutex_);
     throw_if_failed(meeting);
-    if (wants_debug.load(std::memory_order_relaxed)) record_meeting(name_of_call(meeting, phase), meeting, phase);
     total->stride = phase.row.size() / meeting.replicas();
     phase.total = std::make_shared<const Total>(std::move(*total));
     phase.entries.clear();

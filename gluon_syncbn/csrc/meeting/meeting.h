@@ -79,7 +79,6 @@ struct Phase {
     int number = 0;
     struct Entry : Part {
         bool arrived = false;
-        double at = 0;  // seconds on some clock
     };
     std::vector<Entry> entries;  // [positions]
     size_t arrived = 0;
