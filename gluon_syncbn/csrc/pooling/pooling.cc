@@ -17,7 +17,7 @@ constexpr int kNone = -1;  // no pool
 std::vector<int> groups_of(const Pooling& pooling, int slots, const std::vector<int>& brought) {
     std::vector<int> groups = brought.empty() ? pooling.groups : brought;
     if (groups.empty()) {
-        const int64_t size = pooling.mode != Mode::kSync ? 1 : pooling.group != 0 ? pooling.group : std::max(slots, 1);
+        const int64_t size = pooling.mode == Mode::kSync ? pooling.group : 1;
         for (int slot = 0; slot < slots; ++slot) groups.push_back(slot / static_cast<int>(size));
     }
     if (groups.size() != static_cast<size_t>(slots))
@@ -81,6 +81,15 @@ Sharing sharing_of(const Pooling& pooling) {
 Pools pools_of(const Pooling& pooling, const std::vector<double>& counts, const Draw& draw, Range own,
                const std::vector<int>& brought) {
     const int slots = static_cast<int>(counts.size());
+    Pools out;
+    if (sharing_of(pooling) == Sharing::kTotal) {  // to which a slot without values adds nothing
+        const Range all{0, slots};
+        out.used.assign(static_cast<size_t>(own.end - own.begin), all);
+        for (int slot = own.begin; slot < own.end; ++slot) out.fed.push_back(counts[slot] > 0 ? all : Range{0, 0});
+        out.users = out.fed;
+        out.tracked = {all};
+        return out;
+    }
     const std::vector<int> groups = groups_of(pooling, slots, brought);
     std::vector<double> values(counts.size(), 0.0);  // of each group; there are no more groups than slots
     for (int slot = 0; slot < slots; ++slot) values.at(groups[slot]) += counts[slot];
@@ -92,7 +101,6 @@ Pools pools_of(const Pooling& pooling, const std::vector<double>& counts, const 
     }
     std::vector<int> uses = tracks;  // also a slot of which no value counts
     if (pooling.mode == Mode::kShuffle) shuffle(&uses, counts, draw);
-    Pools out;
     std::vector<int>& members = out.members;
     bool all_neighbours = true;  // in each list
     std::map<std::pair<const std::vector<int>*, int>, Range> lists;
