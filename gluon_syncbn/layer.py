@@ -25,7 +25,6 @@ from .training.replicas import (
     Replicas,
     follow,
     followers_of,
-    gammas,
     records,
     setting,
     traced,
@@ -323,14 +322,12 @@ class SyncBatchNorm(nn.BatchNorm):
         self._replicas.running.update({id(one): one for one in (self.running_mean, self.running_var)})
         patches.replace(_initialising, Parameter, "_init_impl")
         patches.replace(export.of_plain_graph, mx.base._LIB, "MXSymbolRemoveAmpCast")
-        follow(self.running_mean, self._replicas)
-        gammas(self.gamma)[self._replicas.id] = self._replicas
+        follow(self.running_mean, self.gamma, self._replicas)
         if self.running_mean._data is not None:
             _place(self._replicas, self.running_mean)
 
     def _release_parameters(self) -> None:
-        unfollow(self.running_mean, self._replicas)
-        gammas(self.gamma).pop(self._replicas.id, None)
+        unfollow(self.running_mean, self.gamma, self._replicas)
 
     def __getstate__(self) -> Dict[str, Any]:
         """For ``copy`` and ``pickle``. A copy has replicas of its own, which do not meet those of the original."""

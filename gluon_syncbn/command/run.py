@@ -14,7 +14,6 @@ from types import ModuleType, TracebackType
 from typing import Any, Callable, Iterator, List, NoReturn, Optional
 
 from ..mxnet_side.trainer import left_alone, unsynchronised
-from ..nets import executors
 from ..system.arguments import some
 from ..system.distribution import __version__
 from ..training.session import session
@@ -89,7 +88,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
         if end.code not in (None, 0):
             raise
     finally:
-        if session.training_threads or executors.trained:
+        if session.training_threads:
             for text in _what_met(script, given.convert):
                 print(f"gluon_syncbn: {text}", file=sys.stderr, flush=True)
     return 0

@@ -43,10 +43,12 @@ def transport(name: Any) -> Job:
     return TRANSPORTS[name]()
 
 
-# One for each KVStore, so that one lock guards it, and one KVStore for each name. They stay: MXNet may free one that is
-# still adding, and the process would end in SIGFPE.
-_adding = functools.lru_cache(maxsize=None)(DeviceExchange)
-_created = functools.lru_cache(maxsize=None)(mx.kvstore.create)
+@functools.lru_cache(maxsize=None)
+def _adding(kvstore: Any) -> Exchange:
+    """One for each KVStore, so that one lock guards it, and one KVStore for each name. They stay: MXNet may free one
+    that is still adding, and the process would end in SIGFPE.
+    """
+    return DeviceExchange(mx.kvstore.create(kvstore) if isinstance(kvstore, str) else kvstore)
 
 
 def exchange(kvstore: Any) -> Optional[Exchange]:
@@ -65,7 +67,7 @@ def exchange(kvstore: Any) -> Optional[Exchange]:
     if isinstance(kvstore, str):
         if kvstore not in TYPES:
             arguments.refuse("kvstore", kvstore, _EXPECTED + "." + _refusal(kvstore))
-        kvstore = _created(kvstore)
+        return _adding(kvstore)
     if not isinstance(kvstore, mx.kvstore.KVStoreBase):
         arguments.refuse("kvstore", kvstore, _EXPECTED)
     if kvstore.type not in TYPES:

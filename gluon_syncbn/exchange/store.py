@@ -58,7 +58,7 @@ def _copied(value: mx.nd.NDArray) -> mx.nd.NDArray:
     return mx.nd.SwapAxis(value.as_in_context(mx.cpu()), dim1=0, dim2=0)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.lru_cache(maxsize=10000)
 def numbered(name: str) -> List[str]:
     """Returns what to sort names by, so that numbers count as numbers."""
     return [text.zfill(9) for text in re.split(r"(\d+)", name)]

@@ -22,17 +22,14 @@ from .nodes import Json, is_ours, json_of, layers_of, number_nodes, symbol_of
 
 #: By the owner and the name of a function: what runs in its place.
 _wanted: Dict[Tuple[Any, str], Callable] = {}
-#: Of those that run there now: MXNet's, or None if the owner inherits it.
+#: Of those that run there now: MXNet's, or None if the owner inherits it. Empty before `install` and after `remove`.
 _originals: Dict[Tuple[Any, str], Any] = {}
-_is_installed = False
 #: What symbols and `install` do to a block before MXNet records it.
 before_recording: List[Callable[[gluon.HybridBlock], None]] = []
 
 
 def install() -> None:
     """Changes MXNet for all programs. `replace` changes what only some need, at its first use."""
-    global _is_installed
-    _is_installed = True
     replace(_Scope, autograd, "_RecordingStateScope")
     for name, around in trainer.METHODS.items():
         replace(around, gluon.Trainer, name)
@@ -40,8 +37,8 @@ def install() -> None:
     replace(_writing, mx.base._LIB, "MXNDArraySave")
     replace(_building, gluon.HybridBlock, "_build_cache")
     mx.base.register_error("gluon_syncbn.StepError", _failed)  # as the core begins the text of one
-    for (owner, name), around in list(_wanted.items()):  # what `remove` has taken back
-        replace(around, owner, name)
+    for owner, name in list(_wanted):
+        _put(owner, name)
 
 
 def replace(around: Callable, owner: Any, name: str) -> None:
@@ -50,9 +47,14 @@ def replace(around: Callable, owner: Any, name: str) -> None:
     A call becomes ``around(original, *arguments)``. A class, which is a subclass, takes the place itself.
     """
     _wanted[owner, name] = around
-    if (owner, name) in _originals or not _is_installed:
+    if _originals:
+        _put(owner, name)
+
+
+def _put(owner: Any, name: str) -> None:
+    if (owner, name) in _originals:
         return
-    original = getattr(owner, name)
+    original, around = getattr(owner, name), _wanted[owner, name]
     _originals[owner, name] = vars(owner).get(name)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -63,8 +65,6 @@ def replace(around: Callable, owner: Any, name: str) -> None:
 
 def remove() -> None:
     """Puts all originals back."""
-    global _is_installed
-    _is_installed = False
     while _originals:
         (owner, name), original = _originals.popitem()
         if original is None:

@@ -7,6 +7,7 @@ replicas: their group lists the contexts. Each group gets its own graph, because
 from __future__ import annotations
 
 import json
+import threading
 import warnings
 from contextlib import ExitStack, contextmanager
 from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Tuple
@@ -35,8 +36,6 @@ operators: Set[str] = set()
 #: A synchronised node of an executor, which keeps the replicas alive: the names of the running statistics, and the
 #: replicas.
 _Node = Tuple[List[str], Replicas]
-#: What executors were bound for training by; empty if none was.
-trained: Set[str] = set()
 
 
 def install() -> None:
@@ -55,7 +54,8 @@ def _grouping(
         # The group itself, because a program may have a class in the place of ``Module``, which makes it.
         group.__class__, group.layers = derived(type(group), _Group, type(group)), layers
     construct(group, graph, contexts, *args, **kwargs)
-    trained.update(["a Module"] if group.for_training else [])
+    if group.for_training:
+        session.training_threads.add(threading.current_thread())
     if group.for_training and any(replicas.reaches_other_processes() for _, replicas in layers):
         warnings.warn(
             "the gradients of a Module stay in this process, and its layers share their statistics with others: "

@@ -62,33 +62,38 @@ def executing(
         _native.end_graph(arrays)
 
 
-#: The replicas of the layers that a parameter belongs to. A copy of the parameter has none before its layers are there.
-followers: OfEach[weakref.WeakValueDictionary[int, Replicas]] = OfEach(weakref.WeakValueDictionary)
-#: Those that nodes name in a symbol of the program's. It may outlive the layer, so they live as long as the parameter.
-_in_symbols: OfEach[Dict[int, Replicas]] = OfEach(dict)
+class _OfParameter:
+    """The replicas of the layers that a parameter belongs to. A copy of it has none before its layers are there."""
+
+    def __init__(self) -> None:
+        self.as_mean: weakref.WeakValueDictionary[int, Replicas] = weakref.WeakValueDictionary()
+        self.as_gamma: weakref.WeakValueDictionary[int, Replicas] = weakref.WeakValueDictionary()
+        #: Those that nodes name in a symbol of the program's. It may outlive the layer, so they live as long as this.
+        self.in_symbols: Dict[int, Replicas] = {}
 
 
-#: The replicas of the layers that a gamma belongs to.
-gammas: OfEach[weakref.WeakValueDictionary[int, Replicas]] = OfEach(weakref.WeakValueDictionary)
+_layers = OfEach(_OfParameter)
 
 
 def counts_as_1(parameter: Parameter) -> bool:
     """Whether a parameter is the gamma of layers with ``scale=False``, whose value nobody reads."""
-    layers = list((gammas.get(parameter) or {}).values())
+    known = _layers.get(parameter)
+    layers = list(known.as_gamma.values()) if known else []
     return bool(layers) and all(one.kwargs["fix_gamma"] for one in layers)
 
 
 def followers_of(parameters: Iterable[Any]) -> List[Replicas]:
     """Returns the replicas of the layers that some of these parameters belong to, each once."""
-    return list(dict.fromkeys(one for parameter in parameters for one in (followers.get(parameter) or {}).values()))
+    known = [_layers.get(parameter) for parameter in parameters]
+    return list(dict.fromkeys(one for each in known if each for one in each.as_mean.values()))
 
 
-def follow(parameter: Parameter, replicas: Replicas) -> None:
-    followers(parameter)[replicas.id] = replicas
+def follow(mean: Parameter, gamma: Parameter, replicas: Replicas) -> None:
+    _layers(mean).as_mean[replicas.id] = _layers(gamma).as_gamma[replicas.id] = replicas
 
 
-def unfollow(parameter: Parameter, replicas: Replicas) -> None:
-    for kept in (followers(parameter), _in_symbols(parameter)):
+def unfollow(mean: Parameter, gamma: Parameter, replicas: Replicas) -> None:
+    for kept in (_layers(mean).as_mean, _layers(mean).in_symbols, _layers(gamma).as_gamma):
         kept.pop(replicas.id, None)
 
 
@@ -108,7 +113,7 @@ def records(value: Optional[List[Replicas]]) -> Optional[List[Replicas]]:
 def traced(parameter: Parameter, replicas: Replicas) -> None:
     """A layer puts a node into a symbol."""
     if _of_thread.records is None:
-        _in_symbols(parameter)[replicas.id] = replicas
+        _layers(parameter).in_symbols[replicas.id] = replicas
     else:
         _of_thread.records.append(replicas)
 

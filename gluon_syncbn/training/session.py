@@ -54,7 +54,7 @@ class Session:
         self.tracing: Any  # held by a thread that records the graph of a net
         locks.give(self, beginning=threading.RLock, tracing=threading.RLock)
         locks.give(self, _issuing=lambda: defaultdict(threading.Lock))
-        self.training_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that have opened a scope
+        self.training_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # or bound a Module to train
         #: How many layers have trained, by the contexts on which they met first; none for several processes.
         self.ran: typing.Counter[Tuple[Context, ...]] = Counter()
         self.trainers = OfEach(OfTrainer)  # of Gluon

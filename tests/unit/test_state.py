@@ -142,6 +142,44 @@ def test_classes():
     assert assigned == {"nets/convert.py": 2, "nets/graphs.py": 2, "nets/executors.py": 3}
 
 
+def test_state_of_modules():
+    """These alone hold what changes, in modules and classes. Names in capitals stay as they are made."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
+        for node in [*tree.body, *(one for part in tree.body if isinstance(part, ast.ClassDef) for one in part.body)]:
+            made = ast.unparse(node.value or node.target) if isinstance(node, (ast.Assign, ast.AnnAssign)) else ""
+            if re.match(r"[{\[]|(?!property|logging|_load)[\w.]+\(", made):
+                targets = getattr(node, "targets", None) or [node.target]
+                names.update(one.id for one in targets if isinstance(one, ast.Name))
+            if isinstance(node, ast.FunctionDef) and "cache" in "".join(map(ast.unparse, node.decorator_list)):
+                names.add(node.name)
+        for name in names:
+            if name.strip("_").islower() and name not in ("__all__", "_fields_"):
+                found.setdefault(path.relative_to(PACKAGE).as_posix(), set()).add(name)
+    assert found == {
+        "_native.py": {"_adding", "_functions", "_why_custom"},
+        "symbol.py": {"_written"},
+        "command/replacements.py": {"_installed", "_settings"},
+        "exchange/base.py": {"_keys"},
+        "exchange/named.py": {"_adding"},
+        "exchange/store.py": {"numbered"},
+        "mxnet_side/blocks.py": {"with_graph"},
+        "mxnet_side/lifetime.py": {"_pid"},
+        "mxnet_side/patches.py": {"_of_thread", "_originals", "_wanted", "before_recording"},
+        "mxnet_side/trainer.py": {"_warn_once", "after_construction", "unsynchronised"},
+        "nets/convert.py": {"_with_addition"},
+        "nets/executors.py": {"operators"},
+        "nets/recompute.py": {"_of_thread", "_seeds", "_thread"},
+        "system/classes.py": {"derived"},
+        "system/cuda.py": {"gpu"},
+        "training/devices.py": {"_active", "_marks"},
+        "training/replicas.py": {"_layers", "_make_room_for_errors", "_of_thread", "by_token", "placed"},
+        "training/session.py": {"session"},
+    }
+
+
 def test_everything_is_taken_back(stages):
     assert stages["unpatched"]["functions"] == []
     assert "gluon_syncbn.uninstall(everything=True) has taken back" in stages["refused"]
