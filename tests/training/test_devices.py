@@ -69,8 +69,6 @@ def test_an_epoch_of_uneven_batches(contexts, rng, tmp_path, store, updates, req
     if WAYS[way] is not None:
         net.hybridize(**WAYS[way])
     kvstore = Job(1).stores[0] if store == "ours" else store
-    if store == "ours":
-        kvstore.meet_in_memory()
     settings = {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01}
     trainer = gluon.Trainer(net.collect_params(), "sgd", settings, kvstore=kvstore, update_on_kvstore=updates)
     single = gluon.Trainer(plain.collect_params(), "sgd", settings)

@@ -1,8 +1,10 @@
 """What is the same for all transports, over one between threads: the store, groups, and how a wait ends."""
 
+import itertools
 import os
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import mxnet as mx
 import numpy as np
@@ -216,6 +218,33 @@ def test_gradients_that_other_arrays_replace():
             assert all((array == 3 + 2 * step).all() for array in arrays)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_trainers_in_any_order(size):
+    """Arrays of any type and length, on two contexts, some of which share a bucket, and some of which take several."""
+    all_stores, types = stores(size), ["float16", "float32", "float64", "float32"]
+    rng = np.random.RandomState(3)
+    lengths = [[3, 300_001, 70_000, 1], [600_000, 1, 2, 9], [1, 1, 1, 1]]  # of each Trainer
+    values = [[rng.randint(-9, 9, (size, 2, n)) for n in of_one] for of_one in lengths]
+
+    def work(store):
+        trainers, random = [Trainer() for _ in lengths], np.random.RandomState(store.rank)
+        for trainer in trainers:
+            store.expect(trainer)
+        for _ in range(3):
+            given = [
+                {str(i): [mx.nd.array(x, dtype=kind) for x in one[store.rank]] for i, (kind, one) in enumerate(each)}
+                for each in (list(zip(types, of_one)) for of_one in values)
+            ]
+            for number in random.permutation(len(trainers)):
+                store.add_gradients(trainers[number], given[number])
+            for arrays, want in zip(given, values):
+                for both, one in zip(arrays.values(), want):
+                    assert all((array.asnumpy() == one.sum((0, 1))).all() for array in both)
+        return True
+
+    assert everywhere(all_stores, work) == [True] * size
+
+
 def test_gradients_that_differ():
     """Each rank learns which is the first, whatever the counters in its name."""
 
@@ -275,6 +304,65 @@ def test_an_error_of_mpi():
     jobs[-1].fail(1, "MPI_Iallreduce", 16)
     assert all(isinstance(error, mx.MXNetError) for error in everywhere(stores_of_job, work))
     assert [store.failure for store in stores_of_job] == ["has failed: MPI reports error 16"] * 2
+
+
+def test_a_link_that_is_slow():
+    """Nothing of rank 1's arrives for a while; and then nothing more."""
+    all_stores, job = stores(3), jobs[-1]
+    gluon_syncbn.configure(timeout=2)
+
+    def work(store):
+        trainer, array = Trainer(), mx.nd.ones(3)
+        for step in range(2):
+            store.add_gradients(trainer, {"weight": [array]})
+            for theirs in store.allgather("vectors", array.asnumpy()):
+                assert (theirs == 3 ** (step + 1)).all()
+
+    job.hold(1)
+    release = threading.Timer(1, job.hold, (1, False))
+    release.start()
+    assert everywhere(all_stores, work) == [None] * 3
+    job.hold(1)
+    errors = everywhere(all_stores, lambda store: store.allgather("more", np.ones(1)))
+    assert all("waits for rank 1 in exchange 'more'" in str(errors[rank]) for rank in (0, 2)), errors
+
+
+FAULTS = {
+    None: "",
+    "fails": "rank {last} of {size} has failed: the disk is full",
+    "ends": "rank {last} of {size} has ended (rank",
+    "skips": "one of them has skipped or repeated a step",
+}
+
+
+# Of many ranks, those that wait for one that skips a call hear of it at their limit.
+@pytest.mark.parametrize("fault, size", [*itertools.product(FAULTS, (2, 3)), (None, 5), ("fails", 5), ("ends", 5)])
+def test_a_rank_that_goes(fault, size):
+    """All others have an error that says why. Before, vectors of any length are added, in any order of the layers."""
+    lengths, all_stores = [1, 7, 300, 4097, 20_000], stores(size)
+    vectors = [np.random.RandomState(rank).randn(20_004) for rank in range(size)]
+
+    def work(store):
+        def add(layer):
+            number = step + (fault == "skips" and step == 2 and store.rank == size - 1)
+            row = vectors[store.rank][step:][: lengths[layer]]
+            return allreduce(store.handle, (layer, -1, number, 0, f"layer{layer}", 60.0), row)
+
+        for step in range(4):
+            if step == 2 and store.rank == size - 1 and fault in ("fails", "ends"):
+                store.fail("the disk is full") if fault == "fails" else _native.processes_ended(store.handle)
+                break
+            order = list(map(int, np.random.RandomState([store.rank, step]).permutation(len(lengths))))
+            with ThreadPoolExecutor(len(order)) as pool:
+                for layer, total in zip(order, pool.map(add, order)):
+                    want = sum(vector[step:][: lengths[layer]] for vector in vectors)
+                    np.testing.assert_allclose(total, want, rtol=1e-12, atol=1e-12)
+
+    errors = everywhere(all_stores, work)
+    text = FAULTS[fault].format(last=size - 1, size=size)
+    for error in errors[: size - 1]:
+        assert (error is None) is (fault is None), error
+        assert fault is None or text in str(error), error
 
 
 @pytest.mark.parametrize("size", [3, 5, 8])
