@@ -5,13 +5,11 @@
 #include <string>
 
 #include "exchange/exchange.h"
-#include "exchange/machines.h"
-#include "exchange/segment.h"
+#include "exchange/mpi.h"
 #include "meeting/tape.h"
 #include "types.h"
 
 using syncbn::Asked;
-using syncbn::Segment;
 using syncbn::Span;
 using NDArrayHandle = void*;
 

@@ -1,7 +1,5 @@
 #include "exchange.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
 #include <functional>
@@ -14,7 +12,6 @@
 #include "../support/threads_mpi.h"
 #include "core.h"
 #include "exchange/processes.h"
-#include "exchange/segment.h"
 #include "figures.h"
 #include "memory.h"
 
@@ -65,7 +62,7 @@ std::atomic<Asked*> current{nullptr};  // the same, for threads of earlier ones
 
 // Whether rank 0 has not failed.
 bool is_open(const Asked* processes) {
-    return static_cast<syncbn::Processes&>(*processes->host).job().state_of(0) == syncbn::Mailbox::State::kPresent;
+    return static_cast<syncbn::Processes&>(*processes->host).mail().state_of(0) == syncbn::Mailbox::State::kPresent;
 }
 
 // Rank 1 answers each vector of rank 0 with an empty one, or with as many zeros, until rank 0 fails. It may fail itself.
@@ -73,7 +70,7 @@ void play_rank_1(syncbn::Mailbox& mail, const std::function<bool()>& failed) {
     double rest = 0;
     while (mail.state_of(0) == syncbn::Mailbox::State::kPresent) {
         rest = std::min(0.05, 1e-4 + 1.5 * rest);  // a process that polls without a rest never looks idle
-        mail.arrivals(0);
+        mail.arrivals();
         for (const syncbn::Label& label : mail.posted_by(0)) {
             rest = 0;
             const syncbn::Mailbox::Found found = mail.find(0, label);
@@ -82,36 +79,24 @@ void play_rank_1(syncbn::Mailbox& mail, const std::function<bool()>& failed) {
             std::lock_guard<std::mutex> lock(gathering_mutex);
             const size_t size = gathering.count(label.key) != 0 ? 0 : found.size;
             mail.post(label, std::string(size, 0).data(), size, {0});
-            mail.done(0, found);
-            mail.wake(mail.event_of(label));
+            mail.done(found);
         }
         pause(rest);
     }
 }
 
-Asked* of_machine = nullptr;
-const syncbn::Segment* shared = nullptr;  // by of_machine
-auto& made = *new std::vector<Asked*>;    // all of them, so that none counts as lost
+auto& made = *new std::vector<Asked*>;  // all of them, so that none counts as lost
 
-void make_exchanges_of_processes() {
+void make_exchange_of_processes() {
     MpiJob* const job = threads_mpi_job(2);
     Mpi mpi[2];
     for (size_t rank : {0, 1}) threads_mpi_of(job, rank, &mpi[rank]);
-    of_processes = syncbn_processes(0, 2, &mpi[0]);
+    of_processes = syncbn_processes(&mpi[0], 0, 2);
     made.push_back(of_processes);
     current = of_processes;
-    std::thread([own = of_processes, rank_1 = std::shared_ptr<syncbn::Mailbox>(syncbn::mailbox(mpi[1], 1, 2))] {
+    std::thread([own = of_processes, rank_1 = std::make_shared<syncbn::Mailbox>(mpi[1], 1, 2)] {
         play_rank_1(*rank_1, [own] { return own == current && fails(); });
     }).detach();
-    const std::string token(32, 'a');
-    auto rank_0 = std::make_unique<syncbn::Segment>(2, 0, token);
-    auto rank_1 = std::make_shared<syncbn::Segment>(2, 1, token, "/proc/self/fd/" + std::to_string(rank_0->number()));
-    shared = rank_0.get();
-    constexpr size_t kRanks[] = {0, 1};
-    of_machine = syncbn_processes(0, 2, &mpi[0]);
-    syncbn_meet(of_machine, rank_0.release(), {2, kRanks}, {1, kRanks}, nullptr, INT64_MAX, false);
-    made.push_back(of_machine);
-    std::thread([rank_1] { play_rank_1(*rank_1, [] { return false; }); }).detach();
 }
 
 }  // namespace
@@ -124,16 +109,15 @@ void gathers(int64_t layer) {
 void make_exchanges() {
     in_memory = syncbn_memory_exchange("");
     of_contexts = syncbn_kvstore_exchange(add);
-    make_exchanges_of_processes();
+    make_exchange_of_processes();
 }
 
 void renew_exchanges() {
-    if (!is_open(of_processes) || shared->state_of(0) != syncbn::Segment::State::kPresent)
-        make_exchanges_of_processes();
+    if (!is_open(of_processes)) make_exchange_of_processes();
 }
 
 Asked* const* any_exchange(Random& random) {
-    return random.one_of<Asked* const*>({&in_memory, &of_contexts, &of_processes, &of_machine});
+    return random.one_of<Asked* const*>({&in_memory, &of_contexts, &of_processes});
 }
 
 Asked* const* exchange_in_memory() { return &in_memory; }

@@ -24,7 +24,7 @@ class WaitForOthers : public syncbn::Wait {
 
 // Once, before the first layer.
 void make_exchanges();
-// A failure in shared memory is for good, since a job starts again then. This replaces that exchange.
+// A failure between processes is for good, since a job starts again then. This replaces that exchange.
 void renew_exchanges();
 // Each returns where the exchange stands.
 syncbn::Asked* const* any_exchange(Random& random);

@@ -1,7 +1,7 @@
-#include <unistd.h>
 #include <future>
 
-#include "exchange/sums.h"
+#include "../support/threads_mpi.h"
+#include "exchange/processes.h"
 #include "figures.h"
 #include "random.h"
 #include "runs.h"
@@ -9,25 +9,18 @@
 namespace driver {
 namespace {
 
-constexpr size_t kRanks = 3, kChannels = 2;
+constexpr size_t kRanks = 3, kTrainers = 2;
 
-// A rank of a job whose processes are threads here. It lasts as long as the process.
-struct Rank {
-    std::unique_ptr<syncbn::Segment> machine;
-    std::unique_ptr<syncbn::Sums> sums;
-};
-
-std::vector<Rank>& ranks() {
+// The ranks of a job. They last as long as the process.
+std::vector<std::unique_ptr<syncbn::Processes>>& ranks() {
     static auto& all = *[] {
-        auto* made = new std::vector<Rank>(kRanks);
+        auto* made = new std::vector<std::unique_ptr<syncbn::Processes>>;
+        MpiJob* const job = threads_mpi_job(kRanks);
         for (size_t rank = 0; rank < kRanks; ++rank) {
-            const int number = rank == 0 ? 0 : (*made)[0].machine->number();
-            (*made)[rank].machine = std::make_unique<syncbn::Segment>(kRanks, rank, std::string(32, 'a'),
-                                                                      "/proc/self/fd/" + std::to_string(number));
-            const auto fail = [machine = (*made)[rank].machine.get()](const std::string& reason) {
-                machine->report(syncbn::Segment::State::kFailed, reason);
-            };
-            (*made)[rank].sums = std::make_unique<syncbn::Sums>(*(*made)[rank].machine, nullptr, fail);
+            Mpi mpi;
+            threads_mpi_of(job, rank, &mpi);
+            made->push_back(std::make_unique<syncbn::Processes>(mpi, rank, kRanks));
+            for (size_t i = 0; i < kTrainers; ++i) made->back()->gradients().add_trainer();
         }
         return made;
     }();
@@ -35,24 +28,13 @@ std::vector<Rank>& ranks() {
 }
 
 // A round whose arrays become available one by one.
-class Arrays : public syncbn::Round {
+class Arrays : public syncbn::Gradients::Round {
   public:
-    Arrays(int64_t channel, int64_t number, const std::vector<size_t>& sizes, float value)
-        : Round({channel, number, "", "an array (of a size)\n", 60, summands_of(sizes), nullptr}),
-          here_(sizes.size(), false) {
-        for (const size_t size : sizes) {
-            memory_.emplace_back(size, value);
-            places_.push_back({memory_.back().data()});
-        }
+    Arrays(syncbn::Gradients& gradients, int64_t trainer, const std::vector<size_t>& sizes, float value)
+        : Round(gradients, {trainer, "", list_of(sizes), 60, summands_of(sizes)}) {
+        for (const size_t size : sizes) memory_.emplace_back(size, value);
     }
-    void come(size_t index) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        here_[index] = true;
-    }
-    const std::vector<void*>* values(size_t index) override {
-        std::lock_guard<std::mutex> lock(mutex_);
-        return here_[index] ? &places_[index] : nullptr;
-    }
+    void come(size_t index) { Round::come(index, {memory_[index].data()}); }
     void succeed() noexcept override { ended_.set_value(""); }
     void fail(const std::exception& reason) noexcept override { ended_.set_value(reason.what()); }
 
@@ -65,45 +47,46 @@ class Arrays : public syncbn::Round {
     }
 
   private:
+    static std::string list_of(const std::vector<size_t>& sizes) {
+        std::string list;
+        for (const size_t size : sizes) list += "an array (" + std::to_string(size) + " values)\n";
+        return list;
+    }
     static std::vector<syncbn::Summand> summands_of(const std::vector<size_t>& sizes) {
         std::vector<syncbn::Summand> summands;
         for (const size_t size : sizes) summands.push_back({syncbn::Type::kFloat32, size});
         return summands;
     }
 
-    std::mutex mutex_;
-    std::vector<bool> here_;
     std::deque<std::vector<float>> memory_;
-    std::vector<std::vector<void*>> places_;
     std::promise<std::string> ended_;
 };
 
 // What a rank does: its rounds in an order of its own, and their arrays, too.
-void take_part(size_t rank, int64_t number, uint64_t seed, const std::vector<size_t>& sizes) {
+void take_part(size_t rank, uint64_t seed, const std::vector<size_t>& sizes) {
     Random random(seed + rank);
-    syncbn::Sums& sums = *ranks()[rank].sums;
+    syncbn::Gradients& gradients = ranks()[rank]->gradients();
     std::vector<std::shared_ptr<Arrays>> rounds;
-    for (size_t i = 0; i < kChannels; ++i)
-        rounds.push_back(std::make_shared<Arrays>(i, number, sizes, static_cast<float>(rank + 1 + i)));
+    for (size_t i = 0; i < kTrainers; ++i)
+        rounds.push_back(std::make_shared<Arrays>(gradients, i + 1, sizes, static_cast<float>(rank + 1 + i)));
     const size_t first = random.one_of<size_t>({0, 1});
-    for (size_t i = 0; i < kChannels; ++i) sums.begin(rounds[(first + i) % kChannels]);
+    for (size_t i = 0; i < kTrainers; ++i) gradients.begin(rounds[(first + i) % kTrainers]);
     for (size_t i = 0; i < sizes.size(); ++i)
-        for (const auto& round : rounds) {
-            round->come(first == 0 ? i : sizes.size() - 1 - i);
-            sums.look();
-        }
-    for (size_t i = 0; i < kChannels; ++i) rounds[i]->check(static_cast<float>(6 + kRanks * i));
+        for (const auto& round : rounds) round->come(first == 0 ? i : sizes.size() - 1 - i);
+    for (size_t i = 0; i < kTrainers; ++i) rounds[i]->check(static_cast<float>(6 + kRanks * i));
 }
 
 // Two threads report at once why a rank has failed: one reason stays, as it is.
 void fail_at_once() {
-    syncbn::Segment machine(1, 0, std::string(32, 'a'));
+    Mpi mpi;
+    threads_mpi_of(threads_mpi_job(1), 0, &mpi);
+    syncbn::Mailbox mail(mpi, 0, 1);
     std::vector<std::thread> threads;
     for (const char reason : {'a', 'b'})
         threads.emplace_back(
-            [&machine, reason] { machine.report(syncbn::Segment::State::kFailed, std::string(1000, reason)); });
+            [&mail, reason] { mail.report(syncbn::Mailbox::State::kFailed, std::string(1000, reason)); });
     for (std::thread& thread : threads) thread.join();
-    const std::string kept = machine.reason_of(0);
+    const std::string kept = mail.reason_of(0);
     expect(kept == std::string(1000, kept[0]), "a reason is of one thread");
 }
 
@@ -116,7 +99,7 @@ void summing(Run& run) {
         const std::vector<size_t> sizes = {3, run.random.one_of<size_t>({1, 100'000, 300'001}), 70'000, 1};
         const auto seed = static_cast<uint64_t>(number) * 100;
         std::vector<std::thread> threads;
-        for (size_t rank = 0; rank < kRanks; ++rank) threads.emplace_back(take_part, rank, number, seed, sizes);
+        for (size_t rank = 0; rank < kRanks; ++rank) threads.emplace_back(take_part, rank, seed, sizes);
         for (std::thread& thread : threads) thread.join();
         ++number;
     } while (run.goes_on());
