@@ -66,15 +66,6 @@ Status cuDriverGetVersion(int* version) {
     *version = kDriverVersion;
     return kSuccess;
 }
-// 16 bytes. Each process has GPUs of its own, unless CUDA_EMULATOR_MACHINE gives them a name.
-Status cuDeviceGetUuid(char* out, int device) {
-    if (const Status status = good_device(device)) return status;
-    const char* const machine = std::getenv("CUDA_EMULATOR_MACHINE");
-    const size_t parts[] = {machine ? std::hash<std::string>()(machine) : static_cast<size_t>(getpid()),
-                            static_cast<size_t>(device)};
-    std::memcpy(out, parts, sizeof parts);
-    return kSuccess;
-}
 Status cuDeviceGetAttribute(int* value, int which, int device) {
     *value = attribute(which);
     return good_device(device);

@@ -1,16 +1,13 @@
-// NCCL for the devices of one process, and of several. A collective runs on the streams' threads. Its ranks meet in memory
-// that they share, where each waits until all of its communicator have come, so that what would hang on GPUs waits here
-// too (and is reported after CUDA_EMULATOR_TIMEOUT seconds, 30).
-#include <fcntl.h>
+// NCCL for the devices of one process. A collective runs on the streams' threads, where each waits until all of its
+// communicator have come, so that what would hang on GPUs waits here too (and is reported after CUDA_EMULATOR_TIMEOUT
+// seconds, 30).
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <memory>
-#include <random>
 #include <string>
 #include <thread>
 #include <vector>
@@ -27,30 +24,19 @@ std::atomic<bool> held{false};  // whoever makes a communicator
 std::atomic<int> lost{-1};      // a device whose ranks do not come
 
 enum Result : int { kGood = 0, kInvalidArgument = 4, kInvalidUsage = 5 };
-enum Kind : int { kAllGather, kAllReduce };
-const char* const kNames[] = {"ncclAllGather", "ncclAllReduce"};
-constexpr int kSum = 0;
 constexpr int kFloat32 = 7, kFloat64 = 8;  // of ncclDataType_t; the package asks for no other
 
-// What the ranks have to agree on.
+// An all-gather: what the ranks have to agree on.
 struct Call {
-    Kind kind;
     size_t count;
-    int type, operation;
+    int type;
 
     size_t bytes() const { return count * (type == kFloat64 ? sizeof(double) : sizeof(float)); }
     std::string text() const {
-        return format("%s of %zu %s", kNames[kind], count, type == kFloat64 ? "float64" : "float32");
+        return format("ncclAllGather of %zu %s", count, type == kFloat64 ? "float64" : "float32");
     }
-    bool operator==(const Call& other) const {
-        return kind == other.kind && count == other.count && type == other.type && operation == other.operation;
-    }
+    bool operator==(const Call& other) const { return count == other.count && type == other.type; }
 };
-
-template <typename T>
-void add(void* total, const void* more, size_t count) {
-    for (size_t i = 0; i < count; ++i) static_cast<T*>(total)[i] += static_cast<const T*>(more)[i];
-}
 
 // ---- meetings --------------------------------------------------------------------------------------------------
 
@@ -58,23 +44,20 @@ constexpr size_t kRanks = 16;
 constexpr size_t kMost = size_t(8) << 20;  // bytes that a rank gives; pages that nobody touches take no memory
 
 struct Rank {
-    std::atomic<uint64_t> joined, arrived, done;  // collectives: those that it has come to, and those it has left
-    int64_t process;
-    int device;
+    std::atomic<uint64_t> arrived, done;  // collectives that it has come to, and that it has left
     Call call;
     char data[kMost];
 };
 // What the ranks share; all zero at first.
 struct Place {
-    std::atomic<int> joined;
-    std::atomic<bool> twice, broken;  // after a failure the ranks no longer agree on which call is which
+    std::atomic<bool> broken;  // after a failure the ranks no longer agree on which call is which
     Rank all[kRanks];
 };
 
-// In a file, or in this process alone. Null where there is no memory.
-std::shared_ptr<Place> new_place(int file = -1) {
-    const int flags = MAP_NORESERVE | (file < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED);
-    void* const memory = mmap(nullptr, sizeof(Place), PROT_READ | PROT_WRITE, flags, file, 0);
+// Null where there is no memory.
+std::shared_ptr<Place> new_place() {
+    constexpr int kFlags = MAP_NORESERVE | MAP_PRIVATE | MAP_ANONYMOUS;
+    void* const memory = mmap(nullptr, sizeof(Place), PROT_READ | PROT_WRITE, kFlags, -1, 0);
     if (memory == MAP_FAILED) return nullptr;
     return {static_cast<Place*>(memory), [](Place* place) { munmap(place, sizeof(Place)); }};
 }
@@ -127,7 +110,7 @@ bool Communicator::wait(std::atomic<uint64_t> Rank::* what, uint64_t least, int 
 
 void Communicator::perform(uint64_t number, const Call& call, const void* from, void* to) {
     const size_t bytes = call.bytes();
-    const size_t writes = call.kind == kAllGather ? ranks * bytes : bytes;
+    const size_t writes = ranks * bytes;
     // A kernel that is aborted leaves anything in its memory: nobody is told that it was never written.
     const auto end = [&] {
         if (aborted) problem(to, writes, device, kWrite);
@@ -135,7 +118,7 @@ void Communicator::perform(uint64_t number, const Call& call, const void* from, 
     const auto is_wrong = [&](const void* pointer, size_t size, Access access) {
         const bool of_a_device = size == 0 || device_of(pointer) >= 0;
         const std::string found = of_a_device ? problem(pointer, size, device, access) : "not device memory";
-        if (!found.empty()) break_off(format("%s, rank %d: ", kNames[call.kind], rank) + found);
+        if (!found.empty()) break_off(format("ncclAllGather, rank %d: ", rank) + found);
         return !found.empty();
     };
     while (lost == device && !aborted) pause();
@@ -155,47 +138,8 @@ void Communicator::perform(uint64_t number, const Call& call, const void* from, 
                 format("rank %d calls %s, rank %d calls %s", rank, call.text().c_str(), i, all[i].call.text().c_str()));
     }
     if (is_wrong(to, writes, kWrite)) return;
-    std::memcpy(to, all[0].data, bytes);
-    for (int i = 1; i < ranks; ++i) {
-        if (call.kind == kAllGather)
-            std::memcpy(static_cast<char*>(to) + i * bytes, all[i].data, bytes);
-        else
-            (call.type == kFloat64 ? add<double> : add<float>)(to, all[i].data, call.count);
-    }
+    for (int i = 0; i < ranks; ++i) std::memcpy(static_cast<char*>(to) + i * bytes, all[i].data, bytes);
     all[rank].done = number + 1;
-}
-
-// Waits for all others, no longer than CUDA_EMULATOR_TIMEOUT. Null, with a report, if they do not come, or if a rank or a
-// device is there twice.
-Handle meet(const std::string& id, int ranks, int rank, int device) {
-    const auto fail = [&](const std::string& why) {
-        report(device, kLaunchFailure, "ncclCommInitRank: " + why);
-        return nullptr;
-    };
-    if (ranks < 1 || ranks > static_cast<int>(kRanks) || rank < 0 || rank >= ranks)
-        return fail(format("rank %d of %d", rank, ranks));
-    const std::string path = "/dev/shm/cuda_emulator_nccl_" + id;
-    const int file = open(path.c_str(), O_RDWR | O_CREAT, 0600);
-    const bool sized = file >= 0 && ftruncate(file, sizeof(Place)) == 0;
-    const std::shared_ptr<Place> place = sized ? new_place(file) : nullptr;
-    close(file);
-    if (!place) return fail("no memory to share");
-
-    Rank& own = place->all[rank];
-    own.process = getpid();
-    own.device = device;
-    if (own.joined.exchange(1) != 0) place->twice = true;
-    ++place->joined;
-    const double end = now() + static_cast<double>(setting("CUDA_EMULATOR_TIMEOUT", 30));
-    while (place->joined < ranks && !place->twice && now() < end) pause();
-    unlink(path.c_str());  // all have it open, or it is of no use
-    if (place->joined < ranks && !place->twice) return fail(format("rank %d has waited in vain for the others", rank));
-    for (int i = 0; i < ranks; ++i)
-        for (int j = 0; j < i; ++j)
-            if (place->all[i].process == place->all[j].process && place->all[i].device == place->all[j].device)
-                place->twice = true;
-    if (place->twice) return fail("a rank or a device is there twice");
-    return std::make_shared<Communicator>(place, ranks, rank, device);
 }
 
 // ---- groups: what is called between start and end is enqueued at the end ----------------------------------------
@@ -209,28 +153,6 @@ struct Pending {
 };
 thread_local int depth = 0;
 thread_local std::vector<Pending> pending;
-
-// Ranks of this thread that join a communicator: together, at the end of the group.
-struct Joining {
-    Handle** out;
-    std::string id;
-    int ranks, rank, device;
-};
-thread_local std::vector<Joining> joining;
-
-Result join() {
-    std::vector<std::thread> threads;
-    std::atomic<bool> good{true};
-    for (const Joining& one : joining)
-        threads.emplace_back([&good, one] {
-            const Handle made = meet(one.id, one.ranks, one.rank, one.device);
-            *one.out = made ? new Handle(made) : nullptr;
-            if (!made) good = false;
-        });
-    for (std::thread& thread : threads) thread.join();
-    joining.clear();
-    return good ? kGood : kInvalidUsage;
-}
 
 void flush() {
     for (const Pending& one : pending) {
@@ -251,10 +173,10 @@ Result post(const Handle& communicator, const Call& call, const void* from, void
     else if (device_of(*stream) != communicator->device)
         wrong = format("the stream is of device %d, the communicator of device %d", device_of(*stream),
                        communicator->device);
-    else if ((call.type != kFloat32 && call.type != kFloat64) || call.operation != kSum)
-        wrong = format("operation %d of data type %d is not emulated", call.operation, call.type);
+    else if (call.type != kFloat32 && call.type != kFloat64)
+        wrong = format("data type %d is not emulated", call.type);
     if (!wrong.empty()) {
-        report(communicator->device, kInvalidValue, std::string(kNames[call.kind]) + ": " + wrong);
+        report(communicator->device, kInvalidValue, "ncclAllGather: " + wrong);
         return kInvalidArgument;
     }
     count(communicator->device, kCollectives);
@@ -288,22 +210,6 @@ Result ncclCommInitAll(Handle** out, int count, const int* devices) {
         out[rank] = new Handle(std::make_shared<Communicator>(place, count, rank, chosen[rank]));
     return kGood;
 }
-// 128 bytes.
-Result ncclGetUniqueId(char* out) {
-    std::random_device random;
-    const std::string id = format("%08x%08x", random(), random());
-    std::memset(out, 0, 128);
-    std::memcpy(out, id.data(), id.size());
-    return kGood;
-}
-struct UniqueId {
-    char bytes[128];
-};
-Result ncclCommInitRank(Handle** out, int ranks, UniqueId id, int rank) {
-    while (held) std::this_thread::yield();
-    joining.push_back({out, std::string(id.bytes), ranks, rank, current_device});
-    return depth == 0 ? join() : kGood;
-}
 Result ncclCommDestroy(Handle* communicator) {
     delete communicator;
     return kGood;
@@ -320,11 +226,7 @@ const char* ncclGetErrorString(Result result) {
                                         : "unknown result code";
 }
 Result ncclAllGather(const void* from, void* to, size_t count, int type, Handle* communicator, void* stream) {
-    return post(*communicator, {kAllGather, count, type, kSum}, from, to, stream);
-}
-Result ncclAllReduce(const void* from, void* to, size_t count, int type, int operation, Handle* communicator,
-                     void* stream) {
-    return post(*communicator, {kAllReduce, count, type, operation}, from, to, stream);
+    return post(*communicator, {count, type}, from, to, stream);
 }
 Result ncclGroupStart() {
     ++depth;
@@ -332,9 +234,7 @@ Result ncclGroupStart() {
 }
 Result ncclGroupEnd() {
     if (depth == 0) return kInvalidUsage;
-    if (--depth > 0) return kGood;
-    const Result result = joining.empty() ? kGood : join();
-    flush();
-    return result;
+    if (--depth == 0) flush();
+    return kGood;
 }
 }

