@@ -20,17 +20,17 @@ HANGS = 300  # seconds, of a whole process; nothing here takes long
 BEFORE_THE_TOTAL = {"before_join", "before_contribution", "before_reduce", "after_reduce"}
 #: Whether a call is handed to a worker is a matter of time.
 NOT_ALWAYS = {"before_worker"}
-BY_TRANSPORT = {"before_exchange", "after_exchange"}
-IN_MEMORY = {"before_post", "after_post", "after_collect"}  # that processes share, and over MPI
+BY_KVSTORE = {"before_exchange", "after_exchange"}
+OF_STATISTICS = {"before_post", "after_post", "after_collect"}  # between processes
 OF_GRADIENTS = {"before_copy_in", "before_add_part", "before_copy_out"}  # between processes
 #: Where all have the sum: the others may end well before they learn of anything.
 WITH_THE_SUM = "before_copy_out"
-NOT_WITHIN = BY_TRANSPORT | IN_MEMORY | OF_GRADIENTS
+NOT_WITHIN = BY_KVSTORE | OF_STATISTICS | OF_GRADIENTS
 WITHIN = [point for point in points.NATIVE if point not in NOT_WITHIN]
 
 
 def test_the_points_of_the_sources():
-    assert set(points.NATIVE) >= BEFORE_THE_TOTAL | NOT_ALWAYS | BY_TRANSPORT | IN_MEMORY | OF_GRADIENTS
+    assert set(points.NATIVE) >= BEFORE_THE_TOTAL | NOT_ALWAYS | BY_KVSTORE | OF_STATISTICS | OF_GRADIENTS
 
 
 def test_the_core_that_is_shipped_has_none():
@@ -147,9 +147,8 @@ def test_a_replica_that_hangs(workers, replicas, point):
 
 
 def job(environment, *cases, limit=60):
-    """Of (point, action, way), one after the other. ``way``: by memory of the machine, by MPI, or a relay in Python."""
-    names = "point", "action", "way"
-    cases = [{**dict(zip(names, case)), "times": 1, "seconds": 0.0, "limit": limit} for case in cases]
+    """Of (point, action), one after the other."""
+    cases = [{"point": p, "action": action, "times": 1, "seconds": 0.0, "limit": limit} for p, action in cases]
     own = {"PYTHONPATH": environment["PYTHONPATH"]}
     return Job(2, "mpi", json.dumps(cases), worker=WORKER, environment=own)
 
@@ -161,14 +160,14 @@ def told(done, rank, *case):
     return json.loads(lines[0][len(start) :]) if lines else None
 
 
-def assert_survived(done, point, action, way):
+def assert_survived(done, point, action):
     """Rank 0, where rank 1 was hit."""
     if action == "kill":  # MPICH's mpiexec ends the others at once
         assert done.code != 0
         assert "OK 1" not in done.output
         assert "OK 0" not in done.output or point == WITH_THE_SUM
         return
-    survivor, hit = (told(done, rank, point, action, way) for rank in range(2))
+    survivor, hit = (told(done, rank, point, action) for rank in range(2))
     assert survivor is not None, done.output
     assert survivor["statistics"] in (["old"], ["new"])
     if action == "raise":
@@ -183,17 +182,15 @@ def assert_survived(done, point, action, way):
 
 
 REPRESENTATIVE = [
-    ("before_post", "raise", "bridge"),
-    ("after_collect", "stop", "bridge"),
-    ("before_post", "stop", "memory"),
-    ("after_post", "raise", "memory"),
-    ("after_contribution", "kill", "memory"),
-    ("before_join", "stop", "memory"),
-    ("before_copy_in", "stop", "memory"),
-    ("before_add_part", "raise", "memory"),
-    ("before_post", "stop", "mpi"),
-    ("after_post", "raise", "mpi"),
-    ("after_collect", "raise", "mpi"),
+    ("before_post", "raise"),
+    ("before_post", "stop"),
+    ("after_post", "raise"),
+    ("after_contribution", "kill"),
+    ("before_join", "stop"),
+    ("after_collect", "raise"),
+    ("after_collect", "stop"),
+    ("before_copy_in", "stop"),
+    ("before_add_part", "raise"),
 ]
 
 
@@ -208,11 +205,11 @@ def some(environment):
     return {**dict.fromkeys(raising, together), **dict(zip(alone, jobs))}
 
 
-@pytest.mark.parametrize(("point", "action", "way"), REPRESENTATIVE)
-def test_a_process_that_is_hit(some, point, action, way):
-    done = some[point, action, way]
-    assert_survived(done, point, action, way)
-    survivor = told(done, 0, point, action, way)
+@pytest.mark.parametrize(("point", "action"), REPRESENTATIVE)
+def test_a_process_that_is_hit(some, point, action):
+    done = some[point, action]
+    assert_survived(done, point, action)
+    survivor = told(done, 0, point, action)
     if survivor is not None:
         assert any("rank 1" in error for error in survivor["errors"]) or point.startswith("after_")
         early = point in ("before_post", "before_join")
@@ -227,14 +224,13 @@ def test_messages_under_way_when_a_seed_is_set(environment):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("action", ["raise", "stop", "kill"])
-@pytest.mark.parametrize("way", ["memory", "mpi", "bridge"])
-def test_a_process_that_is_hit_anywhere(environment, way, action):
-    healthy = job(environment, ("none", "none", way))
+def test_a_process_that_is_hit_anywhere(environment, action):
+    healthy = job(environment, ("none", "none"))
     assert healthy.succeeded(2), healthy.output
-    everything = [point for point in points.NATIVE if point not in NOT_ALWAYS | BY_TRANSPORT]
+    everything = [point for point in points.NATIVE if point not in NOT_ALWAYS | BY_KVSTORE]
     if action == "stop":  # of two that have the sum, the other ends well, and MPI_Finalize waits for this one for ever
         everything.remove(WITH_THE_SUM)
     with ThreadPoolExecutor(2) as pool:
-        done = pool.map(lambda point: job(environment, (point, action, way), limit=4), everything)
+        done = pool.map(lambda point: job(environment, (point, action), limit=4), everything)
         for point, each in zip(everything, done):
-            assert_survived(each, point, action, way)
+            assert_survived(each, point, action)

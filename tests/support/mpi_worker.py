@@ -44,34 +44,27 @@ from replicas import (  # noqa: E402
 from reports import leave, leave_memory, path_of, report, wait_for  # noqa: E402
 
 from gluon_syncbn import _native, contrastive  # noqa: E402
-from gluon_syncbn.exchange import mpi, store  # noqa: E402
+from gluon_syncbn.exchange import mpi  # noqa: E402
 from gluon_syncbn.training.replicas import Replicas  # noqa: E402
 from gluon_syncbn.training.session import session  # noqa: E402
 
 if os.environ.get("GLUON_SYNCBN_TEST_DEVICE") == "gpu":
     CONTEXTS = [mx.gpu(i) for i in range(mx.context.num_gpus())]
 
-RANK = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))  # of MPICH, of Open MPI
 
-
-def meet(way=""):
-    """Takes a store that no failure has reached. ``way``: 'off' for one without memory, or the machines of the ranks,
-    as '0,1,0', or its own, where no launcher has given it a rank."""
+def meet():
+    """Takes a store that no failure has reached."""
     global kv
     session.stores.clear()
     Replicas.placed.clear()  # of the scenarios before, which a rank may have alone
     gluon_syncbn.configure(kvstore=None, timeout=300, seed=0, nonfinite="propagate")
     session.chosen = False  # as where a script has chosen nothing
-    store._machine = (lambda: way.split(",")[RANK]) if way not in ("", "off") else MACHINE
-    if way:
-        os.environ["GLUON_SYNCBN_SHARED_MEMORY"] = "off" if way == "off" else "on"
-    kv = gluon_syncbn.kvstore(os.environ.get("GLUON_SYNCBN_TEST_TRANSPORT", "mpi"))
+    kv = gluon_syncbn.kvstore("mpi")
     leave_memory()
     sys.modules["__main__"].kv = kv  # of a worker that has it from here
 
 
-MACHINE = store._machine
-meet(os.environ.get("MPI_WORKER_MACHINES", ""))
+meet()
 
 
 @contextlib.contextmanager
@@ -615,7 +608,7 @@ def rows_of_any_type():
             np.testing.assert_array_equal(theirs, want)
 
 
-# ---- sums by the relay of Horovod and dist_sync ------------------------------------------------------------------
+# ---- an interrupt ------------------------------------------------------------------------------------------------
 
 
 def interrupted_sum():
@@ -733,7 +726,7 @@ def fails_beside_two():
     x = nd.ones((2, 5), ctx=CONTEXTS[0])
     with autograd.record():
         layer(x).asnumpy()  # in which all agree
-    kv._transport._MPI.COMM_WORLD.Barrier()  # nobody waits in it any more
+    kv._job._comm.Barrier()  # nobody waits in it any more
     if kv.rank == 2:
         kv.fail("the disk is full")
     with reporting(), autograd.record():
@@ -851,16 +844,11 @@ def interrupted():
 
 
 def main(scenarios):
-    """Runs those that were asked for. ``scenarios`` has them by name. What follows '@WAY' has another store (`meet`).
-    '!' stands before one that ends in an error, with which a store ends. Reports name the scenario and the way."""
-    way = ""
+    """Runs those that were asked for. ``scenarios`` has them by name. '!' stands before one that ends in an error, with
+    which a store ends. Reports name the scenario."""
     for scenario in sys.argv[1].split("+"):
-        if scenario[0] == "@":
-            meet(scenario[1:])
-            way = f" {scenario[1:]}"
-            continue
         if scenario[0] == "!":
-            reports.case = f"{scenario[1:]}{way} "
+            reports.case = f"{scenario[1:]} "
             try:
                 scenarios[scenario[1:]]()
                 raise AssertionError(f"{scenario} has not failed")
@@ -869,11 +857,11 @@ def main(scenarios):
                 gluon_syncbn.reset()
         else:
             scenarios[scenario]()
-        print(f"DONE {kv.rank} {scenario}{way}", flush=True)
+        print(f"DONE {kv.rank} {scenario}", flush=True)
         gluon_syncbn.configure(kvstore=None)
         gc.collect()  # so that the replicas of this one are gone
         if scenario[0] == "!":
-            meet(way.strip())
+            meet()
     print(f"OK {kv.rank}", flush=True)
 
 

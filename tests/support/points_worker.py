@@ -25,14 +25,13 @@ from replicas import Batch, make_batch, on_devices, prepare, truth  # noqa: E402
 from reports import leave, leave_memory, wait_for  # noqa: E402
 
 from gluon_syncbn import _native  # noqa: E402
-from gluon_syncbn.exchange import bridge, mpi  # noqa: E402
-from gluon_syncbn.exchange.store import ProcessStore  # noqa: E402
+from gluon_syncbn.exchange import mpi  # noqa: E402
 from gluon_syncbn.training.session import session  # noqa: E402
 
 _native._core.syncbn_points_arm.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_double]
 
 LIMIT = 60  # seconds that a step waits that nothing hits
-bridge._GRACE = mpi._GRACE = 1.0  # seconds; of two ranks, one that is stopped never ends
+mpi._GRACE = 1.0  # seconds; of two ranks, one that is stopped never ends
 
 
 def arm(point, action, times, seconds):
@@ -165,36 +164,18 @@ def within_a_process(replicas):
 # ---- one replica in each of two processes ----------------------------------------------------------------------
 
 
-class Bridge(bridge.BridgedTransport):
-    """As those of Horovod and ``dist_sync``, introduced over MPI."""
-
-    def __init__(self, kv):
-        spread = lambda told: kv.allgather("the introduction", told)[0]  # noqa: E731
-        super().__init__(kv.rank, kv.num_workers, "127.0.0.1", spread)
-        self._inner = kv._transport
-
-    def close(self):
-        super().close()
-        self._inner.close()
-
-
-def between_processes(point, action, times, seconds, limit, way):
-    os.environ["GLUON_SYNCBN_SHARED_MEMORY"] = "on" if way == "memory" else "off"
+def between_processes(point, action, times, seconds, limit):
     session.stores.clear()
     gc.collect()  # the layer of the case before, which one rank may still have
     gluon_syncbn.configure(timeout=LIMIT)
     kv = gluon_syncbn.kvstore("mpi")
     leave_memory()
-    if way == "bridge":
-        kv = ProcessStore("bridge", Bridge(kv))
-        session.stores.append(kv)
-        kv.meet_in_memory()
     gluon_syncbn.configure(kvstore=kv)
     net = Net(make_batch(np.random.RandomState(3), 2), slice(kv.rank, kv.rank + 1), kv)
     errors, outputs, dxs = net.step()
     assert not errors and net.is_right(outputs, dxs), errors
     result = net.hit(point, action, times, seconds, limit, here=kv.rank == 1)
-    case = f"{point} {action} {way}"
+    case = f"{point} {action}"
     leave(f"told {case} {kv.rank}", f"TOLD {kv.rank} {case} {json.dumps(result)}\n")
     if action == "raise":
         wait_for([f"told {case} {1 - kv.rank}"])
