@@ -147,8 +147,8 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """Adds ``value`` over the devices of all processes into ``out``, or into ``value`` itself."""
         values = _given("value", value)
-        kind = values[0].dtype
-        wide = "int64" if np.dtype(kind).kind in "iu" else "float64"
+        kind = np.dtype(values[0].dtype)
+        wide = "int64" if kind.kind in "iu" else "float64" if kind == np.float64 else "float32"
         own = sum(_classic(array).astype(wide).asnumpy() for array in values)
         total = functools.reduce(np.add, self.allgather(f"the sum of {key!r}", own))
         for target in values if out is None else _given("out", out):

@@ -1,4 +1,4 @@
-"""Gradients of several processes against one process with all samples, on one machine and on pretended ones."""
+"""Gradients of several processes against one process with all samples."""
 
 import logging
 import re
@@ -10,11 +10,10 @@ from mpi_job import Job
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from places import SUPPORT
+from thread_transport import Job as ThreadJob
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
-from gluon_syncbn.exchange.base import Transport
-from gluon_syncbn.exchange.store import ProcessStore
 from gluon_syncbn.mxnet_side.optimizers import alike
 from gluon_syncbn.mxnet_side.trainer import _warn_once, update_of
 from gluon_syncbn.training.session import session
@@ -38,7 +37,7 @@ SCENARIOS = [
 FAULTS = {
     "freezes": ("the processes disagree about their arrays", "1_bias' (300000 values of float32) on rank"),
     "divides_otherwise": (
-        "and 3 more, round 2: rescale_grad 0.5 on rank 1 and rescale_grad 1.0 on rank 0. Give all Trainers the same ",
+        "and 3 more, step 2 of trainer 1: rescale_grad 0.5 on rank 1 and rescale_grad 1.0 on rank 0. Give all ",
     ),
     "leaves_out_the_second": (
         " the update in ",
@@ -54,16 +53,10 @@ FAULTS = {
         "the processes begin with different states of the optimizer: that of 'dense1_bias' on rank 1 is not that on ",
     ),
     "loads_other_states": (" the update in ", ": loaded states ", " on rank 1 and none on rank 0. "),
-    "ends": ("rank 1 of 2 has ended (rank 0 was in the gradient of 'dense1_weight'", "round 2"),
-    "is_late": ("rank 0 of 2 waits for rank 1", "in the gradient of 'dense1_weight'"),
-}
-
-
-# What the way of a job is called.
-WAYS = {
-    "0,0": "on one machine; statistics: shared memory",
-    "0,0,1": "on 2 machines; statistics: shared memory, and mpi",
-    "0,1": "each by itself",
+    "ends": ("rank 1 of 2 has ended (rank 0 was in the gradient of 'dense0_bias' and 3 more, step 2 of trainer 1)",),
+    "is_late": (
+        "rank 0 of 2 waits for rank 1 in the gradient of 'dense0_bias' and 3 more, step 2 of trainer 1 after 5 s",
+    ),
 }
 
 
@@ -75,38 +68,36 @@ def a_net():
 
 @pytest.fixture
 def store_of_one():
-    return ProcessStore("alone", Transport(0, 1))
+    return ThreadJob(1).stores[0]
 
 
 @pytest.fixture(scope="module")
 def two():
-    """A job of two processes: on one machine, also what fails, and on two."""
-    parts = "+".join([*SCENARIOS, "takes_many_small_steps"])
+    """A job of two processes, also what fails."""
+    parts = "+".join(["updates_alike", *SCENARIOS, "takes_many_small_steps"])
     failing = "+".join(f"!{fault}" for fault in FAULTS if fault != "ends")
-    return Job(2, f"@0,0+updates_alike+{parts}+{failing}+@0,1+{parts}+!freezes", worker=WORKER, limit=400)
+    return Job(2, f"{parts}+{failing}", worker=WORKER, limit=400)
 
 
-def assert_done(job, ranks, machines):
+def assert_done(job, ranks):
     for scenario in SCENARIOS:
-        assert all(f"DONE {rank} {scenario} {machines}" in job.output for rank in range(ranks)), job.output
+        assert all(f"DONE {rank} {scenario}" in job.output for rank in range(ranks)), job.output
     assert job.succeeded(ranks), job.output
-    assert f"Processes: <kvstore 'mpi': rank 1 of {ranks}, {WAYS[machines]}" in job.output
+    assert f"Processes: <kvstore 'mpi': rank 1 of {ranks}>" in job.output
 
 
-@pytest.mark.parametrize("machines", ["0,0", "0,1"])
-def test_steps(machines, two):
-    assert_done(two, 2, machines)
+def test_steps(two):
+    assert_done(two, 2)
 
 
 def test_steps_of_three():
-    """Of which two are on one machine."""
-    assert_done(Job(3, "+".join(["@0,0,1", *SCENARIOS]), worker=WORKER, limit=250), 3, "0,0,1")
+    assert_done(Job(3, "+".join(SCENARIOS), worker=WORKER, limit=250), 3)
 
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "ends"])
 def test_a_step_that_fails(fault, two):
     """It changes no parameter, which the worker checks."""
-    assert_told(two, fault, f"{fault} 0,0")
+    assert_told(two, fault, fault)
 
 
 def assert_told(job, fault, case):
@@ -116,9 +107,8 @@ def assert_told(job, fault, case):
         assert text in error
 
 
-@pytest.mark.parametrize("machines", ["0,0", "0,1"])
-def test_a_process_that_ends(machines):
-    job = Job(2, "ends", worker=WORKER, environment={"MPI_WORKER_MACHINES": machines})
+def test_a_process_that_ends():
+    job = Job(2, "ends", worker=WORKER)
     assert job.code not in (0, None)
     assert_told(job, "ends", "")
 
@@ -155,11 +145,11 @@ def test_what_an_update_depends_on():
     assert "lr_mult 2, new gradient False of parameters [1] (the first is 'dense" in texts[1]
 
 
-def test_another_net_on_another_machine(two):
-    _, error = two.failure_of(1, "freezes 0,1")
+def test_another_net(two):
+    _, error = two.failure_of(1, "freezes")
     assert "1_weight' (1200000 values of float32) on rank 1 and the gradient of " in error
     assert error.endswith("freeze the same parameters (grad_req='null').") and " on rank 0. Build" in error
-    assert "the processes disagree about their arrays" in two.failure_of(0, "freezes 0,1")[1]
+    assert "the processes disagree about their arrays" in two.failure_of(0, "freezes")[1]
 
 
 def test_names_of_stores_that_are_not_ours(monkeypatch):
