@@ -90,8 +90,10 @@ def test_steps(two):
     assert_done(two, 2)
 
 
-def test_steps_of_three():
-    assert_done(Job(3, "+".join(SCENARIOS), worker=WORKER, limit=250), 3)
+def test_steps_of_three_over_tcp():
+    """As between machines, by MPICH."""
+    tcp = {"UCX_TLS": "tcp,self", "MPIR_CVAR_NOLOCAL": "1"}
+    assert_done(Job(3, "+".join(SCENARIOS), worker=WORKER, environment=tcp, limit=250), 3)
 
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "ends"])
