@@ -27,7 +27,7 @@ help:
 	make test-newest  on Python 3.13 and the newest NumPy, in .venv-3.13: the self-check and the tests that are about it (5 minutes)
 	make test-custom  the tests of the layer through MXNet's Custom, as with a library that is not known (about 12 minutes)
 	make test-openmpi  the tests of processes over Open MPI, in .venv-openmpi (about 6 minutes)
-	make test-horovod  compiles Horovod into .venv-horovod, then its tests (about 15 minutes)
+	make test-horovod  compiles Horovod into .venv-horovod, then its tests (about 10 minutes)
 	make test-torch     installs PyTorch for CPUs into .venv-torch, then compares with it (about 4 minutes)
 	make test-gpu-emulated  the GPU path of the unchanged mxnet-cu112 on stand-ins for CUDA (about 6 minutes)
 	make test-cu112  fetches the CUDA libraries of mxnet-cu112 (2 GB) and starts it with them
@@ -90,7 +90,7 @@ test-openmpi:
 
 test-horovod:
 	@VENV=.venv-horovod tools/venv.sh horovod
-	.venv-horovod/bin/python -m pytest -q --durations=15 -k horovod tests/processes tests/examples $(ARGS)
+	.venv-horovod/bin/python -m pytest -q --durations=15 tests/processes/test_horovod.py $(ARGS)
 
 test-torch:
 	@VENV=.venv-torch tools/venv.sh torch

@@ -258,30 +258,34 @@ def _forget(key: int) -> int:
 # ---- exchanges -------------------------------------------------------------------------------------------------
 
 
-def array_at(address: int, count: int, size: int = 8) -> np.ndarray:
-    """Returns floating-point values in memory of the core, of this size each."""
-    kind = ctypes.c_double if size == 8 else ctypes.c_float
-    return np.ctypeslib.as_array((kind * count).from_address(address)) if count else np.empty(0)
-
-
 _adding: List[Any] = []  # functions, which stay, because the core may call one at any time
 
 
-def kvstore_exchange(store: Any) -> int:
-    """Returns an exchange of the core's that calls ``add`` of this object: see `DeviceExchange`."""
+def python_exchange(store: Any, processes: int = 0) -> int:
+    """Returns an exchange that calls ``store.add(contexts, rows, timeout, call)``: see `DeviceExchange`, or
+    `JobExchange` for so many processes.
+    """
+    numbers, array = [ctypes.c_int64] * 2, ctypes.POINTER(ctypes.c_double)
+    call = ctypes.POINTER(ctypes.c_int64)
 
-    @ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_char_p, ctypes.c_double, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 2)
-    def run(contexts: bytes, timeout: float, count: int, length: int, rows: int, out: int) -> bool:
+    @ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_char_p, call, ctypes.c_double, *numbers, array, ctypes.c_int64, array)
+    def run(
+        contexts: bytes, call: Any, timeout: float, count: int, length: int, rows: Any, size: int, out: Any
+    ) -> bool:
         try:
-            values = array_at(rows, count * length).reshape(count, length)
-            array_at(out, length)[:] = store.add(contexts.decode(), values, timeout)
+            values = np.ctypeslib.as_array(rows, (count, length))
+            np.ctypeslib.as_array(out, (size,))[:] = store.add(
+                contexts.decode(), values, timeout, tuple(call[:4])
+            ).ravel()
             return True
         except BaseException as error:  # it must not pass through C++; its text goes to every replica
-            _core.syncbn_failed_in_python(f"{type(error).__name__}: {error}")
+            known = isinstance(error, StepError)
+            told = "" if known else f"the KVStore could not add the statistics: {type(error).__name__}: "
+            _core.syncbn_failed_in_python(f"{told}{error}")
             return False
 
     _adding.append(run)
-    exchange: int = _core.syncbn_kvstore_exchange(run)
+    exchange: int = _core.syncbn_python_exchange(run, processes)
     return exchange
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Compiles Horovod 0.28.1 with MXNet and gloo, for kvstore("horovod"), into the Python that has MXNet:
+# Compiles Horovod 0.28.1 with MXNet and gloo, for kvstore='horovod', into the Python that has MXNet:
 #     tools/install_horovod.sh PYTHON [further arguments of pip install]
 # 2 to 8 minutes; needs g++ and what requirements/horovod.txt lists, of which it installs what is missing.
 set -euo pipefail

@@ -44,7 +44,7 @@ def parse(argv=None) -> argparse.Namespace:
     )
     parser.add_argument("--virtual-devices", type=int, default=8, metavar="V", help="number of slots of each device")
     parser.add_argument("--cpus", type=int, default=1, help="number of CPU contexts of each process")
-    parser.add_argument("--kvstore", choices=("mpi", "horovod"), help="train in the processes that it connects")
+    parser.add_argument("--kvstore", choices=("mpi",), help="train in the processes that it connects")
     parser.add_argument("--data", metavar="FOLDER", help="images, with classes in subfolders (default: digits)")
     parser.add_argument("--size", type=int, help="pixels of a view (default: 16 for digits, 32 for a folder)")
     parser.add_argument("--epochs", type=int, default=40)

@@ -34,7 +34,7 @@ def parse(argv=None) -> argparse.Namespace:
         default="simclr",
         help="two views belong together if they are of the same image / of the same class",
     )
-    parser.add_argument("--kvstore", choices=("mpi", "horovod"), default="mpi", help="what connects the processes")
+    parser.add_argument("--kvstore", choices=("mpi",), default="mpi", help="what connects the processes")
     parser.add_argument("--cpus", type=int, default=1, help="number of CPU contexts of this process")
     parser.add_argument("--batch-size", type=int, default=33, help="of all processes together")
     parser.add_argument("--forwards", type=int, choices=(1, 2), default=1, help="encode both views at once, or in turn")

@@ -10,23 +10,6 @@ import threading
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def step_behind_horovodrun() -> None:
-    """Under horovodrun, continue in a child process. The parent waits for the child and ends with its exit code.
-
-    At Ctrl-C, horovodrun sends SIGSTOP to the process that it has started, and SIGTERM to the children of that process.
-    If /bin/sh is dash, horovodrun has started a shell. If /bin/sh is bash, the shell replaces itself by this program.
-    """
-    if "HOROVOD_RANK" not in os.environ:
-        return
-    child = os.fork()  # no threads exist yet
-    if not child:
-        return
-    for number in SIGNALS:
-        signal.signal(number, lambda number, _: os.kill(child, number))
-    _, status = os.waitpid(child, 0)
-    os._exit(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status))
-
-
 class Interrupt:
     """Context manager. `requested` becomes true when the user wants to stop.
 

@@ -126,8 +126,7 @@ def train_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--kvstore",
         choices=("local", "device", "nccl", *STORES),
-        help="adds gradients: within this process (device; CPUs: local), or over all processes of mpiexec (mpi) or "
-        "horovodrun (horovod)",
+        help="adds gradients: within this process (device; CPUs: local), or over all processes of mpiexec (mpi)",
     )
     group.add_argument("--seed", type=number(int, 0, 2**31 - 1), default=0, help="seed of all random numbers (0)")
     group.add_argument(

@@ -1,7 +1,6 @@
 """The processes of a job: the rank of this process, and collective calls.
 
     mpiexec -n 4 python train.py --kvstore mpi ...
-    horovodrun -np 4 python train.py --kvstore horovod ...
 
 All processes make the same calls of this module in the same order. A single process makes the same calls.
 """
@@ -17,7 +16,7 @@ import numpy as np
 from errors import ElsewhereError, UserError
 
 # For each KVStore that spans processes: its launcher, and the environment variables that hold the number of processes.
-LAUNCHERS = {"mpi": ("mpiexec", ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")), "horovod": ("horovodrun", ("HOROVOD_SIZE",))}
+LAUNCHERS = {"mpi": ("mpiexec", ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE"))}
 STORES = tuple(LAUNCHERS)
 
 
@@ -32,12 +31,7 @@ def check_launch(args) -> None:
 
 def place(args) -> tuple:
     """Return the rank and the number of the job's processes on this machine. The function does not import MXNet."""
-    store = getattr(args, "kvstore", None)
-    if store == "mpi":
-        return _place_in_mpi()
-    if store == "horovod":
-        return tuple(int(os.environ.get(f"HOROVOD_LOCAL_{name}") or i) for i, name in enumerate(("RANK", "SIZE")))
-    return 0, 1
+    return _place_in_mpi() if getattr(args, "kvstore", None) == "mpi" else (0, 1)
 
 
 @functools.lru_cache(maxsize=None)  # all processes have to make this call equally often

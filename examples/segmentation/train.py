@@ -3,7 +3,6 @@
     python train.py --data-root ~/.mxnet/datasets/ade --model psp --backbone resnet50 --aux --syncbn \\
                     --ngpus 4 --batch-size 16 --crop-size 480 --base-size 520 --lr 0.01 --epochs 120
     mpiexec -n 4 python train.py --kvstore mpi --ngpus 1 ...    # the same in four processes
-    horovodrun -np 4 python train.py --kvstore horovod --ngpus 1 ...    # the same with Horovod
 
 Options have the names of GluonCV's own training script. Results (last.ckpt, best.ckpt, epochs.csv,
 steps.csv) go to --save-dir. Ctrl-C saves the run and stops it. --resume continues it to the same result.
@@ -16,15 +15,12 @@ import sys
 
 from devices import prepare_mxnet
 from errors import run
-from interrupt import step_behind_horovodrun
 from options import check_train, train_parser
 
 
 def main(argv=None) -> int:
     args = train_parser().parse_args(argv)
     check_train(args)
-    if args.kvstore == "horovod":
-        step_behind_horovodrun()
     prepare_mxnet(args)
     if args.eval:
         from evaluate import evaluate

@@ -145,7 +145,7 @@ def uninstall(everything: bool = False) -> None:
 
 
 def _creating(create: Callable) -> Callable:
-    """MXNet has no store ``'mpi'`` or ``'horovod'`` and makes a local one, and ours cannot use its ``'dist_sync'``."""
+    """MXNet has no store ``'mpi'`` and makes a local one."""
     return functools.wraps(create)(
         lambda name="local": session.store(name) if named.spans_processes(name) else create(name)
     )

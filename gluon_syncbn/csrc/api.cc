@@ -94,6 +94,9 @@ SYNCBN_API(void, layer_agree, int64_t id, Asked* processes, int64_t key, const S
     layer->restart_calls();
 }
 
+// The processes have agreed on it over an exchange in Python.
+SYNCBN_API(void, layer_restart, int64_t id) { found(id)->restart_calls(); }
+
 // See `executing` in training/replicas.py. Fails if a layer is in the middle of a step of another thread. If the graph
 // `repeats` forwards, it announces one of each layer. `running`: the arrays of running statistics, two for each layer.
 SYNCBN_API(void, begin_graph, const char* context, const Span<const size_t>& layers, const Span<const size_t>& nodes,
@@ -163,8 +166,10 @@ SYNCBN_API(Asked, memory_exchange, const char* gpus) {
     return {memory_exchange(), way == "nccl" ? Nccl::kRequired : way == "host" ? Nccl::kNever : Nccl::kIfThere};
 }
 
-// Over the contexts of this process, by a store of MXNet's, which the user has named. No other exchange runs Python.
-SYNCBN_API(Asked, kvstore_exchange, syncbn::AddInPython* add) { return {kvstore_exchange(add), Nccl::kNever}; }
+// By a store of MXNet's or by Horovod, which the user has named. No other exchange runs Python.
+SYNCBN_API(Asked, python_exchange, syncbn::AddInPython* add, size_t processes) {
+    return {python_exchange(add, processes), Nccl::kNever};
+}
 // For that function: says why it fails.
 SYNCBN_API(void, failed_in_python, const char* problem) { python_problem = problem; }
 

@@ -1,3 +1,3 @@
-"""Carries packed statistics out of the process, by MPI, Horovod, or KVStores of MXNet's.
+"""Carries packed statistics out of the process, by MPI, KVStores of MXNet's, or Horovod.
 Nothing here depends on the layer's code.
 """

@@ -26,9 +26,16 @@ _NO_ANSWER = "Its sum waits for an operator of MXNet's that does not end. kvstor
 class Exchange:
     """Combines the statistics of the replicas. An exception in it becomes the failure of the step, with its text."""
 
+    spans_processes = False
+    #: The settings of a ``gluon.Trainer`` that adds its gradients by the same means, if these are a store's.
+    of_trainer: Any = None
+
     def __init__(self, handle: int, name: str = "") -> None:
         self.handle = handle  # of the core's, which lasts as long as the process
         self.name = name  # that `configure` takes
+
+    def check(self, pooling: Any) -> None:
+        """ValueError: it does not carry what a layer with this pooling needs."""
 
     def __deepcopy__(self, memo: Any) -> Exchange:
         return self  # a copy of a layer exchanges as the layer does
@@ -49,14 +56,14 @@ class DeviceExchange(Exchange):
 
     def __init__(self, kvstore: mx.kvstore.KVStoreBase) -> None:
         self.kvstore = kvstore
-        super().__init__(_native.kvstore_exchange(self), kvstore.type)
+        super().__init__(_native.python_exchange(self), kvstore.type)
         # A store makes the buffers of a key for the contexts of its first sum. CommCPU and CommDevice::Reduce resize
         # `copy_buf` once, and write past its end if a later sum has more contexts.
         self._keys: Dict[Tuple[int, Tuple[mx.Context, ...]], int] = {}  # (length, contexts) -> key
         self._lock: Any  # leaders of different layers call at once, and the store serves one
         locks.give(self, _lock=threading.Lock)
 
-    def add(self, places: str, rows: np.ndarray, timeout: float) -> np.ndarray:
+    def add(self, places: str, rows: np.ndarray, timeout: float, _call: Any) -> np.ndarray:
         """For the core, which asks Python here alone, because the user named a KVStore of MXNet's: returns the sum over
         all rows, float64, of shape (contexts, length). ``places``: the contexts, as in "cpu(0), cpu(1)". MXNetError: it
         takes more than ``timeout`` seconds.

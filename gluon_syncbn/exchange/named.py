@@ -9,9 +9,9 @@ import mxnet as mx
 
 from .. import _native
 from ..system import arguments, distribution
+from . import dist_sync, horovod
 from .base import DeviceExchange, Exchange
 from .mpi import Job
-from .store import ProcessStore
 
 #: KVStore types that add within one process.
 TYPES = ("local", "device")
@@ -20,15 +20,17 @@ IN_CORE = {gpus: Exchange(_native.memory_exchange(gpus), gpus) for gpus in ("ncc
 #: The names of jobs of several processes.
 TRANSPORTS = {"mpi": Job}
 #: The package that a transport needs, and what installs it.
-PACKAGES = {
-    "mpi": ("mpi4py", distribution.command("mpi")),
-    "horovod": ("horovod", "kvstore('horovod') says how to compile it"),
-}
+PACKAGES = {"mpi": ("mpi4py", distribution.command("mpi"))}
 
 
 def spans_processes(name: Any) -> bool:
     """Whether a store of this name spans processes. A program may have registered one of its own with MXNet."""
     return isinstance(name, str) and name in TRANSPORTS and name not in mx.kvstore.KVStoreBase.kv_registry
+
+
+def is_of_workers(kvstore: Any) -> bool:
+    """Whether this is a store of MXNet's that adds over workers, or its name."""
+    return (kvstore if isinstance(kvstore, str) else getattr(kvstore, "type", "")) in dist_sync.TYPES
 
 
 def transport(name: Any) -> Job:
@@ -55,7 +57,7 @@ def exchange(kvstore: Any) -> Optional[Exchange]:
     """Returns the exchange for ``None`` (see `configure`), a name of one process, or a KVStore. ValueError: it adds no
     statistics.
     """
-    if kvstore is None or isinstance(kvstore, ProcessStore):
+    if kvstore is None or isinstance(kvstore, Exchange):
         return kvstore
     if isinstance(kvstore, str) and kvstore in IN_CORE:
         missing = kvstore == "nccl" and _native.nccl_problem()
@@ -64,6 +66,10 @@ def exchange(kvstore: Any) -> Optional[Exchange]:
                 f"kvstore: 'nccl' was given, but {missing}; None (the default), 'host', 'device' and 'local' need none"
             )
         return IN_CORE[kvstore]
+    if is_of_workers(kvstore):
+        return dist_sync.exchange(kvstore)
+    if isinstance(kvstore, str) and kvstore == "horovod":
+        return horovod.exchange()
     if isinstance(kvstore, str):
         if kvstore not in TYPES:
             arguments.refuse("kvstore", kvstore, _EXPECTED + "." + _refusal(kvstore))
@@ -77,15 +83,12 @@ def exchange(kvstore: Any) -> Optional[Exchange]:
     return _adding(kvstore)
 
 
-_EXPECTED = f"one of {(*TYPES, *IN_CORE, *TRANSPORTS)}, a KVStore object or None"
+_EXPECTED = f"one of {(*TYPES, *IN_CORE, *TRANSPORTS, 'dist_sync', 'horovod')}, a KVStore object or None"
 
 
 def _refusal(name: str) -> str:
     if name.startswith("dist"):
-        return (
-            " MXNet's store runs the optimizer on all that is pushed, statistics too. "
-            "gluon_syncbn.kvstore('dist_sync') makes one for gradients and statistics, in its place."
-        )
+        return " Other workers' statistics are of other steps."
     if name == "nccl":
         return (
             " A store of NCCL serves only the keys that it had at its first sum, so a Trainer cannot share it; the "

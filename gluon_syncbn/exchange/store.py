@@ -103,8 +103,11 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
     The Trainer's ``step(batch_size)`` takes the number of samples of all processes.
     """
 
+    spans_processes = True
+
     def __init__(self, name: str, job: Any) -> None:
         self.name = name
+        self.of_trainer = {"kvstore": self}
         self._job = job
         self.layers = 0  # on which the processes have agreed
         self.replicas = 0  # of such a layer, in all processes

@@ -7,12 +7,14 @@ import hashlib
 import warnings
 from contextlib import contextmanager, nullcontext
 from numbers import Real
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 from mxnet import gluon
 
 from .. import _native
 from ..exchange import named
+from ..exchange.base import Exchange
+from ..exchange.dist_sync import DistSyncExchange
 from ..exchange.store import ProcessStore
 from ..system import arguments, environment, kinds
 from ..system.arguments import some
@@ -23,13 +25,14 @@ from ..training.session import NONFINITE, session
 from . import blocks, optimizers
 
 _MEANS = ("running_mean", "moving_mean")
-#: Of each launcher: the variable with the number of its processes, another one that must be set, and our store.
+_BY_MPI = "gluon.Trainer(..., kvstore='mpi')"
+#: Of each launcher: the variable with the number of its processes, another one that must be set, and what to write.
 _LAUNCHERS = (
-    ("PMI_SIZE", "", "mpi"),
-    ("OMPI_COMM_WORLD_SIZE", "", "mpi"),
-    ("HOROVOD_SIZE", "", "horovod"),
-    ("SLURM_NTASKS", "SLURM_STEP_ID", "mpi"),
-    ("DMLC_NUM_WORKER", "DMLC_ROLE", "dist_sync"),
+    ("PMI_SIZE", "", _BY_MPI),
+    ("OMPI_COMM_WORLD_SIZE", "", _BY_MPI),
+    ("HOROVOD_SIZE", "", "gluon_syncbn.configure(kvstore='horovod') and a horovod.mxnet.DistributedTrainer"),
+    ("SLURM_NTASKS", "SLURM_STEP_ID", _BY_MPI),
+    ("DMLC_NUM_WORKER", "DMLC_ROLE", "gluon.Trainer(..., kvstore='dist_sync', update_on_kvstore=False)"),
 )
 
 
@@ -69,6 +72,9 @@ def beginning(begin: Callable, trainer: gluon.Trainer) -> None:
     if isinstance(trainer._kvstore, ProcessStore):
         trainer._params_to_init = []  # what MXNet would copy
         state.summed_for = None
+    of_workers = _of_workers(trainer)
+    if of_workers is not None:
+        of_workers.begin_trainer(trainer)
     if not state.has_begun:
         state.has_begun = True
         for text in _surprises(trainer):
@@ -89,7 +95,9 @@ def adding(add: Callable, trainer: gluon.Trainer) -> None:
         store.add_gradients(trainer, gradients, "\n".join(update_of(trainer) + _loaded(trainer)))
         state.summed_for = trainer._optimizer.rescale_grad
     else:
-        with _gated(trainer) if trainer._update_on_kvstore else nullcontext():  # the store updates while it adds
+        of_workers = _of_workers(trainer)
+        adds = nullcontext() if of_workers is None else of_workers.summing(trainer)
+        with adds, _gated(trainer) if trainer._update_on_kvstore else nullcontext():  # the store updates while it adds
             add(trainer)
 
 
@@ -132,9 +140,9 @@ METHODS: Dict[str, Callable] = {
 def _share_store(trainer: gluon.Trainer) -> None:
     settings = trainer._kvstore_params
     chosen = vars(trainer).get("_has_chosen_store", True) or settings["update_on_kvstore"]
-    stores = [] if chosen else stores_of(trainer._params)
-    if len(stores) == 1 and settings["kvstore"] is not stores[0]:
-        settings["kvstore"] = stores[0]
+    stores = [] if chosen else [one for one in stores_of(trainer._params) if one.of_trainer]
+    if len(stores) == 1 and settings["kvstore"] is not stores[0].of_trainer["kvstore"]:
+        settings.update(stores[0].of_trainer)
         if followers_of(trainer._params):
             log.info("the Trainer uses the KVStore of the layers: %r", stores[0])
         elif stores[0].num_workers > 1:
@@ -144,19 +152,35 @@ def _share_store(trainer: gluon.Trainer) -> None:
                 "kvstore='device' one of several devices of it",
                 stores[0],
             )
-    # MXNet has no store of the first names, and makes a local one without a word.
-    name = settings["kvstore"]
-    if named.spans_processes(name) and (name != "dist_sync" or session.stores or followers_of(trainer._params)):
-        settings["kvstore"] = session.store(name)
-    store = settings["kvstore"]
-    if isinstance(store, ProcessStore):
+    shared: Optional[Exchange] = None
+    if settings["kvstore"] == "horovod":  # MXNet makes a local one without a word
+        expected = "another one: horovod.mxnet.DistributedTrainer adds gradients over Horovod, beside layers with it"
+        arguments.refuse("kvstore", "horovod", expected)
+    if named.spans_processes(settings["kvstore"]):  # MXNet makes a local one without a word
+        settings["kvstore"] = session.store(settings["kvstore"])
+    if isinstance(settings["kvstore"], ProcessStore):
+        shared = store = settings["kvstore"]
         optimizers.check(trainer, store.num_workers)
         if trainer._compression_params:
             arguments.refuse("compression_params", trainer._compression_params, f"None with {store!r}")
         store.expect(trainer)
-        if session.exchange is None and not session.chosen:  # `configure` has not chosen
-            session.set_exchange(store)
-            log.info("layers without a KVStore of their own use that of the Trainer: %r", store)
+    elif named.is_of_workers(settings["kvstore"]):
+        takes_part = any(isinstance(one, DistSyncExchange) for one in stores_of(trainer._params))
+        if takes_part and settings["update_on_kvstore"] is not False:
+            expected = "False, because the servers' optimizer would run on the statistics of the layers, too"
+            arguments.refuse("update_on_kvstore", settings["update_on_kvstore"], expected)
+        if settings["update_on_kvstore"] is False and followers_of(trainer._params):
+            shared = session.exchange_of(settings["kvstore"])
+            settings.update(shared.of_trainer if shared else {})
+    if shared is not None and session.exchange is None and not session.chosen:  # `configure` has not chosen
+        session.set_exchange(shared)
+        log.info("layers without a KVStore of their own use that of the Trainer: %r", shared)
+
+
+def _of_workers(trainer: gluon.Trainer) -> Optional[DistSyncExchange]:
+    """Returns the exchange of layers by this Trainer's store of MXNet's, if there is one."""
+    of_workers = [one for one in session.stores if isinstance(one, DistSyncExchange)]
+    return next((one for one in of_workers if one.kvstore is trainer._kvstore), None)
 
 
 def _compare_beginning(trainer: gluon.Trainer, store: ProcessStore) -> None:
@@ -250,8 +274,8 @@ def _watches(trainer: gluon.Trainer) -> bool:
 def _tell_who_meets(parameters: Iterable[gluon.Parameter]) -> None:
     """Says with whom the layers of a Trainer meet; warns if a launcher has started processes that do not meet."""
     meeting = [replicas for replicas in followers_of(parameters) if replicas.pooling.mode != "local"]
-    exchanges = [replicas.exchange or session.exchange for replicas in meeting]
-    if not meeting or any(isinstance(one, ProcessStore) and one.num_workers > 1 for one in exchanges):
+    exchanges: List[Any] = [replicas.exchange or session.exchange for replicas in meeting]
+    if not meeting or any(one is not None and one.spans_processes and one.num_workers > 1 for one in exchanges):
         return  # the store tells what the processes have agreed on
     replicas = len(meeting[0].contexts)
     log.info("the statistics of %d layers meet within this process: %d replicas", len(meeting), replicas)
@@ -267,14 +291,14 @@ def left_alone() -> str:
     """Returns what to say where no layer meets those of other processes. Empty if no launcher has started others, or
     the program has made a store of theirs or chosen another one.
     """
-    for variable, other, store in _LAUNCHERS:
+    for variable, other, advice in _LAUNCHERS:
         size = environment.read(variable)
         if session.stores or session.chosen:
             break
         if size.isdigit() and int(size) > 1 and (not other or environment.read(other)):
             return (
                 f"This is one of {size} processes ({variable}), but its layers meet no replica of the others. For "
-                f"statistics and gradients of all processes, write gluon.Trainer(..., kvstore={store!r}), or choose "
+                f"statistics and gradients of all processes, write {advice}, or choose "
                 "it where the script has an option for it. mode='local' is for statistics of each device."
             )
     return ""
@@ -285,13 +309,15 @@ def _surprises(trainer: gluon.Trainer) -> Iterator[str]:
     parameters = trainer._params
     replicas, layers = followers_of(parameters), _layers(parameters)
     apart = [one.name for one in replicas if one.reaches_other_processes() and one.pooling.mode != "local"]
-    by_horovod = any(cls.__module__.startswith("horovod.") for cls in type(trainer).__mro__)
     several = any(store.num_workers > 1 for store in stores_of(parameters))
-    if apart and several and not isinstance(trainer._kvstore, ProcessStore) and not by_horovod:
+    by_horovod = any(cls.__module__.startswith("horovod.") for cls in type(trainer).__mro__)
+    adds = by_horovod or isinstance(trainer._kvstore, ProcessStore) or named.is_of_workers(trainer._kvstore)
+    if apart and several and not adds:
         yield (
             f"{some(apart, ', ')}: these layers share their statistics with other processes, and the gradients of this "
             f"Trainer stay in this one, with kvstore={trainer._kvstore_params['kvstore']!r}. Write "
-            "gluon.Trainer(..., kvstore=kv) with the KVStore of the layers, unless the script adds gradients itself"
+            "gluon.Trainer(..., kvstore=kv) with the KVStore of the layers, or with layers of "
+            "'horovod' a horovod.mxnet.DistributedTrainer, unless the script adds gradients itself"
         )
     on_several = several or any(len(one._data or ()) > 1 for one in parameters)
     if any(one.meets() for one in replicas) or (session.trainers(trainer).is_to_synchronise and on_several):

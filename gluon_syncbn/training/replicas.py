@@ -18,6 +18,7 @@ from mxnet.gluon import Parameter
 from .. import _native
 from ..activation import PLAIN, Computation
 from ..exchange.base import Exchange
+from ..exchange.job import JobExchange
 from ..exchange.pooling import MODES, Pooling
 from ..exchange.store import ProcessStore
 from ..system import arguments, cuda, locks
@@ -118,23 +119,27 @@ def traced(parameter: Parameter, replicas: Replicas) -> None:
         _of_thread.records.append(replicas)
 
 
-def stores_of(parameters: Iterable[Any]) -> List[ProcessStore]:
-    """Returns the stores of several processes that are the default, or that the layers of these parameters name."""
+def stores_of(parameters: Iterable[Any]) -> List[Any]:
+    """Returns the exchanges of several processes that are the default, or that the layers of these parameters name."""
     used = [session.exchange, *(replicas.exchange for replicas in followers_of(parameters))]
-    return list(dict.fromkeys(one for one in used if isinstance(one, ProcessStore)))
+    return list(dict.fromkeys(one for one in used if one is not None and one.spans_processes))
 
 
 def store_of(kvstore: Any, parameters: Iterable[Any] = ()) -> Optional[ProcessStore]:
     """Returns the store that reaches the other processes, for an argument ``kvstore``; None if it reaches none. By
     default that of `stores_of`, or the only one of this process, which no Trainer may have yet.
     """
-    if kvstore is not None:
-        exchange = session.exchange_of(kvstore)
-        return exchange if isinstance(exchange, ProcessStore) else None
-    stores = stores_of(parameters) or ([] if session.chosen else session.stores)
-    if len(stores) > 1:
-        arguments.refuse("kvstore", kvstore, f"one of the {len(stores)} KVStores of the layers")
-    return stores[0] if stores else None
+    exchange: Any = session.exchange_of(kvstore)
+    if kvstore is None:
+        stores = stores_of(parameters) or ([] if session.chosen else session.stores)
+        if len(stores) > 1:
+            arguments.refuse("kvstore", kvstore, f"one of the {len(stores)} KVStores of the layers")
+        exchange = stores[0] if stores else None
+    if isinstance(exchange, JobExchange):
+        arguments.refuse(
+            "kvstore", exchange.name, "'mpi', which carries more than statistics, or 'host' for one process"
+        )
+    return exchange if isinstance(exchange, ProcessStore) else None
 
 
 @functools.lru_cache(maxsize=None)
@@ -173,6 +178,8 @@ class Replicas:
     ) -> None:
         self.name, self.pooling, self.num_devices = name, pooling, num_devices
         self.exchange, self.timeout = exchange, timeout  # None is the setting of `configure`
+        if exchange is not None:
+            exchange.check(pooling)
         self.computes = computes  # but for ``kwargs``, those of ``nn.BatchNorm``, which the layer shares and may change
         self.kwargs = kwargs
         self.channels = 0
@@ -276,7 +283,7 @@ class Replicas:
         if not self.kwargs["use_global_stats"]:
             self.check(self.contexts)
         meets = bool(self.contexts) and self.pooling.mode != "local" and not self.kwargs["use_global_stats"]
-        between = isinstance(store, ProcessStore)
+        between = store is not None and store.spans_processes
         session.ran[tuple(self.contexts) if meets and not between else ()] += self.ran == NEVER
         self.ran = how
         while between and meets and self.store is not store:
@@ -320,7 +327,8 @@ class Replicas:
         return len(self.contexts) > 1
 
     def reaches_other_processes(self) -> bool:
-        return isinstance(self.exchange or session.exchange, ProcessStore)
+        exchange = self.exchange or session.exchange
+        return exchange is not None and exchange.spans_processes
 
 
 locks.give(Replicas, creating=threading.Lock)

@@ -47,7 +47,7 @@ class Session:
         self._in_core = Exchange(_native.memory_exchange(""))
         self.chosen = False  # `configure` has set it
         #: All that are in use; the other processes must be told of a failure and of the end.
-        self.stores: List[ProcessStore] = []
+        self.stores: List[Any] = []
         self._issuing: DefaultDict[Tuple[int, int], threading.Lock]  # by context
         self.open: Dict[threading.Thread, int] = {}  # scopes, of threads that have any
         self.beginning: Any  # held by a thread that enters its first scope, or forgets a failed step
@@ -63,11 +63,14 @@ class Session:
 
     def exchange_of(self, kvstore: Any) -> Optional[Exchange]:
         """Returns the exchange for the argument ``kvstore``; ValueError if there is none."""
-        return self.store(kvstore) if named.spans_processes(kvstore) else named.exchange(kvstore)
+        found = self.store(kvstore) if named.spans_processes(kvstore) else named.exchange(kvstore)
+        if found is not None and found.spans_processes and found not in self.stores:
+            self.stores.append(found)
+        return found
 
     def store(self, name: str) -> ProcessStore:
         """Returns the one store of several processes of this name."""
-        store = next((one for one in self.stores if one.name == name), None)
+        store = next((one for one in self.stores if isinstance(one, ProcessStore) and one.name == name), None)
         if store is None:
             store = ProcessStore(name, named.transport(name))
             self.stores.append(store)
@@ -138,7 +141,10 @@ def configure(
         ``'host'``: shared memory, for GPUs too. ``'device'``, ``'local'`` or such a KVStore object: MXNet's reduction.
         A store of `gluon_syncbn.kvstore`, or its name: over all processes of the job. Every ``gluon.Trainer`` without
         ``kvstore=`` then adds its gradients there, also one of a net without such a layer. ``kvstore=None`` makes a
-        Trainer of one process, ``kvstore='device'`` one of several devices of it.
+        Trainer of one process, ``kvstore='device'`` one of several devices of it. ``'dist_sync'``, or such a KVStore
+        object: over the workers of MXNet's parameter servers, for the mode ``'sync'`` without groups. The one Trainer
+        has the same store, and ``update_on_kvstore=False``. ``'horovod'``: over Horovod, for the same mode, beside
+        ``horovod.mxnet.DistributedTrainer``.
     timeout : float
         Seconds that a replica waits for the others, initially 300. Then the step fails with a `StepError`
         that names the layer, who arrived and who is missing.
@@ -194,7 +200,8 @@ def kvstore(name: Literal["mpi"] = "mpi") -> ProcessStore:
     Parameters
     ----------
     name : str
-        ``'mpi'``: mpi4py with the MPI that it was installed with.
+        ``'mpi'``: mpi4py with the MPI that it was installed with. In a job of ``horovodrun`` or of MXNet's parameter
+        servers, layers take ``kvstore='horovod'`` or ``mx.kv.create('dist_sync')``, and need no such store.
 
     Returns
     -------

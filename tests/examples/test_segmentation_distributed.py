@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mpi_job import needs_horovod
 from places import SEGMENTATION
 from replicas import in_threads
 from segmentation_runs import Process, changed_train, lasting, rows, steps_of, truncate, wait_for
@@ -33,64 +32,46 @@ def data(tmp_path_factory, segmentation_modules):
     return root
 
 
-HOROVOD = pytest.param("horovod", marks=needs_horovod)
-launchers = pytest.mark.parametrize("launcher", ["mpi", HOROVOD])
-
-
 class Job(Process):
     """Two processes, each with a program and options of its own, and what all of them say."""
 
-    def __init__(self, folder, launcher, options, own):
-        options = [*options, "--kvstore", launcher, "--cpus", "1", "--workers", "1"]
-        if launcher == "mpi":
-            command = [Path(sys.executable).with_name("mpiexec")]
-            for program, *rest in own:
-                command += [":", "-n", "1", sys.executable, program, *options, *rest]
-            del command[1]
-        else:  # horovodrun starts the same everywhere
-            both = [[sys.executable, *map(str, [program, *options, *rest])] for program, *rest in own]
-            (folder / "both.py").write_text(
-                f"import os; c = {both!r}[int(os.environ['HOROVOD_RANK'])]; os.execv(c[0], c)"
-            )
-            command = [Path(sys.executable).with_name("horovodrun"), "-np", "2", sys.executable, folder / "both.py"]
-        # horovodrun calls itself again.
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        super().__init__(folder, "-c", EXEC, *command, PATH=path)
+    def __init__(self, folder, options, own):
+        options = [*options, "--kvstore", "mpi", "--cpus", "1", "--workers", "1"]
+        command = [Path(sys.executable).with_name("mpiexec")]
+        for program, *rest in own:
+            command += [":", "-n", "1", sys.executable, program, *options, *rest]
+        del command[1]
+        super().__init__(folder, "-c", EXEC, *command)
 
 
-# Process starts Python; mpiexec or horovodrun takes its place.
+# Process starts Python; mpiexec takes its place.
 EXEC = "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"
 
 
 OTHER_SEED = "training.seed_all = lambda seed: numpy.random.seed(99)"
 
 
-def two_processes(folder, data, launcher, *options, both="", other=OTHER_SEED):
+def two_processes(folder, data, *options, both="", other=OTHER_SEED):
     """train.py; the second process is to write nothing, and to take the first weights from the first process."""
     options = [*TINY, "--data-root", data, *options]
     first = changed_train(folder / "first.py", both) if both else SEGMENTATION / "train.py"
     second = changed_train(folder / "second.py", f"{both}\n{other}")
     own = [[first, "--save-dir", folder / "run"], [second, "--save-dir", folder / "never"]]
-    return Job(folder, launcher, options, own)
+    return Job(folder, options, own)
 
 
-def exit_code(launcher, code):
-    return code if launcher == "mpi" else 1  # horovodrun's, whatever the process ended with
-
-
-@launchers
-def test_two_processes_train_as_one_does(tmp_path, data, launcher):
+def test_two_processes_train_as_one_does(tmp_path, data):
     """2 processes with a device each against 1 with two: interrupted in the middle, and resumed."""
     whole = tmp_path / "whole"
     options = [*TINY, "--cpus", "2", "--workers", "1", "--data-root", data, "--save-dir", whole]
     run, one = tmp_path / "run", tmp_path / "one"
     one.mkdir()
     with Process(one, SEGMENTATION / "train.py", *options) as process:  # beside the others
-        with two_processes(tmp_path, data, launcher, both=lasting(0, 2)) as job:
+        with two_processes(tmp_path, data, both=lasting(0, 2)) as job:
             wait_for(lambda: not job.running() or steps_of(run) == 2)
             assert job.running(), job.output()
-            os.kill(job.pid, signal.SIGINT)  # mpiexec passes it on to both, horovodrun sends them SIGTERM
-            assert job.wait() == exit_code(launcher, 130), job.output()
+            os.kill(job.pid, signal.SIGINT)  # mpiexec passes it on to both
+            assert job.wait() == 130, job.output()
             said = job.output().strip().splitlines()
         assert process.wait() == 0, process.output()
     assert sum("stopping after this step" in line for line in said) == 1, said
@@ -99,7 +80,7 @@ def test_two_processes_train_as_one_does(tmp_path, data, launcher):
     state = json.loads(zipfile.ZipFile(run / "last.ckpt").read("state.json"))
     assert (state["epoch"], state["step"]) == (0, 3)
 
-    with two_processes(tmp_path, data, launcher, "--resume", run / "last.ckpt") as job:
+    with two_processes(tmp_path, data, "--resume", run / "last.ckpt") as job:
         assert job.wait() == 0, job.output()
         said = job.output()
     assert said.count("epoch 2/2: loss") == 1
@@ -113,7 +94,7 @@ def test_two_processes_train_as_one_does(tmp_path, data, launcher):
     loss, expected = (np.array([float(row["loss"]) for row in table]) for table in (ours, theirs))
     assert len(loss) == 8
     # Two terms have one sum, and MPI adds nothing else.
-    np.testing.assert_allclose(loss, expected, rtol=0 if launcher == "mpi" else 1e-2)
+    np.testing.assert_allclose(loss, expected, rtol=0)
     for a, b in zip(rows(run / "epochs.csv"), rows(whole / "epochs.csv")):
         for name in ("train_loss", "pixAcc", "mIoU"):
             np.testing.assert_allclose(float(a[name]), float(b[name]), rtol=1e-2, atol=1e-3)
@@ -131,8 +112,7 @@ def parameters(checkpoint):
         return {name: value.asnumpy() for name, value in mx.nd.load(archive.extract("model.params", folder)).items()}
 
 
-@launchers
-def test_a_broken_file_that_one_process_reads_ends_both(data, tmp_path, launcher):
+def test_a_broken_file_that_one_process_reads_ends_both(data, tmp_path):
     image = "ADEChallengeData2016/images/training/ADE_train_{:08d}.jpg"
     shutil.copytree(data, tmp_path / "data")
     for i in range(16):
@@ -140,23 +120,11 @@ def test_a_broken_file_that_one_process_reads_ends_both(data, tmp_path, launcher
     program = changed_train(tmp_path / "program.py", "dataset.CHECK_CONTENTS_UP_TO = 0  # as in a big set")
     options = [*TINY, "--save-dir", tmp_path / "run"]
     own = [[program, "--data-root", root] for root in (data, tmp_path / "data")]
-    with Job(tmp_path, launcher, options, own) as job:
-        assert job.wait() == exit_code(launcher, 2), job.output()
+    with Job(tmp_path, options, own) as job:
+        assert job.wait() == 2, job.output()
         lines = job.output().strip().splitlines()
-    lines = [line for line in lines if launcher == "mpi" or "]<" in line]  # the others are horovodrun's own
     assert len(lines) == 1, lines
     assert "not a readable image" in lines[0] and str(tmp_path / "data") in lines[0]
-
-
-@pytest.mark.parametrize("launcher", [HOROVOD])
-def test_a_process_that_is_killed_ends_the_other(data, tmp_path, launcher):
-    """MPICH's mpiexec does that by itself; Horovod leaves it to the other process to find out."""
-    change = "training.Run._train_step = lambda *_: os.kill(os.getpid(), 9)"
-    with two_processes(tmp_path, data, launcher, other=change) as job:
-        assert job.wait() != 0
-        said = job.output()
-    assert "epoch 1/2" not in said
-    assert "rank 1 of 2 has ended without a word" in said
 
 
 def in_two_processes(work):
@@ -225,16 +193,13 @@ def test_an_error_in_one_process_is_said_once_and_ends_all():
     ("variable", "text"),
     [
         ("PMI_SIZE", "mpiexec has started 2 processes; expected --kvstore mpi"),
-        ("HOROVOD_SIZE", "horovodrun has started 2 processes; expected --kvstore horovod"),
     ],
 )
-@pytest.mark.parametrize("options", [[], ["--kvstore", "local"], ["--kvstore", "another"]])
+@pytest.mark.parametrize("options", [[], ["--kvstore", "local"]])
 def test_processes_that_would_not_know_of_each_other(options, variable, text, monkeypatch, capsys):
     from errors import run
     from train import main
 
     monkeypatch.setenv(variable, "2")
-    if "another" in options:
-        options = ["--kvstore", {"PMI_SIZE": "horovod", "HOROVOD_SIZE": "mpi"}[variable]]
     assert run(main, [*TINY, *options]) == 2
     assert text in capsys.readouterr().err

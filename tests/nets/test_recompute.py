@@ -164,9 +164,9 @@ class Counting(DeviceExchange):
         super().__init__(mx.kv.create("device"))
         self.seen = []
 
-    def add(self, places, rows, timeout):
+    def add(self, places, rows, timeout, call):
         self.seen.append("forward" if rows.shape[1] % 4 else "backward")  # two rows of 2 C + 1 moments, or one of 2 C
-        return super().add(places, rows, timeout)
+        return super().add(places, rows, timeout, call)
 
 
 def test_statistics_are_exchanged_once(contexts):

@@ -161,3 +161,11 @@ def test_an_mpi_without_threads():
     )
     done = ended([sys.executable, "-c", program], SUPPORT)
     assert "this job has it without MPI_THREAD_MULTIPLE" in done.stderr, done.stderr
+
+
+def test_without_horovod(monkeypatch):
+    import gluon_syncbn
+
+    monkeypatch.setitem(sys.modules, "horovod", None)
+    with pytest.raises(ImportError, match="kvstore 'horovod' needs Horovod"):
+        gluon_syncbn.SyncBatchNorm(kvstore="horovod")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from environments import shell
-from mpi_job import BIN, failure_of, left, needs_horovod
+from mpi_job import BIN, failure_of, left
 from places import PACKAGE, SUPPORT
 
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
@@ -24,7 +24,7 @@ LIMIT = 100  # seconds for a job
 REFUSED = re.compile("not permitted|denied|Read-only|Invalid argument|not implemented|not supported")
 pytestmark = pytest.mark.timeout(200)
 
-# In place of ssh, for mpiexec and horovodrun: enters the namespace of that name. Host name, /etc/hosts, System V memory
+# In place of ssh, for mpiexec: enters the namespace of that name. Host name, /etc/hosts, System V memory
 # and /dev/shm are its own too, so that no library can take the two for one machine.
 SSH = """#!/bin/sh
 host=
@@ -100,20 +100,15 @@ class Hosts:
     def unplug(self):
         ip("-n", self.names[1], "link", "set", "eth0", "down")
 
-    def start(self, transport, *arguments):
+    def start(self, *arguments):
         """Scenarios on both hosts, started on the first."""
         program = [sys.executable, str(SUPPORT / "gradients_worker.py"), *arguments]
-        if transport == "mpi":
-            command = [BIN / "mpiexec", "-n", "2", "-hosts", ",".join(self.names), "-launcher-exec", self.ssh]
-        else:
-            command = [BIN / "horovodrun", "-np", "2", "-H", ",".join(f"{name}:1" for name in self.names)]
-            command += ["--network-interfaces", "eth0"]
+        command = [BIN / "mpiexec", "-n", "2", "-hosts", ",".join(self.names), "-launcher-exec", self.ssh]
         own = {
             "PATH": os.pathsep.join([str(self.folder), str(BIN), os.environ["PATH"]]),
             "OMP_NUM_THREADS": "1",
             "UCX_NET_DEVICES": "eth0",  # for MPICH's messages; its option -iface is not
             "MPI_WORKER_REPORTS": str(self.folder),
-            "GLUON_SYNCBN_TEST_TRANSPORT": transport,
             "GLUON_SYNCBN_SHARED_MEMORY": "off",  # these "machines" have one memory
         }
         with open(self.folder / "output", "w") as output:
@@ -144,16 +139,15 @@ def hosts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("transport", "scenario", "least", "most"),
+    ("scenario", "least", "most"),
     [
-        ("mpi", "trains_two_nets+pushpull_and_broadcast", 650_000, 10**9),  # bytes of sums in either direction
-        ("mpi", "shuffled_keys", 6_000, 400_000),  # features; an image of each batch alone would be 720,000
-        pytest.param("horovod", "trains_two_nets", 10_000, 10**9, marks=needs_horovod),
+        ("trains_two_nets+pushpull_and_broadcast", 650_000, 10**9),  # bytes of sums in either direction
+        ("shuffled_keys", 6_000, 400_000),  # features; an image of each batch alone would be 720,000
     ],
 )
-def test_two_hosts(hosts, transport, scenario, least, most):
+def test_two_hosts(hosts, scenario, least, most):
     before = hosts.traffic()
-    job = hosts.start(transport, scenario)
+    job = hosts.start(scenario)
     assert job.wait(LIMIT) == 0, hosts.output()
     said = hosts.output()
     assert "OK 0" in said and "OK 1" in said
@@ -161,10 +155,9 @@ def test_two_hosts(hosts, transport, scenario, least, most):
     assert least < min(crossed) and max(crossed) < most, crossed
 
 
-@pytest.mark.parametrize("transport", ["mpi", pytest.param("horovod", marks=needs_horovod)])
-def test_cable_unplugged_in_the_middle(hosts, transport):
+def test_cable_unplugged_in_the_middle(hosts):
     """Every process ends with an error that names the other, after the time limit of 5 s."""
-    hosts.start(transport, "steps_until_one_fails", "none", "5")
+    hosts.start("steps_until_one_fails", "none", "5")
     pids = [int(left(hosts, f"running {rank}", LIMIT).split()[0]) for rank in (0, 1)]
     time.sleep(0.5)
     hosts.unplug()
@@ -173,8 +166,7 @@ def test_cable_unplugged_in_the_middle(hosts, transport):
         seconds, text = failure_of(rank, left(hosts, rank))
         assert f"rank {1 - rank}" in text, text
         assert re.search("of SyncBatchNorm 'layer|gradient 0|of the machines|exchange 'whether to end'", text), text
-        # An operation of Horovod in MXNet ends when gloo gives up, after 30 s.
-        assert seconds < (50 if transport == "horovod" else 20)
+        assert seconds < 20
         while running(pid):
             assert time.monotonic() < unplugged + 90, "a process has its error and does not end"
             time.sleep(0.05)

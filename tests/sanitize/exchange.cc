@@ -40,7 +40,8 @@ void wait_for_others() {
 
 constexpr char kFault[] = "the cable is out";
 
-bool add(const char*, double, int64_t rows, int64_t length, const double* values, double* total) {
+bool add(const char*, const int64_t*, double, int64_t rows, int64_t length, const double* values, int64_t,
+         double* total) {
     const Within program(false);
     wait_for_others();
     if (fails()) {
@@ -108,7 +109,7 @@ void gathers(int64_t layer) {
 
 void make_exchanges() {
     in_memory = syncbn_memory_exchange("");
-    of_contexts = syncbn_kvstore_exchange(add);
+    of_contexts = syncbn_python_exchange(add, 0);
     make_exchange_of_processes();
 }
 

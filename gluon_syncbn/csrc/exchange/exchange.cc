@@ -32,27 +32,34 @@ class OverNccl : public InMemory {
     }
 };
 
-class MxnetKvstore : public Exchange {
+class InPython : public Exchange {
   public:
-    explicit MxnetKvstore(AddInPython* add) : add_(add) {}
+    InPython(AddInPython* add, size_t processes) : add_(add), processes_(processes) {}
 
+    bool spans_processes() const override { return processes_ > 0; }
     // It takes as long as the interpreter and MXNet's engine like, so a thread that waits without a limit makes the total.
     Underway begin(Combine combine, const CallId& id, const Contribution& own) override {
         return [=](double seconds) -> std::optional<Total> {
             if (seconds != kForEver) return std::nullopt;
-            const size_t replicas = own.rows.size(), length = own.length;
-            if (replicas == 1 || length == 0) return Total{combined(combine, own), 0, id.layer};
+            const Vector here = processes_ > 0 ? combined(combine, own) : Vector();
+            const auto given = processes_ > 0 ? std::vector<const double*>{here.data()} : own.rows;
+            const size_t length = own.length;
+            if (std::max(given.size(), processes_) == 1 || length == 0)
+                return Total{combined(combine, own), 0, id.layer};
             // A store can only add. So rows that are to be merged stay apart, each in a place of its own in the sum.
-            const size_t places = combine == Combine::kAdd ? 1 : replicas;
-            Vector rows(replicas * places * length), sums(places * length);
+            const size_t summands = combine == Combine::kAdd ? 1 : given.size();
+            const size_t places = std::max(summands, processes_);
+            Vector rows(given.size() * summands * length), sums(places * length);
+            for (size_t i = 0; i < given.size(); ++i)
+                std::copy_n(given[i], length, &rows[(i * summands + i % summands) * length]);
             Contribution apart{{}, length};
-            for (size_t i = 0; i < replicas; ++i)
-                std::copy_n(own.rows[i], length, &rows[(i * places + i % places) * length]);
             for (size_t i = 0; i < places; ++i) apart.rows.push_back(&sums[i * length]);
+            const int64_t call[] = {id.layer, id.node, id.sequence, id.phase};
             SYNCBN_POINT("before_exchange");
-            if (!add_(join_names(id.contexts).c_str(), id.timeout, static_cast<int64_t>(replicas),
-                      static_cast<int64_t>(sums.size()), rows.data(), sums.data()))
-                throw std::runtime_error("the KVStore could not add the statistics: " + python_problem);
+            if (!add_(join_names(id.contexts).c_str(), call, id.timeout, static_cast<int64_t>(given.size()),
+                      static_cast<int64_t>(summands * length), rows.data(), static_cast<int64_t>(sums.size()),
+                      sums.data()))
+                throw std::runtime_error(python_problem);
             SYNCBN_POINT("after_exchange");
             return Total{combined(combine, apart), 0, id.layer};
         };
@@ -60,6 +67,7 @@ class MxnetKvstore : public Exchange {
 
   private:
     AddInPython* const add_;
+    const size_t processes_;
 };
 
 }  // namespace
@@ -71,7 +79,9 @@ Vector combined(Combine combine, const Contribution& own) {
 }
 
 std::shared_ptr<Exchange> memory_exchange() { return std::make_shared<InMemory>(); }
-std::shared_ptr<Exchange> kvstore_exchange(AddInPython* add) { return std::make_shared<MxnetKvstore>(add); }
+std::shared_ptr<Exchange> python_exchange(AddInPython* add, size_t processes) {
+    return std::make_shared<InPython>(add, processes);
+}
 
 std::shared_ptr<Exchange> chosen(const Asked& asked, const std::vector<std::string>& contexts) {
     const bool on_gpus = std::all_of(contexts.begin(), contexts.end(),

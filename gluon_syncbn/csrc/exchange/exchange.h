@@ -75,12 +75,14 @@ class Exchange {
 
 // Between threads of one process, whose memory holds all vectors already.
 std::shared_ptr<Exchange> memory_exchange();
-// Over the contexts of this process by a KVStore of MXNet's, which a function in Python asks: the sum over these contexts,
-// "cpu(0), cpu(1)", from [rows][length], within so many seconds. Several threads call at once. Returns whether it has
-// succeeded. Otherwise the reason is in `python_problem`. It must stay as long as the process.
-using AddInPython = bool(const char* contexts, double timeout, int64_t rows, int64_t length, const double*,
-                         double* total);
-std::shared_ptr<Exchange> kvstore_exchange(AddInPython* add);
+// By others, which a function in Python asks. Within a process, by a KVStore of MXNet's over its contexts, "cpu(0), cpu(1)":
+// `out` gets the sum of `rows`, of which there are so many. Between so many `processes`, by what adds the gradients of
+// their job: `out` gets the rows of all processes in the order of their ranks, each for the call {layer, node, sequence,
+// phase}. Within so many seconds. Several threads call at once. Returns whether it has succeeded. Otherwise the reason is
+// in `python_problem`. It must stay as long as the process.
+using AddInPython = bool(const char* contexts, const int64_t* call, double timeout, int64_t rows, int64_t length,
+                         const double*, int64_t size, double* out);
+std::shared_ptr<Exchange> python_exchange(AddInPython* add, size_t processes);
 inline thread_local std::string python_problem;
 
 // Whether GPUs exchange their statistics by NCCL. If NCCL is missing, `kIfThere` takes the host, with a warning, and
