@@ -19,7 +19,7 @@ namespace syncbn {
 namespace {
 
 constexpr size_t kBucket = 1 << 20;  // bytes
-constexpr size_t kAtOnce = 4;        // buckets that MPI adds
+constexpr size_t kAtOnce = 3;        // buckets that MPI adds: more would not stay in caches
 constexpr double kNap = 5e-5;        // seconds between two looks at MPI
 constexpr int kLooks = 50;           // before a nap: a long sum moves on in parts
 // Whoever waits for others waits so many seconds longer than a layer, whose message is better.

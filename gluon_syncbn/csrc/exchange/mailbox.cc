@@ -156,8 +156,10 @@ void Mailbox::send(const Head& head, const void* content, size_t size, const Ran
     for (size_t i = 0; i < to.size(); ++i) {
         outgoing_.emplace_back(message, to[(after + i) % to.size()]);
         Transfer& sent = outgoing_.back();
-        Mpi::check(mpi.send(message.memory.get(), static_cast<int>(message.size), mpi.float64,
-                            static_cast<int>(sent.to), 0, mpi.communicator, &sent.request));
+        const int status = mpi.send(message.memory.get(), static_cast<int>(message.size), mpi.float64,
+                                    static_cast<int>(sent.to), 0, mpi.communicator, &sent.request);
+        if (status != 0) outgoing_.pop_back();
+        Mpi::check(status);
         if (mpi.has_ended(&sent.request)) outgoing_.pop_back();
     }
 }
@@ -170,14 +172,16 @@ void Mailbox::progress() {
     if (closed_) return;
     send_on();
     int found = 0, count = 0;
-    alignas(std::max_align_t) char message[16], status[256];
+    alignas(std::max_align_t) char message[16], about[256];
     Mpi::check(mpi.probe(static_cast<int>(mpi.any_rank), static_cast<int>(mpi.any_tag), mpi.communicator, &found,
-                         message, status));
+                         message, about));
     if (found != 0) {
-        Mpi::check(mpi.count(status, mpi.float64, &count));
+        Mpi::check(mpi.count(about, mpi.float64, &count));
         arriving_.emplace_back(static_cast<size_t>(count));
         Transfer& next = arriving_.back();
-        Mpi::check(mpi.receive(next.memory.get(), count, mpi.float64, message, &next.request));
+        const int status = mpi.receive(next.memory.get(), count, mpi.float64, message, &next.request);
+        if (status != 0) arriving_.pop_back();
+        Mpi::check(status);
     }
     // In their order: what a rank has sent before its end comes before that.
     while (!arriving_.empty() && mpi.has_ended(&arriving_.front().request)) {

@@ -103,7 +103,7 @@ class Processes::WaitForVectors final : public WaitForOthers {
         if (label_.channel != Label::kVectors || label_.phase != 0 || seconds() - began_ < kSkippedAfter) return;
         for (const size_t rank : from_) {
             for (const Label& posted : mail_.posted_by(rank)) {
-                const bool other_call = posted.channel == Label::kVectors && posted.piece == 0 &&
+                const bool other_call = posted.channel == Label::kVectors && posted.piece == label_.piece &&
                                         posted.key == label_.key && posted.node == label_.node && posted.phase == 0 &&
                                         posted.sequence != label_.sequence;
                 // One that has come since, and gone on, has posted its vector. The order of calls in branches
@@ -119,7 +119,8 @@ class Processes::WaitForVectors final : public WaitForOthers {
   private:
     bool is_here(const Label& label) const {
         std::lock_guard<std::mutex> lock(processes_.mutex_);
-        return std::find(processes_.here_.begin(), processes_.here_.end(), label) != processes_.here_.end();
+        return std::any_of(processes_.here_.begin(), processes_.here_.end(),
+                           [&](const Label& here) { return here.is_of_call(label); });
     }
     bool have_come() {
         bool all = true;
