@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import queue
@@ -31,7 +30,6 @@ def options(
     doc: Optional[str],
     arguments: Sequence[str],
     quick: str,
-    over: Sequence[str] = (),
     devices: Sequence[int] = (),
     processes: bool = False,
     python: str = "",
@@ -39,7 +37,7 @@ def options(
 ) -> argparse.Namespace:
     """Parses the command line of a benchmark.
 
-    `quick` describes the short run. `over` lists transports. `devices` are the default numbers of devices. `processes`
+    `quick` describes the short run. `devices` are the default numbers of devices. `processes`
     adds an option to measure processes instead. `python` names what another Python may have. `eager` is the help of an
     option to measure eager nets instead.
     """
@@ -54,8 +52,6 @@ def options(
         places.add_argument("--processes", type=int, help="how many processes meet over MPI, with a CPU device each")
     if eager:
         parser.add_argument("--eager", action="store_true", help=eager)
-    if over:
-        parser.add_argument("--over", choices=over, default=over[0], help=f"what carries the messages ({over[0]})")
     if python:
         parser.add_argument("--python", default=sys.executable, help=f"the Python that has {python} (this one)")
     parser.add_argument(
@@ -187,29 +183,17 @@ def _pass_on(stream: IO[str], lines: queue.Queue[str]) -> None:
     lines.put("")  # the end
 
 
-BARE = {"mpi": "mpi4py's `Allreduce`", "horovod": "Horovod's `allreduce`"}
-
-
-def bare_sum(over: str, values: Any) -> Callable[[], Any]:
-    """Sums the values over the processes of a job, by what `BARE` names."""
+def bare_sum(values: Any) -> Callable[[], Any]:
+    """Sums the values over the processes of a job, by mpi4py's ``Allreduce``."""
     import numpy as np
+    from mpi4py import MPI
 
-    if over == "mpi":
-        from mpi4py import MPI
-
-        out = np.empty_like(values)
-        return lambda: MPI.COMM_WORLD.Allreduce(values, out)
-    import horovod.mxnet as hvd
-    import mxnet as mx
-
-    array = mx.nd.array(values, dtype=values.dtype)
-    return lambda: hvd.allreduce(array, op=hvd.Sum, name=f"bare {values.size}").wait_to_read()
+    out = np.empty_like(values)
+    return lambda: MPI.COMM_WORLD.Allreduce(values, out)
 
 
-def library(over: str) -> str:
+def library() -> str:
     """What carries messages between the processes of `job`, with its version."""
-    if over == "horovod":
-        return f"Horovod {importlib.metadata.version('horovod')}"
     import mpi4py
 
     mpi4py.rc.initialize = False  # this process is none of the job
@@ -220,19 +204,17 @@ def library(over: str) -> str:
 
 def stem(name: str, carrier: str) -> str:
     """The name of the files of results that this library gave; MPICH's have the name alone."""
-    return name + {"Horovod": "_horovod", "Open MPI": "_openmpi"}.get(carrier.rpartition(" ")[0], "")
+    return name + ("_openmpi" if carrier.startswith("Open MPI") else "")
 
 
-# All messages of a job go over TCP, as between machines: those of MPICH, of Open MPI, and of the package.
+# All messages of a job go over TCP, as between machines: those of MPICH and of Open MPI.
 NETWORK = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self", "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "tcp,self"}
-NETWORK["GLUON_SYNCBN_SHARED_MEMORY"] = "off"
 
 
-def job(over: str, processes: int, script: Sequence[str], work: Dict[str, Any], network: bool = False) -> Any:
+def job(processes: int, script: Sequence[str], work: Dict[str, Any], network: bool = False) -> Any:
     """Runs ``script --child`` on the work, in a job of `processes`, over the `network`. Returns what rank 0 prints."""
-    program, option = {"mpi": ("mpiexec", "-n"), "horovod": ("horovodrun", "-np")}[over]
-    launcher = Path(sys.executable).with_name(program)
-    command = [str(launcher), option, str(processes), sys.executable, *script]
+    launcher = Path(sys.executable).with_name("mpiexec")
+    command = [str(launcher), "-n", str(processes), sys.executable, *script]
     # Open MPI's would give each process one core, and start no more processes than there are cores.
     policies = {"hwloc_default_binding": "none", "rmaps_default_mapping": ":oversubscribe"}
     environment = {**{f"PRTE_MCA_{name}_policy": value for name, value in policies.items()}, **os.environ}
@@ -245,8 +227,7 @@ def job(over: str, processes: int, script: Sequence[str], work: Dict[str, Any], 
         check=False,
         env=environment,
     )
-    lines = [line.rpartition("<stdout>:")[2] for line in done.stdout.splitlines()]  # horovodrun says whose it is
-    lines = [line for line in lines if line.startswith("{")]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode != 0 or not lines:
         raise SystemExit(f"{' '.join(command[:4])} ended with exit code {done.returncode}: {done.stderr[-2000:]}")
     return json.loads(lines[-1])

@@ -127,7 +127,7 @@ def exchange(cells: Any) -> Picture:
         "bare": ("bare", style.PLAIN),
         "ours": ("ours, in shared memory", style.SYNC),
         "bare over TCP": ("bare over TCP", style.OTHER),
-        "transport": ("ours over TCP", style.SHUFFLE),
+        "ours over TCP": ("ours over TCP", style.SHUFFLE),
     }
     methods = {name: label for name, label in methods.items() if name in cells[0]["microseconds"]}
     panels = [
@@ -206,7 +206,6 @@ def gradients(cells: Cells) -> Picture:
     labels = {
         "bare": ("the transport, bare", style.PLAIN),
         "exchange": ("kvstore(...)", style.SYNC),
-        "horovod": ("hvd.DistributedTrainer", style.OTHER),
     }
     labels = {name: label for name, label in labels.items() if name in cells[0]["seconds"]}
     series = {label: [point(one["seconds"][name], 1e3) for one in cells] for name, label in labels.items()}
@@ -285,8 +284,8 @@ DRAWN = {
     **{one.__name__: one for one in (gpu, kernels, memory, models, models_processes, modes)},
     **{one.__name__: one for one in (recompute, scaling, shuffle)},
     **dict.fromkeys(("layers", "layers_avx2"), layers),
-    **dict.fromkeys(("exchange", "exchange_horovod", "exchange_openmpi"), exchange),
-    **dict.fromkeys(("gradients", "gradients_horovod", "gradients_openmpi"), gradients),
+    **dict.fromkeys(("exchange", "exchange_openmpi"), exchange),
+    **dict.fromkeys(("gradients", "gradients_openmpi"), gradients),
 }
 
 

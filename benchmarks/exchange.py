@@ -1,12 +1,11 @@
 """What it costs to put statistics together over processes: microseconds per exchange.
 
-Processes of this machine, over the MPI beside this Python, or Horovod. *Bare* is mpi4py's ``Allreduce`` or Horovod's
-``allreduce`` of the same bytes in the same processes and run, which never give up waiting; MPI matches by the order of
-the calls. A second job has its messages sent over TCP, as between machines.
+Processes of this machine, over the MPI beside this Python. *Bare* is mpi4py's ``Allreduce`` of the same bytes in the
+same processes and run, which never gives up waiting, and matches by the order of the calls. All messages of a second
+job go over TCP, as between machines.
 
     python benchmarks/exchange.py                   # writes benchmarks/results/exchange.{md,json,png}
     .venv-openmpi/bin/python benchmarks/exchange.py # where Open MPI is: exchange_openmpi.{md,json,png}
-    python benchmarks/exchange.py --over horovod    # where Horovod is: exchange_horovod.{md,json,png}
     python benchmarks/exchange.py --quick           # a smoke test, its figures mean nothing
 """
 
@@ -15,7 +14,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Literal, Sequence
+from typing import Any, Callable, Dict, List, Sequence
 
 import _measuring
 import _results
@@ -24,35 +23,31 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
 SIZES = [1024, 2048, 4096, 8192, 16384]  # bytes
-PROCESSES = {"mpi": [2, 4, 8], "horovod": [2, 4]}
-ROUNDS = {"mpi": 1000, "horovod": 300}
-PAIRS = [("bare", "ours"), ("bare over TCP", "transport")]  # in a machine, and between machines
+PROCESSES = [2, 4, 8]
+ROUNDS = 1000
+PAIRS = [("bare", "ours"), ("bare over TCP", "ours over TCP")]  # in a machine, and between machines
 
 EXPLANATION = """Microseconds for the sum of a float64 vector over the processes of one machine, the median over
-{rounds} calls on rank 0 (10 % and 90 % in brackets). *Bare* is {bare} in the same job, called from Python, of
-which mpi4py takes 0.7 us. *Ours* is what a layer calls. In a machine, its processes share memory. *Over TCP* is a job
-whose messages all go over TCP, as between machines. With more processes than cores, a wait is mostly for the scheduler.
+{rounds} calls on rank 0 (10 % and 90 % in brackets). *Bare* is mpi4py's `Allreduce` in the same job,
+called from Python, of which mpi4py takes 0.7 us. *Ours* is what a layer calls. *Over TCP* is a job whose messages all
+go over TCP, as between machines. With more processes than cores, a wait is mostly for the scheduler.
 
 {table}
 """
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = _measuring.options(
-        __doc__, arguments, quick="few calls on two processes: a smoke test", over=list(_measuring.BARE)
-    )
+    options = _measuring.options(__doc__, arguments, quick="few calls on two processes: a smoke test")
     if options.child:
-        child(options.over, json.loads(options.child))
+        child(json.loads(options.child))
         return 0
-    over = options.over
-    carrier = _measuring.library(over)
+    carrier = _measuring.library()
     env = {**_results.environment(["benchmarks/exchange.py", *arguments]), "processes over": carrier}
-    script = [__file__, "--over", over]
-    processes, rounds = ([2], 50) if options.quick else (PROCESSES[over], ROUNDS[over])
+    processes, rounds = ([2], 50) if options.quick else (PROCESSES, ROUNDS)
     samples: List[_measuring.Cell] = []
     for count in tqdm(processes, desc="exchange", unit="job", disable=options.no_progress or None):
         near, far = (
-            _measuring.job(over, count, script, {"rounds": rounds, "network": network}, network)
+            _measuring.job(count, [__file__], {"rounds": rounds, "network": network}, network)
             for network in (False, True)
         )
         for size in SIZES:
@@ -64,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     header += [f"over TCP: {name}" for name in header[2:]]
     table = _results.table(header, [row(cell) for cell in cells])
     print(table)
-    text = EXPLANATION.format(table=table, rounds=rounds, bare=_measuring.BARE[over])
+    text = EXPLANATION.format(table=table, rounds=rounds)
     stem = _measuring.stem("exchange", carrier)
     _results.write(options.out, stem, "Exchange between processes", text, env, {"sizes": cells}, {"sizes": samples})
     return 0
@@ -78,7 +73,7 @@ def row(cell: _measuring.Cell) -> List[str]:
     return texts
 
 
-def child(over: Literal["mpi", "horovod"], work: Dict[str, Any]) -> None:
+def child(work: Dict[str, Any]) -> None:
     import numpy as np
     from allreduce import combine
 
@@ -86,14 +81,12 @@ def child(over: Literal["mpi", "horovod"], work: Dict[str, Any]) -> None:
 
     gluon_syncbn.configure(timeout=120)
     store = gluon_syncbn.kvstore("mpi")
-    if store.why_not_in_memory is not None and not work["network"]:
-        raise SystemExit(f"the processes do not share memory: {store.why_not_in_memory}")
     bare, ours = PAIRS[work["network"]]
     result = {}
     for size in SIZES:
         values, total = np.ones(size // 8), np.empty(size // 8)
         numbers, data = itertools.count(), (values.ctypes.data, total.ctypes.data)
-        bare_sum = _measuring.bare_sum(over, values)
+        bare_sum = _measuring.bare_sum(values)
 
         def timed_bare(bare_sum: Callable[[], Any] = bare_sum) -> float:
             start = time.perf_counter()

@@ -1,10 +1,9 @@
 """What the gradients of several processes add to a training step, beside one bare sum of as many values.
 
-The processes are of one machine, over the MPI beside this Python, or Horovod.
+The processes are of one machine, over the MPI beside this Python.
 
     python benchmarks/gradients.py                   # writes benchmarks/results/gradients.{md,json,png}
     .venv-openmpi/bin/python benchmarks/gradients.py # where Open MPI is: gradients_openmpi.{md,json,png}
-    python benchmarks/gradients.py --over horovod    # where Horovod is: gradients_horovod.{md,json,png}
     python benchmarks/gradients.py --quick           # a smoke test, its figures mean nothing
 """
 
@@ -13,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from typing import Any, Callable, Dict, List, Literal, Sequence
+from typing import Any, Callable, Dict, List, Sequence
 
 import _measuring
 import _results
@@ -25,56 +24,50 @@ WHOLE: _measuring.Cell = {"model": "ResNet-18", "crop": 128, "images": 4}
 FAR = [{**MODELS[i], "processes": 2, "network": True} for i in (0, 2)]
 EFFORT = {"rounds": 30, "budget_s": 20}
 # A ratio is that of the series to its yardstick. A series that is its own yardstick has no ratio.
-YARDSTICKS = {"exchange": "bare", "step": "step alone", "horovod": "bare"}
+YARDSTICKS = {"exchange": "bare", "step": "step alone"}
 YARDSTICKS.update({name: name for name in ("bare", "step alone", "contexts")})
 OfAll = Callable[[float], List[float]]  # returns the numbers of all processes; none returns before all have come
 
 EXPLANATION = """ResNets and MobileNetV2 with 1,000 classes, trained in several processes of one machine. Each process
-has one CPU device and one thread for OpenMP. They share memory, or all messages, also bare ones, go over TCP, as
-between machines. Times are in ms, of the slowest process, medians over the rounds.
+has one CPU device and one thread for OpenMP. MPI takes the memory of the machine, or all messages, also bare ones, go
+over TCP, as between machines. Times are in ms, of the slowest process, medians over the rounds.
 
-*Exchange* is what `trainer.step` with `kvstore("{over}")` takes from the end of the backward to the end of the update,
-less the same with `kvstore=None` in the same round. *Bare* is {bare} of one float32 array with as many
+*Exchange* is what `trainer.step` with `kvstore("mpi")` takes from the end of the backward to the end of the update,
+less the same with `kvstore=None` in the same round. *Bare* is mpi4py's `Allreduce` of one float32 array with as many
 values. Ratios are medians of the rounds' ratios, with the 10th and 90th percentile in parentheses. *Step* is a whole
 training step, in which the exchange runs while the backward does, and *alone* is the same step without an exchange of
-gradients. {last}
+gradients. *Contexts* is the update in one process with as many CPU contexts and MXNet's own KVStore, less that with one
+context.
 
 {table}"""
-LAST = {
-    "mpi": """*Contexts* is the update in one process with as many CPU contexts and MXNet's own KVStore, less that
-with one context.""",
-    "horovod": "*Horovod's* is the exchange with `hvd.DistributedTrainer` in place of the KVStore.",
-}
 
 
 def main(arguments: Sequence[str]) -> int:
     quick = "one model, two processes, three rounds"
-    options = _measuring.options(__doc__, arguments, quick, over=list(_measuring.BARE))
+    options = _measuring.options(__doc__, arguments, quick)
     if options.child:
-        child(options.over, json.loads(options.child))
+        child(json.loads(options.child))
         return 0
-    over = options.over
-    carrier = _measuring.library(over)
+    carrier = _measuring.library()
     env = {**_results.environment(["benchmarks/gradients.py", *arguments]), "processes over": carrier}
     effort = {"rounds": 3, "budget_s": 10} if options.quick else EFFORT
     models = MODELS[2:] if options.quick else [*MODELS, WHOLE]
     counts = [2] if options.quick else [2, 4]
     cells = [{**model, "processes": count, "network": False} for model in models for count in counts]
-    cells += FAR if over == "mpi" and not options.quick else []
+    cells += [] if options.quick else FAR
     samples = []
     for cell in tqdm(cells, disable=options.no_progress or None):
         cell = {**cell, **effort}
-        script = [__file__, "--over", over]
-        samples.append({**cell, **_measuring.job(over, cell["processes"], script, cell, cell["network"])})
-        if over == "mpi" and not cell["network"]:
-            samples[-1]["seconds"].update(_measuring.job("mpi", 1, [__file__], {**cell, "contexts": cell["processes"]}))
+        samples.append({**cell, **_measuring.job(cell["processes"], [__file__], cell, cell["network"])})
+        if not cell["network"]:
+            samples[-1]["seconds"].update(_measuring.job(1, [__file__], {**cell, "contexts": cell["processes"]}))
     results = [_results.compared(sample, YARDSTICKS) for sample in samples]
     header = ["model", "crop", "values, millions", "processes", "over", "exchange", "bare", "exchange / bare"]
-    header += ["step", "alone", "step / alone", "contexts" if over == "mpi" else "Horovod's"]
+    header += ["step", "alone", "step / alone", "contexts"]
     table = _results.table(header, [row(result) for result in results])
     print(table)
     title, stem = "Gradients between processes", _measuring.stem("gradients", carrier)
-    text = EXPLANATION.format(over=over, bare=_measuring.BARE[over], last=LAST[over], table=table)
+    text = EXPLANATION.format(table=table)
     _results.write(options.out, stem, title, text, env, results, samples)
     return 0
 
@@ -89,10 +82,10 @@ def row(result: _measuring.Cell) -> List[str]:
         _results.median_and_range(result["ratios"]["exchange"], 2),
     ]
     texts += [ms["step"], ms["step alone"], _results.median_and_range(result["ratios"]["step"], 2)]
-    return [*texts, ms.get("contexts", ms.get("horovod", ""))]
+    return [*texts, ms.get("contexts", "")]
 
 
-def child(over: Literal["mpi", "horovod"], cell: _measuring.Cell) -> None:
+def child(cell: _measuring.Cell) -> None:
     """Measures the cell in this process of the job. Rank 0 prints one line of JSON."""
     import mxnet as mx
     import numpy as np
@@ -113,7 +106,7 @@ def child(over: Literal["mpi", "horovod"], cell: _measuring.Cell) -> None:
 
     together, alone = Net(cell, contexts, store, of_all), Net(cell, contexts, None, of_all)
     values = np.random.RandomState(store.rank).randn(together.values()).astype("float32")
-    add = _measuring.bare_sum(over, values)
+    add = _measuring.bare_sum(values)
 
     def bare() -> float:
         of_all(0)
@@ -123,13 +116,9 @@ def child(over: Literal["mpi", "horovod"], cell: _measuring.Cell) -> None:
 
     calls = {"bare": bare, "update": together.update}
     calls.update({"update alone": alone.update, "step": together.step, "step alone": alone.step})
-    if over == "horovod":
-        calls["horovod"] = Net(cell, contexts, "horovod", of_all).update
     taken = in_turn(cell, calls, of_all)
     without = taken.pop("update alone")
     taken["exchange"] = [a - b for a, b in zip(taken.pop("update"), without)]
-    if over == "horovod":
-        taken["horovod"] = [a - b for a, b in zip(taken["horovod"], without)]
     if store.rank == 0:
         print(json.dumps({"values": values.size, "seconds": taken}), flush=True)
 
@@ -154,12 +143,7 @@ class Net:
         self._xs = [mx.nd.random.normal(shape=shape, ctx=context) for context in contexts]
         self._forward_and_backward()
         settings = {"learning_rate": 1e-4, "momentum": 0.9}
-        if kvstore == "horovod":
-            import horovod.mxnet as hvd
-
-            self._trainer = hvd.DistributedTrainer(self._net.collect_params(), "sgd", settings)
-        else:
-            self._trainer = mx.gluon.Trainer(self._net.collect_params(), "sgd", settings, kvstore=kvstore)
+        self._trainer = mx.gluon.Trainer(self._net.collect_params(), "sgd", settings, kvstore=kvstore)
 
     def values(self) -> int:
         return sum(p.data(self._contexts[0]).size for p in self._net.collect_params().values() if p.grad_req != "null")

@@ -27,7 +27,7 @@ import mxnet as mx
 import numpy as np
 
 from .. import _native
-from ..system import arguments
+from ..system import arguments, locks
 from ..system.environment import read
 from ..system.logs import log
 from .base import leave, result_of
@@ -57,7 +57,8 @@ class _Rounds:
         self._shape = store.num_workers, _HEAD + words
         self._waiting: List[Tuple[Call, np.ndarray]] = []  # rows of this worker
         self._came: Dict[Call, Dict[int, np.ndarray]] = {}
-        self._lock = threading.Lock()  # held during a round, because a second push would count as another worker's
+        self._lock: Any  # held during a round, because a second push would count as another worker's
+        locks.give(self, _lock=threading.Lock)
         self._is_open = True  # to a push
         self._is_over = False  # all workers know that one has failed or ended
 
@@ -137,7 +138,9 @@ class DistSyncExchange(JobExchange):
 
     def __init__(self, kvstore: mx.kv.KVStore) -> None:
         super().__init__(kvstore.type, kvstore.rank, kvstore.num_workers)
-        self.kvstore, self._calls = kvstore, threading.Lock()
+        self.kvstore = kvstore
+        self._calls: Any
+        locks.give(self, _calls=threading.Lock)
         self._rounds: Dict[int, _Rounds] = {}  # by the number of a layer; -1 has the agreements
         self._trainer: Any = None  # a weak reference
         self._told: Callable[[float], List[int]] = lambda _: []

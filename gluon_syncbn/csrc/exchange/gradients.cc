@@ -18,7 +18,8 @@
 namespace syncbn {
 namespace {
 
-constexpr size_t kBucket = 1 << 20;  // bytes
+constexpr size_t kBucket = 2 << 20;  // bytes
+constexpr size_t kAlone = 1 << 17;   // of an array that shares its buckets with no other: MPI adds it where it is
 constexpr size_t kAtOnce = 3;        // buckets that MPI adds: more would not stay in caches
 constexpr double kNap = 5e-5;        // seconds between two looks at MPI
 constexpr int kLooks = 50;           // before a nap: a long sum moves on in parts
@@ -101,10 +102,16 @@ struct Gradients::Bucket {
     Type wide;
     std::vector<Cut> cuts = {};
     size_t count = 0;  // values
+    bool alone = false;
     std::unique_ptr<char[]> memory = nullptr;
+    char* values = nullptr;         // this memory, or that of the array
     std::atomic<size_t> packed{0};  // cuts
     Mpi::Request request = {};
-    char* at(size_t value) const { return memory.get() + value * static_cast<size_t>(size_of(wide)); }
+    char* at(size_t value) const { return values + value * static_cast<size_t>(size_of(wide)); }
+    void allocate() {
+        if (memory == nullptr) memory.reset(new char[count * static_cast<size_t>(size_of(wide))]);
+        values = memory.get();
+    }
 };
 
 // A Trainer, and how far its round has come.
@@ -195,11 +202,18 @@ void Gradients::Round::pack(size_t summand) {
     SYNCBN_POINT("before_copy_in");
     for (const size_t place : packs_->places[summand]) {
         Bucket& bucket = packs_->buckets[place];
-        for (const Bucket::Cut& cut : bucket.cuts)
-            if (cut.summand == summand) {
-                widen(summands[summand].type, values_[summand], cut.begin, cut.count, bucket.at(cut.offset));
-                ++bucket.packed;
+        const Type type = summands[summand].type;
+        for (const Bucket::Cut& cut : bucket.cuts) {
+            if (cut.summand != summand) continue;
+            if (bucket.alone && type == bucket.wide && values_[summand].size() == 1) {
+                bucket.values =
+                    static_cast<char*>(values_[summand][0]) + cut.begin * static_cast<size_t>(size_of(type));
+            } else {
+                if (bucket.alone) bucket.allocate();
+                widen(type, values_[summand], cut.begin, cut.count, bucket.at(cut.offset));
             }
+            ++bucket.packed;
+        }
     }
 }
 
@@ -332,8 +346,9 @@ bool Gradients::go_on(Trainer& trainer) {
         SYNCBN_POINT("before_copy_out");
         bucket.packed = 0;
         for (const Bucket::Cut& cut : bucket.cuts)
-            narrow(round.summands[cut.summand].type, bucket.at(cut.offset), round.values_[cut.summand], cut.begin,
-                   cut.count);
+            if (bucket.values == bucket.memory.get())
+                narrow(round.summands[cut.summand].type, bucket.at(cut.offset), round.values_[cut.summand], cut.begin,
+                       cut.count);
         moved = true;
     }
     if (trainer.ended < buckets.size()) {
@@ -402,11 +417,15 @@ bool Gradients::make_buckets(Trainer& trainer, const Round& round) {
     for (const size_t i : order) {
         const Summand& summand = round.summands[i];
         const Type wide = parameter_type_of(summand.type);
-        const size_t most = kBucket / static_cast<size_t>(size_of(wide));
+        const auto size = static_cast<size_t>(size_of(wide));
+        const size_t most = kBucket / size;
+        const bool alone = summand.size * size >= kAlone;
         for (size_t begin = 0; begin < summand.size;) {
-            if (trainer.buckets.empty() || trainer.buckets.back().wide != wide || trainer.buckets.back().count == most)
+            const Bucket* const last = trainer.buckets.empty() ? nullptr : &trainer.buckets.back();
+            if (last == nullptr || alone || last->alone || last->wide != wide || last->count == most)
                 trainer.buckets.emplace_back().wide = wide;
             Bucket& bucket = trainer.buckets.back();
+            bucket.alone = alone;
             const size_t count = std::min(summand.size - begin, most - bucket.count);
             bucket.cuts.push_back({i, begin, count, bucket.count});
             bucket.count += count;
@@ -415,7 +434,7 @@ bool Gradients::make_buckets(Trainer& trainer, const Round& round) {
         }
     }
     for (Bucket& bucket : trainer.buckets)
-        bucket.memory.reset(new char[bucket.count * static_cast<size_t>(size_of(bucket.wide))]);
+        if (!bucket.alone) bucket.allocate();
     trainer.list = round.list;
     return true;
 }
@@ -438,6 +457,7 @@ void Gradients::give_up(const std::exception& reason) noexcept {
         syncbn::step().fail(reason);
     mail_.report(Mailbox::State::kFailed, reason_of(reason));  // the others hear the first reason of this rank
     for (const auto& round : rounds) round->fail(reason);
+    failed_.insert(failed_.end(), rounds.begin(), rounds.end());
 }
 
 }  // namespace syncbn

@@ -3,6 +3,7 @@
 //
 //   arrays, as the backward ends ──► buckets ──► MPI_Iallreduce ──► buckets ──► arrays, once all have ended
 //        widened, and added over the contexts      of each Trainer            narrowed, in each context
+//   a large array of one context ──────────────► MPI_Iallreduce, in place
 //
 // The arrays of one step are a round, which completes or fails as a whole. A Trainer has a communicator of its own, on which
 // its rounds come in the same order in all processes, so no Trainer waits for another one. A round begins with a digest of
@@ -78,7 +79,8 @@ class Gradients {
     bool started_ = false;
     std::list<Trainer> trainers_;  // that stay; what they have beside their queues is of the thread
     // The rest is of the thread, which lasts as long as the process, and so must all of this.
-    bool polls_ = false;  // MPI has something to do
+    std::vector<std::shared_ptr<Round>> failed_;  // MPI may still write to their arrays
+    bool polls_ = false;                          // MPI has something to do
 };
 
 class Gradients::Round : public Brought {
