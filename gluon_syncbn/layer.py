@@ -16,6 +16,7 @@ from mxnet.gluon import Block, nn
 from mxnet.gluon.parameter import Parameter
 
 from .activation import PLAIN, Computation, of_arguments
+from .exchange import named
 from .mxnet_side import export, op, patches
 from .system import arguments, kinds
 from .training.replicas import (
@@ -273,7 +274,7 @@ class SyncBatchNorm(nn.BatchNorm):
         )
         pooling = Pooling.checked(mode, virtual_devices, group_size, groups, axis, num_devices)
         timeout = None if timeout is None else arguments.seconds("timeout", timeout)
-        exchange = session.exchange_of(kvstore)
+        exchange = named.exchange(kvstore)
         flags = center, scale, use_global_stats
         initializers = beta_initializer, gamma_initializer, running_mean_initializer, running_variance_initializer
         super().__init__(axis, momentum, epsilon, *flags, *initializers, in_channels, prefix=prefix, params=params)

@@ -147,7 +147,7 @@ def uninstall(everything: bool = False) -> None:
 def _creating(create: Callable) -> Callable:
     """MXNet has no store ``'mpi'`` and makes a local one."""
     return functools.wraps(create)(
-        lambda name="local": session.store(name) if named.spans_processes(name) else create(name)
+        lambda name="local": named.store(name) if named.spans_processes(name) else create(name)
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Optional
+from typing import Any, List, Optional
 
 import mxnet as mx
 
@@ -12,6 +12,7 @@ from ..system import arguments, distribution
 from . import dist_sync, horovod
 from .base import DeviceExchange, Exchange
 from .mpi import Job
+from .store import ProcessStore
 
 #: KVStore types that add within one process.
 TYPES = ("local", "device")
@@ -19,6 +20,8 @@ TYPES = ("local", "device")
 IN_CORE = {gpus: Exchange(_native.memory_exchange(gpus), gpus) for gpus in ("nccl", "host")}
 #: The names of jobs of several processes.
 TRANSPORTS = {"mpi": Job}
+#: The exchanges of several processes that are in use: the others must be told of a failure and of the end.
+stores: List[Any] = []
 #: The package that a transport needs, and what installs it.
 PACKAGES = {"mpi": ("mpi4py", distribution.command("mpi"))}
 
@@ -33,8 +36,8 @@ def is_of_workers(kvstore: Any) -> bool:
     return (kvstore if isinstance(kvstore, str) else getattr(kvstore, "type", "")) in dist_sync.TYPES
 
 
-def transport(name: Any) -> Job:
-    """Returns the transport of this name. ImportError: a package that it needs is not installed."""
+def store(name: Any) -> ProcessStore:
+    """Returns the one store of several processes of this name. ImportError: it needs a package that is not there."""
     if not isinstance(name, str) or name not in TRANSPORTS:
         reason = _refusal(str(name))
         if isinstance(name, str) and name in (*TYPES, *IN_CORE):
@@ -42,7 +45,16 @@ def transport(name: Any) -> Job:
             instead = "no kvstore" if missing else f"gluon_syncbn.configure(kvstore={name!r})"
             reason = f" {name!r} adds within one process{f', and {missing}' if missing else ''}: write {instead}."
         arguments.refuse("name", name, f"one of {tuple(TRANSPORTS)}.{reason}")
-    return TRANSPORTS[name]()
+    found = next((one for one in stores if one.name == name), None)
+    if found is None:
+        found = ProcessStore(name, TRANSPORTS[name]())
+        stores.append(found)
+        try:
+            found.meet()
+        except BaseException as error:
+            found.fail(f"rank {found.rank} left gluon_syncbn.kvstore with {type(error).__name__}: {error}")
+            raise
+    return found
 
 
 @functools.lru_cache(maxsize=None)
@@ -54,9 +66,9 @@ def _adding(kvstore: Any) -> Exchange:
 
 
 def exchange(kvstore: Any) -> Optional[Exchange]:
-    """Returns the exchange for ``None`` (see `configure`), a name of one process, or a KVStore. ValueError: it adds no
-    statistics.
-    """
+    """Returns the exchange for the argument ``kvstore`` (see `configure`). ValueError: there is none."""
+    if spans_processes(kvstore):
+        return store(kvstore)
     if kvstore is None or isinstance(kvstore, Exchange):
         return kvstore
     if isinstance(kvstore, str) and kvstore in IN_CORE:
@@ -66,10 +78,11 @@ def exchange(kvstore: Any) -> Optional[Exchange]:
                 f"kvstore: 'nccl' was given, but {missing}; None (the default), 'host', 'device' and 'local' need none"
             )
         return IN_CORE[kvstore]
-    if is_of_workers(kvstore):
-        return dist_sync.exchange(kvstore)
-    if isinstance(kvstore, str) and kvstore == "horovod":
-        return horovod.exchange()
+    if is_of_workers(kvstore) or (isinstance(kvstore, str) and kvstore == "horovod"):
+        of_job = dist_sync.exchange(kvstore) if is_of_workers(kvstore) else horovod.exchange()
+        if of_job not in stores:
+            stores.append(of_job)
+        return of_job
     if isinstance(kvstore, str):
         if kvstore not in TYPES:
             arguments.refuse("kvstore", kvstore, _EXPECTED + "." + _refusal(kvstore))

@@ -157,7 +157,7 @@ def _share_store(trainer: gluon.Trainer) -> None:
         expected = "another one: horovod.mxnet.DistributedTrainer adds gradients over Horovod, beside layers with it"
         arguments.refuse("kvstore", "horovod", expected)
     if named.spans_processes(settings["kvstore"]):  # MXNet makes a local one without a word
-        settings["kvstore"] = session.store(settings["kvstore"])
+        settings["kvstore"] = named.store(settings["kvstore"])
     if isinstance(settings["kvstore"], ProcessStore):
         shared = store = settings["kvstore"]
         optimizers.check(trainer, store.num_workers)
@@ -170,7 +170,7 @@ def _share_store(trainer: gluon.Trainer) -> None:
             expected = "False, because the servers' optimizer would run on the statistics of the layers, too"
             arguments.refuse("update_on_kvstore", settings["update_on_kvstore"], expected)
         if settings["update_on_kvstore"] is False and followers_of(trainer._params):
-            shared = session.exchange_of(settings["kvstore"])
+            shared = named.exchange(settings["kvstore"])
             settings.update(shared.of_trainer if shared else {})
     if shared is not None and session.exchange is None and not session.chosen:  # `configure` has not chosen
         session.set_exchange(shared)

@@ -17,6 +17,7 @@ from mxnet.gluon import Parameter
 
 from .. import _native
 from ..activation import PLAIN, Computation
+from ..exchange import named
 from ..exchange.base import Exchange
 from ..exchange.job import JobExchange
 from ..exchange.pooling import MODES, Pooling
@@ -129,7 +130,7 @@ def store_of(kvstore: Any, parameters: Iterable[Any] = ()) -> Optional[ProcessSt
     """Returns the store that reaches the other processes, for an argument ``kvstore``; None if it reaches none. By
     default that of `stores_of`, or the only one of this process, which no Trainer may have yet.
     """
-    exchange: Any = session.exchange_of(kvstore)
+    exchange: Any = named.exchange(kvstore)
     if kvstore is None:
         stores = stores_of(parameters) or ([] if session.chosen else session.stores)
         if len(stores) > 1:

@@ -46,8 +46,7 @@ class Session:
         self.exchange: Optional[Exchange] = None
         self._in_core = Exchange(_native.memory_exchange(""))
         self.chosen = False  # `configure` has set it
-        #: All that are in use; the other processes must be told of a failure and of the end.
-        self.stores: List[Any] = []
+        self.stores = named.stores
         self._issuing: DefaultDict[Tuple[int, int], threading.Lock]  # by context
         self.open: Dict[threading.Thread, int] = {}  # scopes, of threads that have any
         self.beginning: Any  # held by a thread that enters its first scope, or forgets a failed step
@@ -60,26 +59,6 @@ class Session:
         self.trainers = OfEach(OfTrainer)  # of Gluon
         self.raised = ""  # the last failure that went through a scope as an exception
         self.ending = False  # exit handlers have begun
-
-    def exchange_of(self, kvstore: Any) -> Optional[Exchange]:
-        """Returns the exchange for the argument ``kvstore``; ValueError if there is none."""
-        found = self.store(kvstore) if named.spans_processes(kvstore) else named.exchange(kvstore)
-        if found is not None and found.spans_processes and found not in self.stores:
-            self.stores.append(found)
-        return found
-
-    def store(self, name: str) -> ProcessStore:
-        """Returns the one store of several processes of this name."""
-        store = next((one for one in self.stores if isinstance(one, ProcessStore) and one.name == name), None)
-        if store is None:
-            store = ProcessStore(name, named.transport(name))
-            self.stores.append(store)
-            try:
-                store.meet()
-            except BaseException as error:
-                store.fail(f"rank {store.rank} left gluon_syncbn.kvstore with {type(error).__name__}: {error}")
-                raise
-        return store
 
     def set_exchange(self, exchange: Optional[Exchange]) -> None:
         self.exchange = exchange
@@ -178,7 +157,7 @@ def configure(
         chosen = arguments.one_of("nonfinite", nonfinite, NONFINITE)
         changes.append((_native.nonfinite, NONFINITE.index(chosen)))
     if kvstore is not _UNCHANGED:
-        changes.append((session.set_exchange, session.exchange_of(kvstore)))
+        changes.append((session.set_exchange, named.exchange(kvstore)))
         session.chosen = True
     for change, value in changes:
         change(value)
@@ -218,4 +197,4 @@ def kvstore(name: Literal["mpi"] = "mpi") -> ProcessStore:
     MXNetError
         If not all processes of the job arrive within ``timeout``.
     """
-    return session.store(name)
+    return named.store(name)
