@@ -30,10 +30,10 @@ from .base import Exchange
 
 
 def _machine() -> str:
-    """Returns an id that is equal in all processes of one kernel."""
+    """Returns an id that is equal in all processes of one kernel and PID namespace: those of a container."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as boot:
-            return boot.read().strip()
+            return f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return socket.gethostname()
 
