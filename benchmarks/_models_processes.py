@@ -25,8 +25,9 @@ YARDSTICKS.update({name: name for name in ("alone", "alone, mean", "local", "loc
 
 EXPLANATION = """A whole training step (forward, loss, backward, `trainer.step`) in {processes} processes of one
 machine. Each process has one CPU device and one thread for OpenMP. Crop and images are those of a process. Each process
-has the network three times. *Sync* is the job as it runs: layers in mode `sync`, whose statistics meet in shared
-memory, and `kvstore("mpi")` for the gradients. *Local* is the same with layers in mode `local`, which wait for nobody.
+has the network three times. *Sync* is the job as it runs: layers in mode
+`sync`, and `kvstore("mpi")` for the gradients.
+*Local* is the same with layers in mode `local`, which wait for nobody.
 *Alone* is that without an exchange of gradients. The processes begin each step together. The networks take turns, and
 each round begins with another one.
 

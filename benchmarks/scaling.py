@@ -114,7 +114,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=_measuring.RESULTS, help="folder for the results")
     options = parser.parse_args(arguments)
     if options.message_us is None:
-        options.message_us = measured(options.out, 1024, "transport") / 2
+        options.message_us = measured(options.out, 1024, "ours over TCP") / 2
     if options.memory_us is None:
         options.memory_us = measured(options.out, 8192, "ours")
     for name in (

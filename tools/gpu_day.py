@@ -35,7 +35,6 @@ ONCE = [
     f"{KERNELS}::test_against_numpy[cupy-(3, 1, 5, 77)-float32-2-3-1-1]",
     f"{KERNELS}::test_under_a_mask[cupy-(3, 1, 5, 77)-float32-2-3-1-1]",
     f"{KERNELS}::test_an_activation[cupy-(3, 1, 5, 77)-float32-3-2-32-(0, 0, 1, 0)]",
-    f"{KERNELS}::test_recover[cupy-(3, 1, 5, 77)-float32-3-2-32-(0, 0, 1, 0)]",
     f"{KERNELS}::test_small_kernels[cupy]",
 ]
 

@@ -84,7 +84,7 @@ def ways(gpus: int) -> Dict[str, Way]:
     }
     if gpus > 1:
         found["all"] = Way(f"one process, {gpus} GPUs, over NCCL", {}, gpus=gpus)
-        found["each"] = Way(f"{gpus} processes with a GPU each, gradients over NCCL", {}, processes=gpus)
+        found["each"] = Way(f"{gpus} processes with a GPU each", {}, processes=gpus)
     return found
 
 
@@ -103,7 +103,7 @@ def train(work: Dict[str, Any]) -> None:
     settings = {"activation": "relu", **way.settings}
     store = None
     if way.processes > 1 and not beside:
-        store = gluon_syncbn.kvstore("mpi", gpus="host" if way.shared else None)
+        store = gluon_syncbn.kvstore("mpi")
         gluon_syncbn.configure(kvstore=store)
     rank = store.rank if store else 0
     if beside:

@@ -14,7 +14,7 @@ namespace {
 
 // Seconds in which a wait polls before the first nap, and of a yield in which no other thread ran.
 constexpr double kPoll = 3e-3, kNobody = 1e-6;
-constexpr int kInVain = 4;
+constexpr int kInVain = 30;
 constexpr double kSkippedAfter = 0.5;
 // Up to this number of ranks, each sends its vector to all. More ranks send as many messages as the logarithm of the
 // number.
