@@ -123,8 +123,8 @@ struct Gradients::Trainer {
     Mpi::Request request;        // that connects, or adds the digests
     std::string list;            // of the arrays that the buckets are of
     std::deque<Bucket> buckets;  // in the order in which rank 0 has got the arrays; they stay where they are
-    std::vector<Ranks> places;   // the buckets of each array
-    int64_t steps = 0;           // rounds that have ended
+    std::vector<std::vector<std::pair<Bucket*, Bucket::Cut>>> places;  // of each array
+    int64_t steps = 0;                                                 // rounds that have ended
     std::shared_ptr<Round> round;
     std::vector<double> digests;  // of all ranks, once MPI adds them
     bool compared = false;
@@ -134,17 +134,21 @@ struct Gradients::Trainer {
     explicit Trainer(size_t number) : number(static_cast<int64_t>(number)) {}
 
     std::string name() const { return "step " + std::to_string(steps + 1) + " of trainer " + std::to_string(number); }
-    Label label() const { return {Label::kGradients, 0, number, 0, steps}; }
+    Label label(Label::Channel channel = Label::kGradients, int64_t piece = 0) const {
+        return {channel, 0, number, 0, steps, piece};
+    }
 };
 
 // Waits for other ranks, or without a limit for this one's own arrays: a layer may keep the backward, which waits for
 // others with a limit of its own and a better message.
 class Gradients::WaitForRanks final : public WaitForOthers {
   public:
-    WaitForRanks(Mailbox& mail, const Trainer& trainer, bool for_ranks, size_t begin, size_t end, double timeout)
-        : WaitForOthers(mail, trainer.label(), for_ranks ? timeout + kLonger : kForEver),
-          trainer_(trainer),
+    const bool for_ranks;
+
+    WaitForRanks(Mailbox& mail, const Trainer& trainer, bool for_ranks, size_t begin, size_t end)
+        : WaitForOthers(mail, trainer.label(), for_ranks ? trainer.round->timeout + kLonger : kForEver),
           for_ranks(for_ranks),
+          trainer_(trainer),
           begin_(begin),
           end_(end) {}
     void check() {
@@ -169,11 +173,6 @@ class Gradients::WaitForRanks final : public WaitForOthers {
 
   private:
     const Trainer& trainer_;
-
-  public:
-    const bool for_ranks;
-
-  private:
     const size_t begin_, end_;
 };
 
@@ -200,21 +199,24 @@ void Gradients::Round::lose(size_t summand) {
 
 void Gradients::Round::pack(size_t summand) {
     SYNCBN_POINT("before_copy_in");
-    for (const size_t place : packs_->places[summand]) {
-        Bucket& bucket = packs_->buckets[place];
-        const Type type = summands[summand].type;
-        for (const Bucket::Cut& cut : bucket.cuts) {
-            if (cut.summand != summand) continue;
-            if (bucket.alone && type == bucket.wide && values_[summand].size() == 1) {
-                bucket.values =
-                    static_cast<char*>(values_[summand][0]) + cut.begin * static_cast<size_t>(size_of(type));
-            } else {
-                if (bucket.alone) bucket.allocate();
-                widen(type, values_[summand], cut.begin, cut.count, bucket.at(cut.offset));
-            }
-            ++bucket.packed;
+    const Type type = summands[summand].type;
+    const std::vector<void*>& contexts = values_[summand];
+    for (const auto& [bucket, cut] : packs_->places[summand]) {
+        if (bucket->alone && type == bucket->wide && contexts.size() == 1) {
+            bucket->values = static_cast<char*>(contexts[0]) + cut.begin * static_cast<size_t>(size_of(type));
+        } else {
+            if (bucket->alone) bucket->allocate();
+            widen(type, contexts, cut.begin, cut.count, bucket->at(cut.offset));
         }
+        ++bucket->packed;
     }
+}
+
+void Gradients::Round::unpack(const Bucket& bucket) const {
+    SYNCBN_POINT("before_copy_out");
+    if (bucket.values != bucket.memory.get()) return;  // the sums are where they belong
+    for (const Bucket::Cut& cut : bucket.cuts)
+        narrow(summands[cut.summand].type, bucket.at(cut.offset), values_[cut.summand], cut.begin, cut.count);
 }
 
 Gradients::Gradients(Processes& processes) : processes_(processes), mail_(processes.mail()) {}
@@ -294,34 +296,20 @@ bool Gradients::wait(Trainer& trainer, bool for_ranks, size_t begin, size_t end)
         for_ranks = for_ranks && (round.summands.empty() || !round.come_.empty());  // the backward has come to it
     }
     if (trainer.waiting == nullptr || trainer.waiting->for_ranks != for_ranks)
-        trainer.waiting = std::make_unique<WaitForRanks>(mail_, trainer, for_ranks, begin, end, round.timeout);
+        trainer.waiting = std::make_unique<WaitForRanks>(mail_, trainer, for_ranks, begin, end);
     trainer.waiting->check();
     return false;
 }
 
 // Takes the round of a Trainer as far as it goes. Returns whether it has gone on.
 bool Gradients::go_on(Trainer& trainer) {
-    const Mpi& mpi = mail_.mpi;
     Round& round = *trainer.round;
-    const size_t all = round.summands.size();
     if (!trainer.connected) {
-        trainer.connected = mpi.has_ended(&trainer.request);
-        return trainer.connected || wait(trainer, true, 0, all);
+        trainer.connected = mail_.mpi.has_ended(&trainer.request);
+        return trainer.connected || wait(trainer, true, 0, round.summands.size());
     }
-    if (!trainer.compared) {
-        if (trainer.digests.empty()) {
-            mail_.check_open();
-            trainer.digests.resize(2 * mail_.everybody.size());
-            const auto own = digest_of(without_counters(round.list) + round.update);
-            std::copy(own.begin(), own.end(), &trainer.digests[2 * mail_.rank()]);
-            Mpi::check(mpi.all_reduce(mpi.in_place, trainer.digests.data(), static_cast<int>(trainer.digests.size()),
-                                      mpi.float64, mpi.add, trainer.communicator, &trainer.request));
-        }
-        if (!mpi.has_ended(&trainer.request)) return wait(trainer, true, 0, all);
-        compare(trainer, round);
-        return trainer.compared = true;
-    }
-    if (trainer.list != round.list && !make_buckets(trainer, round)) return false;
+    if (!trainer.compared) return compare(trainer);
+    if (trainer.list != round.list && !make_buckets(trainer)) return false;
     if (round.packs_ == nullptr) {
         std::vector<size_t> here;
         {
@@ -331,31 +319,7 @@ bool Gradients::go_on(Trainer& trainer) {
         }
         for (const size_t summand : here) round.pack(summand);
     }
-    bool moved = false;
-    std::deque<Bucket>& buckets = trainer.buckets;
-    for (; trainer.begun < std::min(buckets.size(), trainer.ended + kAtOnce); ++trainer.begun, moved = true) {
-        Bucket& next = buckets[trainer.begun];
-        if (next.packed < next.cuts.size()) break;
-        SYNCBN_POINT("before_add_part");
-        Mpi::check(mpi.all_reduce(mpi.in_place, next.at(0), static_cast<int>(next.count),
-                                  next.wide == Type::kFloat64 ? mpi.float64 : mpi.float32, mpi.add,
-                                  trainer.communicator, &next.request));
-    }
-    while (trainer.ended < trainer.begun && mpi.has_ended(&buckets[trainer.ended].request)) {
-        Bucket& bucket = buckets[trainer.ended++];
-        SYNCBN_POINT("before_copy_out");
-        bucket.packed = 0;
-        for (const Bucket::Cut& cut : bucket.cuts)
-            if (bucket.values == bucket.memory.get())
-                narrow(round.summands[cut.summand].type, bucket.at(cut.offset), round.values_[cut.summand], cut.begin,
-                       cut.count);
-        moved = true;
-    }
-    if (trainer.ended < buckets.size()) {
-        if (moved) return true;
-        const std::vector<Bucket::Cut>& cuts = buckets[trainer.ended].cuts;
-        return wait(trainer, trainer.ended < trainer.begun, cuts[0].summand, cuts[0].summand + 1);
-    }
+    if (trainer.ended < trainer.buckets.size()) return add_buckets(trainer);
     trainer.begun = trainer.ended = 0;
     trainer.compared = false;
     trainer.digests.clear();
@@ -364,31 +328,68 @@ bool Gradients::go_on(Trainer& trainer) {
     return true;
 }
 
-// Compares what the ranks have for a round. Throws Failure with the first difference.
-void Gradients::compare(Trainer& trainer, const Round& round) {
-    const std::vector<double>& digests = trainer.digests;
-    size_t other = 1;
-    while (2 * other < digests.size() && std::equal(&digests[0], &digests[2], &digests[2 * other])) ++other;
-    if (2 * other >= digests.size()) return;
-    Label label = trainer.label();
-    label.phase = 1;
-    std::string found;
-    const auto find = [&](const char* what, const std::string& ours, const char* advice) {
-        label.piece++;
-        const auto theirs = processes_.bytes_of(label, trainer.name(), round.timeout, {ours});
-        if (found.empty()) found = difference(theirs[other], theirs[0], other);
-        if (found.empty()) return;
-        throw Failure("the processes disagree about " + std::string(what) + " in " +
-                      name_in(round.list, 0, round.summands.size()) + ", " + trainer.name() + ": " + found + ". " +
-                      advice);
+// Gives complete buckets to MPI, and takes those that it has added.
+bool Gradients::add_buckets(Trainer& trainer) {
+    const Mpi& mpi = mail_.mpi;
+    std::deque<Bucket>& buckets = trainer.buckets;
+    bool moved = false;
+    for (; trainer.begun < std::min(buckets.size(), trainer.ended + kAtOnce); ++trainer.begun, moved = true) {
+        Bucket& next = buckets[trainer.begun];
+        if (next.packed < next.cuts.size()) break;
+        SYNCBN_POINT("before_add_part");
+        Mpi::check(mpi.all_reduce(mpi.in_place, next.at(0), static_cast<int>(next.count),
+                                  next.wide == Type::kFloat64 ? mpi.float64 : mpi.float32, mpi.add,
+                                  trainer.communicator, &next.request));
+    }
+    for (; trainer.ended < trainer.begun && mpi.has_ended(&buckets[trainer.ended].request); ++trainer.ended) {
+        buckets[trainer.ended].packed = 0;
+        trainer.round->unpack(buckets[trainer.ended]);
+        moved = true;
+    }
+    if (moved) return true;
+    const size_t summand = buckets[trainer.ended].cuts[0].summand;
+    return wait(trainer, trainer.ended < trainer.begun, summand, summand + 1);
+}
+
+// Compares digests of what the ranks have for a round. Throws Failure with the first difference.
+bool Gradients::compare(Trainer& trainer) {
+    const Mpi& mpi = mail_.mpi;
+    const Round& round = *trainer.round;
+    std::vector<double>& digests = trainer.digests;
+    if (digests.empty()) {
+        mail_.check_open();
+        digests.resize(2 * mail_.everybody.size());
+        const auto own = digest_of(without_counters(round.list) + round.update);
+        std::copy(own.begin(), own.end(), &digests[2 * mail_.rank()]);
+        Mpi::check(mpi.all_reduce(mpi.in_place, digests.data(), static_cast<int>(digests.size()), mpi.float64, mpi.add,
+                                  trainer.communicator, &trainer.request));
+    }
+    if (!mpi.has_ended(&trainer.request)) return wait(trainer, true, 0, round.summands.size());
+    for (const size_t rank : mail_.everybody)
+        if (!std::equal(&digests[0], &digests[2], &digests[2 * rank])) tell_difference(trainer, rank);
+    return trainer.compared = true;
+}
+
+// What differs between this rank and rank 0.
+void Gradients::tell_difference(const Trainer& trainer, size_t rank) {
+    const Round& round = *trainer.round;
+    const auto find = [&](int64_t piece, const char* what, const std::string& ours, const char* advice) {
+        const auto theirs =
+            processes_.bytes_of(trainer.label(Label::kTexts, piece), trainer.name(), round.timeout, {ours});
+        const std::string found = difference(theirs[rank], theirs[0], rank);
+        if (!found.empty())
+            throw Failure("the processes disagree about " + std::string(what) + " in " +
+                          name_in(round.list, 0, round.summands.size()) + ", " + trainer.name() + ": " + found + ". " +
+                          advice);
     };
-    find("their arrays", round.list,
+    find(0, "their arrays", round.list,
          "Build and cast the same net in all processes, and freeze the same parameters (grad_req='null').");
-    find("the update", round.update, "Give all Trainers the same settings; trainer.step takes the samples of all.");
+    find(1, "the update", round.update, "Give all Trainers the same settings; trainer.step takes the samples of all.");
 }
 
 // Once all arrays of a round are there. Returns whether it has made the buckets.
-bool Gradients::make_buckets(Trainer& trainer, const Round& round) {
+bool Gradients::make_buckets(Trainer& trainer) {
+    const Round& round = *trainer.round;
     std::vector<size_t> order;
     {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -397,8 +398,7 @@ bool Gradients::make_buckets(Trainer& trainer, const Round& round) {
     const size_t all = round.summands.size();
     if (order.size() < all) return wait(trainer, false, 0, all);
     const Ranks others = without(mail_.everybody, 0);
-    Label label = trainer.label();
-    label.phase = 2;
+    const Label label = trainer.label(Label::kOrder);
     if (mail_.rank() == 0) {
         mail_.post(label, order.data(), order.size() * sizeof order[0], others);
     } else {
@@ -428,9 +428,9 @@ bool Gradients::make_buckets(Trainer& trainer, const Round& round) {
             bucket.alone = alone;
             const size_t count = std::min(summand.size - begin, most - bucket.count);
             bucket.cuts.push_back({i, begin, count, bucket.count});
+            trainer.places[i].emplace_back(&bucket, bucket.cuts.back());
             bucket.count += count;
             begin += count;
-            trainer.places[i].push_back(trainer.buckets.size() - 1);
         }
     }
     for (Bucket& bucket : trainer.buckets)

@@ -66,8 +66,10 @@ class Gradients {
     bool serve_next();
     bool go_on(Trainer& trainer);
     bool wait(Trainer& trainer, bool for_ranks, size_t begin, size_t end);
-    void compare(Trainer& trainer, const Round& round);
-    bool make_buckets(Trainer& trainer, const Round& round);
+    bool compare(Trainer& trainer);
+    void tell_difference(const Trainer& trainer, size_t rank);
+    bool make_buckets(Trainer& trainer);
+    bool add_buckets(Trainer& trainer);
     void look();
     void give_up(const std::exception& reason) noexcept;
 
@@ -98,6 +100,7 @@ class Gradients::Round : public Brought {
   private:
     friend class Gradients;
     void pack(size_t summand);
+    void unpack(const Bucket& bucket) const;
 
     Gradients& gradients_;
     std::vector<std::vector<void*>> values_;  // of each array

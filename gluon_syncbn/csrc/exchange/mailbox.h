@@ -28,6 +28,8 @@ struct Label {
         kVectors,    // of a layer's replicas, or the total of some of them
         kBytes,      // of all ranks
         kGradients,  // of a Trainer
+        kTexts,      // of what differs there, by piece
+        kOrder,      // of the arrays, from rank 0
     };
     Channel channel;
     int32_t phase = 0;  // 0 is a forward
