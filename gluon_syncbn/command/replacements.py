@@ -187,8 +187,8 @@ _settings: Dict[str, Any] = {}  # the arguments of `install`
 def _words() -> str:
     words = (
         "gluon_syncbn's SyncBatchNorm for mx.gluon.contrib.nn.SyncBatchNorm and, in a SymbolBlock or a Module, "
-        f"mx.sym.contrib.SyncBatchNorm, gluon_syncbn.parallel for {HELPERS}, and gluon_syncbn.kvstore for the names "
-        f"{', '.join(named.TRANSPORTS)} in mx.kvstore.create"
+        f"mx.sym.contrib.SyncBatchNorm, gluon_syncbn.parallel for {HELPERS}, and gluon_syncbn.kvstore for the name "
+        f"{named.MPI} in mx.kvstore.create"
     )
     if _settings["convert"]:
         words += "; and it converts the nets that a gluon.Trainer or a Module trains"

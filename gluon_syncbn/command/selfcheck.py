@@ -77,12 +77,9 @@ def stores() -> str:
 
 
 def processes() -> str:
-    found = []
-    for name, (package, brings) in named.PACKAGES.items():
-        # Looked up, and not imported: to import it starts MPI. The first one that is found is imported.
-        version = next((one.version for one in importlib.metadata.distributions(name=package)), None)
-        found.append(f"kvstore({name!r}) with {package} {version}" if version else f"no {name} ({brings})")
-    return ", ".join(found)
+    # Looked up, and not imported: to import it starts MPI. The first one that is found is imported.
+    version = next((one.version for one in importlib.metadata.distributions(name="mpi4py")), None)
+    return f"kvstore('mpi') with mpi4py {version}" if version else f"no mpi ({distribution.command('mpi')})"
 
 
 def libraries() -> str:

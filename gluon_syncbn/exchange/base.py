@@ -1,4 +1,4 @@
-"""Defines what every exchange and every transport has."""
+"""Defines what every exchange has."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class DeviceExchange(Exchange):
         # A store makes the buffers of a key for the contexts of its first sum. CommCPU and CommDevice::Reduce resize
         # `copy_buf` once, and write past its end if a later sum has more contexts.
         self._keys: Dict[Tuple[int, Tuple[mx.Context, ...]], int] = {}  # (length, contexts) -> key
-        self._lock: Any  # leaders of different layers call at once, and the store serves one
+        self._lock: Any  # layers call at once, and the store serves one
         locks.give(self, _lock=threading.Lock)
 
     def add(self, places: str, rows: np.ndarray, timeout: float, _call: Any) -> np.ndarray:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import re
 import threading
 from typing import Any, Dict, NoReturn, Sequence, Tuple
 
@@ -14,6 +13,7 @@ import numpy as np
 from .. import _native
 from ..system import arguments, locks
 from .base import Exchange, leave
+from .store import described, kind_of
 
 _TEXT = 1024  # bytes that describe a layer
 WORDS = 1 + _TEXT // 8  # of an agreement: also the number of replicas
@@ -112,11 +112,10 @@ class JobExchange(Exchange):
             if layer.store is self:  # another thread has been faster
                 return
             self.check(layer.pooling)
-            settings = "".join(f", {name} {value!r}" for name, value in layer.compared().items())
-            kind = re.sub(r"\d+", "", layer.name)  # Gluon's counters may differ
-            text = f"SyncBatchNorm '{kind}' ({layer.channels} channels{settings})"
+            name, settings, replicas = described(layer)
+            text = f"{kind_of(name)} {settings}"
             row = np.zeros(WORDS)
-            row[0] = len(layer.contexts)
+            row[0] = replicas
             row[1:].view(np.uint8)[: len(text)] = np.frombuffer(text.encode(errors="replace")[:_TEXT], np.uint8)
             what = f"SyncBatchNorm '{layer.name}': the agreement on layer {self.layers + 1}"
             everyone = self._brought((-1, 0, self.layers, 0), row, layer.timeout or _native.timeout_of(), what)

@@ -8,7 +8,7 @@ from typing import Any, List, Optional
 import mxnet as mx
 
 from .. import _native
-from ..system import arguments, distribution
+from ..system import arguments
 from . import dist_sync, horovod
 from .base import DeviceExchange, Exchange
 from .mpi import Job
@@ -18,17 +18,15 @@ from .store import ProcessStore
 TYPES = ("local", "device")
 #: The native core's own exchanges, for all contexts of a process.
 IN_CORE = {gpus: Exchange(_native.memory_exchange(gpus), gpus) for gpus in ("nccl", "host")}
-#: The names of jobs of several processes.
-TRANSPORTS = {"mpi": Job}
+#: The name of the store of several processes.
+MPI = "mpi"
 #: The exchanges of several processes that are in use: the others must be told of a failure and of the end.
 stores: List[Any] = []
-#: The package that a transport needs, and what installs it.
-PACKAGES = {"mpi": ("mpi4py", distribution.command("mpi"))}
 
 
 def spans_processes(name: Any) -> bool:
     """Whether a store of this name spans processes. A program may have registered one of its own with MXNet."""
-    return isinstance(name, str) and name in TRANSPORTS and name not in mx.kvstore.KVStoreBase.kv_registry
+    return isinstance(name, str) and name == MPI and name not in mx.kvstore.KVStoreBase.kv_registry
 
 
 def is_of_workers(kvstore: Any) -> bool:
@@ -38,16 +36,16 @@ def is_of_workers(kvstore: Any) -> bool:
 
 def store(name: Any) -> ProcessStore:
     """Returns the one store of several processes of this name. ImportError: it needs a package that is not there."""
-    if not isinstance(name, str) or name not in TRANSPORTS:
+    if not isinstance(name, str) or name != MPI:
         reason = _refusal(str(name))
         if isinstance(name, str) and name in (*TYPES, *IN_CORE):
             missing = name == "nccl" and _native.nccl_problem()
             instead = "no kvstore" if missing else f"gluon_syncbn.configure(kvstore={name!r})"
             reason = f" {name!r} adds within one process{f', and {missing}' if missing else ''}: write {instead}."
-        arguments.refuse("name", name, f"one of {tuple(TRANSPORTS)}.{reason}")
+        arguments.refuse("name", name, f"one of {(MPI,)}.{reason}")
     found = next((one for one in stores if one.name == name), None)
     if found is None:
-        found = ProcessStore(name, TRANSPORTS[name]())
+        found = ProcessStore(name, Job())
         stores.append(found)
         try:
             found.meet()
@@ -96,7 +94,7 @@ def exchange(kvstore: Any) -> Optional[Exchange]:
     return _adding(kvstore)
 
 
-_EXPECTED = f"one of {(*TYPES, *IN_CORE, *TRANSPORTS, 'dist_sync', 'horovod')}, a KVStore object or None"
+_EXPECTED = f"one of {(*TYPES, *IN_CORE, MPI, 'dist_sync', 'horovod')}, a KVStore object or None"
 
 
 def _refusal(name: str) -> str:

@@ -64,7 +64,7 @@ def numbered(name: str) -> List[str]:
     return [text.zfill(9) for text in re.split(r"(\d+)", name)]
 
 
-def _kind(name: str) -> str:
+def kind_of(name: str) -> str:
     """Returns a name without its numbers, which may differ between processes."""
     return re.sub(r"\d+", "", name)
 
@@ -195,7 +195,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         """Returns the first difference to what this process has; empty if there is none."""
         for rank, theirs in enumerate(everyone):
             for number, entries in enumerate(itertools.zip_longest(everyone[self.rank], theirs), 1):
-                one, another = (entry and (_kind(entry[0]), *entry[1:2]) for entry in entries)
+                one, another = (entry and (kind_of(entry[0]), *entry[1:2]) for entry in entries)
                 if one != another:
                     here, there = (f"{entry[0]} {entry[1]}" if entry else "none" for entry in entries)
                     return f"{number} is {here} on rank {self.rank} and {there} on rank {rank}"
@@ -331,17 +331,17 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             if layer.store is self:  # another thread has been faster
                 return
             new = [one for one in layers if one.store is not self]
-            names = sorted({one.name for one in layers if _kind(one.name) == _kind(layer.name)}, key=numbered)
-            name, text, count = _describe(layer)
+            names = sorted({one.name for one in layers if kind_of(one.name) == kind_of(layer.name)}, key=numbered)
+            name, text, count = described(layer)
             called = name, f"{text}, number {1 + names.index(layer.name)} of its kind", count
-            answers = self.tell_all("the agreement on the layers of the net", [list(map(_describe, new)), more, called])
+            answers = self.tell_all("the agreement on the layers of the net", [list(map(described, new)), more, called])
             everyone = [theirs for theirs, _, _ in answers]
             several = [len(theirs) for theirs, to_come, _ in answers if to_come]
             if several:
                 everyone = [theirs[: min(several)] for theirs in everyone]
             else:  # a file and a forward may initialise branches of a net in different orders
                 everyone = [sorted(theirs, key=lambda one: numbered(one[0])) for theirs in everyone]
-                new.sort(key=lambda one: numbered(_describe(one)[0]))
+                new.sort(key=lambda one: numbered(described(one)[0]))
             difference = self._difference(everyone)
             if difference and not self._collected:  # layers without a user may be left, and not in all processes
                 self._collected = True
@@ -369,7 +369,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
                 self.layers += 1
 
 
-def _describe(layer: Any) -> Tuple[str, str, int]:
+def described(layer: Any) -> Tuple[str, str, int]:
     """Returns the name of a layer, what has to be equal in all processes, and the number of replicas in this one."""
     text = "".join(f", {name} {value!r}" for name, value in layer.compared().items())
     return f"SyncBatchNorm '{layer.name}'", f"({layer.channels} channels{text})", len(layer.contexts)
