@@ -46,16 +46,16 @@ class Step(NamedTuple):
     limit: int  # seconds
 
 
-def steps(out: Path, commit: str) -> List[Step]:
+def steps(out: Path) -> List[Step]:
     """In their order: what says most comes first."""
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     sanitizer = ["compute-sanitizer", "--error-exitcode", "66", "--tool"]
-    training = [sys.executable, "tests/gpu/train_on_any_gpu.py", "--out", str(out), "--commit", commit]
+    training = [sys.executable, "-m", "gluon_syncbn", "check", "--report", str(out / "report.txt")]
     speed = [sys.executable, "benchmarks/gpu.py", "--no-progress", "--out", str(out)]
     return [
         Step("kernels", "each kernel against NumPy, through CuPy", [*pytest, KERNELS, "-k", "cupy"], 100),
         Step("layer", "the layer, as far as the GPUs go", [*pytest, "tests/gpu/test_gpu.py"], 100),
-        Step("training", "a net in several ways, each beside the CPU", training, 90),
+        Step("training", "a net beside the CPU, and the layer's speed", training, 90),
         Step("memcheck", "each kernel once under compute-sanitizer", [*sanitizer, "memcheck", *pytest, *ONCE], 50),
         Step("racecheck", "the same, for races on shared memory", [*sanitizer, "racecheck", *pytest, *ONCE], 50),
         Step("speed", "the layer and its kernels beside others", speed, 80),
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str]) -> int:
     if commit is None:
         said = subprocess.run(git, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT)
         commit = said.stdout.strip() or "unknown: no git here"
-    wanted = [step for step in steps(out, commit) if step.name in (options.only or [step.name])]
+    wanted = [step for step in steps(out) if step.name in (options.only or [step.name])]
     if options.list:
         print(*(f"{step.name:10} {step.limit:4} s  {step.what}" for step in wanted), sep="\n")
         return 0

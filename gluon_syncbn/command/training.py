@@ -38,28 +38,21 @@ def network(norm: Callable[[int], List[nn.HybridBlock]], classes: int = CLASSES)
 class Training:
     """SGD on a net, with softmax cross-entropy and updates in NumPy.
 
-    ``store`` is one of `gluon_syncbn.kvstore`, if processes train together. Each has the same number of contexts. With
-    ``everywhere``, a ``gluon.Trainer`` updates the weights where they are, by kernels of MXNet's.
+    With ``everywhere``, a ``gluon.Trainer`` updates the weights where they are, by kernels of MXNet's.
     """
 
-    def __init__(
-        self, net: nn.HybridBlock, contexts: Sequence[mx.Context], store: Any = None, everywhere: bool = False
-    ) -> None:
-        self.net, self.contexts = net, list(contexts)
-        self._store, self._everywhere = store, everywhere
+    def __init__(self, net: nn.HybridBlock, contexts: Sequence[mx.Context], everywhere: bool) -> None:
+        self.net, self.contexts, self._everywhere = net, list(contexts), everywhere
         self._velocity: Dict[str, Any] = {}
         mx.random.seed(0)
         net.initialize(mx.init.Xavier(), ctx=self.contexts)  # drawn on the CPU
         net.hybridize(static_alloc=True, static_shape=True)
         settings = {"learning_rate": RATE, "momentum": MOMENTUM}
-        self._trainer = gluon.Trainer(net.collect_params(), "sgd", settings, kvstore=store or "device")
+        self._trainer = gluon.Trainer(net.collect_params(), "sgd", settings, kvstore="device")
 
     def step(self, images: np.ndarray, labels: np.ndarray) -> float:
-        """Trains with a batch, of which each replica has a part. Returns the loss, summed over this process' part."""
-        workers, rank = (1, 0) if self._store is None else (self._store.num_workers, self._store.rank)
-        count = len(self.contexts)
-        mine = slice(rank * count, (rank + 1) * count)
-        shards, wanted = (np.array_split(array, workers * count)[mine] for array in (images, labels))
+        """Trains with a batch, of which each replica has a part. Returns the loss, summed over them."""
+        shards, wanted = (np.array_split(array, len(self.contexts)) for array in (images, labels))
         xs = [mx.nd.array(shard, ctx=context) for shard, context in zip(shards, self.contexts)]
         with autograd.record():
             ys = [self.net(x) for x in xs]
@@ -81,12 +74,9 @@ class Training:
         if self._everywhere:
             self._trainer.step(BATCH)
             return
-        if self._store is not None:
-            self._trainer.allreduce_grads()
         for name, parameter in self.net.collect_params().items():
             if parameter.grad_req != "null":
-                gradients = parameter.list_grad()[: None if self._store is None else 1]  # each has the sum of a store
-                change = -RATE / BATCH * sum(gradient.asnumpy() for gradient in gradients)
+                change = -RATE / BATCH * sum(gradient.asnumpy() for gradient in parameter.list_grad())
                 self._velocity[name] = MOMENTUM * self._velocity.get(name, 0) + change
                 parameter.set_data(mx.nd.array(parameter.list_data()[0].asnumpy() + self._velocity[name]))
 

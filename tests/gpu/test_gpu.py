@@ -863,6 +863,21 @@ def test_self_check():
 
 
 @on_the_emulator
+def test_a_net_trains_on_gpus_that_mxnet_has_no_code_for():
+    program = """
+        import light, mxnet as mx
+        from gluon_syncbn.command import report
+        print(*report.trained_on_all([mx.gpu(0), mx.gpu(1)]), sep="\\n")
+        """
+    settings = {"CUDA_EMULATOR_CAPABILITY": "9.0", "GLUON_SYNCBN_ANY_ARCHITECTURE": "1"}
+    done = run(["-c", textwrap.dedent(program)], **settings)
+    assert done.returncode == 0, done.stderr
+    vgg, gluoncvs = done.stdout.splitlines()
+    assert vgg.startswith("a net like VGG: after a step 2 replicas differ from a CPU by ")
+    assert gluoncvs.startswith("no ResNet of GluonCV: ")
+
+
+@on_the_emulator
 def test_a_gpu_that_mxnet_has_no_code_for():
     program = """
         import light, gluon_syncbn, mxnet as mx

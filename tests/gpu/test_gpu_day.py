@@ -19,13 +19,13 @@ if GPUS:
 
 def test_the_list_fits_into_its_time(tmp_path):
     done = ended(["make", "gpu-day", "ARGS=--list"], cwd=ROOT)
-    steps = gpu_day.steps(tmp_path, "none")
+    steps = gpu_day.steps(tmp_path)
     assert [line.split()[0] for line in done.stdout.splitlines()] == [step.name for step in steps]
     assert sum(step.limit for step in steps) <= gpu_day.SECONDS == 480
     files = {
         word.partition("::")[0] for step in steps for word in step.command if word.partition("::")[0].endswith(".py")
     }
-    assert len(files) == 4 and all((ROOT / file).is_file() for file in files)
+    assert len(files) == 3 and all((ROOT / file).is_file() for file in files)
 
 
 def test_each_selected_test_exists():
