@@ -67,7 +67,7 @@ def _beside_one(name: str, net: Callable[[bool], Any], contexts: Sequence[mx.Con
     (got, mine), (want, theirs) = trained(True, contexts), trained(False, [mx.cpu()])
     loss, weight = abs(got[0] - want[0]) / want[0], float(np.linalg.norm(mine - theirs) / np.linalg.norm(theirs))
     text = (
-        f"{name}: after a step {len(contexts)} replicas differ from a CPU by {loss:.0e} (loss), {weight:.0e} (weights); "
+        f"{name}: after a step {len(contexts)} replicas and a CPU differ by {loss:.0e} (loss), {weight:.0e} (weights); "
         f"{STEPS} steps take the loss from {got[0]:.3f} to {got[-1]:.3f}, and from {want[0]:.3f} to {want[-1]:.3f}"
     )
     # TensorFloat-32 has 10 bits. Later steps say less: trainings in float32 drift apart, with plain BatchNorm alone.

@@ -54,7 +54,7 @@ def test_a_report_is_written_where_there_is_no_gpu(tmp_path, capsys):
 def test_what_a_report_has_of_devices(contexts, monkeypatch):
     own, gluoncvs = report.trained_on_all(contexts[:3])
     assert (
-        own.startswith("a net like VGG: after a step 3 replicas differ from a CPU by ")
+        own.startswith("a net like VGG: after a step 3 replicas and a CPU differ by ")
         and "20 steps take the loss from 1." in own
     )
     assert gluoncvs.startswith(("cifar_resnet20_v1: after a step 3 replicas", "no ResNet of GluonCV: No module named"))
@@ -64,7 +64,7 @@ def test_what_a_report_has_of_devices(contexts, monkeypatch):
     ]
     assert all(name in line for line in lines for name in report.NORMS)
     monkeypatch.setattr(report, "SyncBatchNorm", functools.partial(report.SyncBatchNorm, mode="local"))
-    with pytest.raises(ArithmeticError, match=r"3 replicas differ from a CPU by .* expected are differences below 3e-3"):
+    with pytest.raises(ArithmeticError, match=r"3 replicas and a CPU differ by .* expected are differences below 3e-3"):
         report.trained_on_all(contexts[:3])
 
 

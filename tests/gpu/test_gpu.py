@@ -873,7 +873,7 @@ def test_a_net_trains_on_gpus_that_mxnet_has_no_code_for():
     done = run(["-c", textwrap.dedent(program)], **settings)
     assert done.returncode == 0, done.stderr
     vgg, gluoncvs = done.stdout.splitlines()
-    assert vgg.startswith("a net like VGG: after a step 2 replicas differ from a CPU by ")
+    assert vgg.startswith("a net like VGG: after a step 2 replicas and a CPU differ by ")
     assert gluoncvs.startswith("no ResNet of GluonCV: ")
 
 
