@@ -495,6 +495,35 @@ def test_memory_is_freed_while_a_collective_hangs(phase, tmp_path):
 
 
 @on_the_emulator
+def test_a_collective_that_cannot_be_ended(tmp_path):
+    """While NCCL posts another one, which takes it long: the log says so."""
+    program = """
+        from gpus import counts
+        core, nccl = _native._core, ctypes.CDLL("libnccl.so.2")
+        core.syncbn_points_arm.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_double]
+        layer, other = SyncBatchNorm(in_channels=4, timeout=1), SyncBatchNorm(in_channels=4, timeout=10)
+        layer.initialize(ctx=contexts)
+        other.initialize(ctx=contexts)
+        nccl.cuda_emulator_lose(1)
+        with autograd.record():
+            ys = [layer(x) for x in xs]
+            while counts(0)["collectives"] == 0:
+                time.sleep(0.001)
+            core.syncbn_points_arm(b"before_collective", b"delay", 1, 3.0)
+            zs = [other(x) for x in xs]
+        for y in ys:
+            try:
+                y.asnumpy()
+            except mx.MXNetError as error:
+                print(error)
+        nccl.cuda_emulator_lose(-1)
+        """
+    done = run_with_points(program, tmp_path)
+    assert done.stdout.count("the GPU has not finished after 1 s") == 2, done.stdout + done.stderr
+    assert re.search(r"gpu\([01]\): a collective that hangs cannot be ended, because NCCL is busy", done.stderr)
+
+
+@on_the_emulator
 def test_a_layer_while_nccl_connects_another_one(rng):
     """Each has a limit of its own, and no thread of MXNet's engine waits."""
     nccl, contexts = ctypes.CDLL("libnccl.so.2"), gpus(4)[:0:-1]  # which no other test connects

@@ -10,6 +10,7 @@
 #include "cuda/driver.h"
 #include "failure.h"
 #include "lock.h"
+#include "log.h"
 #include "point.h"
 #include "waiting/wait.h"
 
@@ -50,6 +51,7 @@ bool lock_within(Lock& lock, std::chrono::milliseconds limit) {
 // Calls NCCL for each of these devices, as one operation.
 void post(const std::vector<int>& devices, const std::vector<OnDevice>& parts,
           const std::vector<Communicator>& communicators) {
+    SYNCBN_POINT("before_collective");
     check_nccl(NCCL(ncclGroupStart), "ncclGroupStart");
     int status = 0;
     for (size_t i = 0; i < devices.size() && status == 0; ++i) {
@@ -82,7 +84,6 @@ std::string why_no_collective() {
 }
 
 bool post_allgather(const std::vector<OnDevice>& parts, const std::string& layer, double timeout, bool waits) {
-    SYNCBN_POINT("before_collective");
     std::vector<int> devices;
     for (const OnDevice& part : parts) devices.push_back(part.device);
     Lock lock(mutex, std::try_to_lock);
@@ -112,7 +113,10 @@ bool post_allgather(const std::vector<OnDevice>& parts, const std::string& layer
 
 void abort_collectives(int device) {
     Lock lock(mutex, std::defer_lock);
-    if (!lock_within(lock, kNcclKeeps)) return;
+    if (!lock_within(lock, kNcclKeeps))
+        return log(Level::kWarning, "gpu(" + std::to_string(device) +
+                                        "): a collective that hangs cannot be ended, because NCCL is busy with another "
+                                        "one. The memory that it may write to stays with it.");
     for (auto it = connected.begin(); it != connected.end();) {
         const auto one = it++;
         if (std::find(one->first.begin(), one->first.end(), device) == one->first.end()) continue;

@@ -29,7 +29,8 @@ std::string why_no_collective();
 // who `waits` stays, at most `timeout` seconds, for the layer of this name. Throws Failure.
 bool post_allgather(const std::vector<OnDevice>& parts, const std::string& layer, double timeout, bool waits);
 
-// Ends hanging collectives on these devices. The next collective on any of them makes new communicators.
+// Ends hanging collectives on the device, and the next collective makes new communicators; or logs that NCCL does not let
+// it within a second.
 void abort_collectives(int device);
 
 void close_collectives();

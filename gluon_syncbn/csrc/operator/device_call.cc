@@ -174,10 +174,10 @@ class DeviceCall : public Call {
             idle = idle_within(kGrace);
         } catch (const Failure&) {  // the device's own error is reported already
         }
-        if (!idle || work_->may_be_posted) {  // then nobody gets the stream and its memory again
+        if (!idle || work_->may_be_posted) {
             work_->saved = std::move(saved_);
             work_->lists = std::move(lists_);
-            work_.release()->current.reset();
+            leave(std::move(work_));
         }
         work_.reset();
     }
@@ -200,6 +200,12 @@ class DeviceCall : public Call {
         bool may_be_posted = false;  // other work may have been put on the stream
         explicit Running(Device& device) : current(std::in_place, device), lease(device) {}
     };
+
+    // What hangs on the device leaves no results, and nobody gets its stream and memory again.
+    static void leave(std::unique_ptr<Running> work) {
+        work->lease.status()->given_up = 1;
+        work.release()->current.reset();
+    }
 
     Running& work() {
         if (!work_) work_ = std::make_unique<Running>(Device::get(std::stoi(context_.substr(4))));
@@ -245,12 +251,18 @@ class DeviceCall : public Call {
         with.y = nullptr;
         with.tiling.slots = 0;  // of which the backward needs something
         return [=, at = &device(), lists = lists_, gathered = work_->gathered, limit = config_->timeout]() mutable {
-            const Current current(*at);
-            const Lease lease(*at);
-            with.status = lease.status();
-            launch(lease, kernel, plan.each(), &with);
-            for (const double start = seconds(); !lease.idle(); std::this_thread::sleep_for(kPause))
-                if (seconds() - start > limit) throw Failure("the GPU has not updated the running statistics.");
+            auto own = std::make_unique<Running>(*at);
+            own->gathered = gathered;
+            own->lists = lists;
+            with.status = own->lease.status();
+            try {
+                launch(own->lease, kernel, plan.each(), &with);
+                for (const double start = seconds(); !own->lease.idle(); std::this_thread::sleep_for(kPause))
+                    if (seconds() - start > limit) throw Failure("the GPU has not updated the running statistics.");
+            } catch (const Failure&) {
+                leave(std::move(own));
+                throw;
+            }
         };
     }
 
