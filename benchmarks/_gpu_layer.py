@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
-from typing import Any, Callable, Dict, List, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import _measuring
 import numpy as np
@@ -42,7 +42,6 @@ def measure(
     from mxnet.gluon import nn
 
     import gluon_syncbn
-    from gluon_syncbn.command.report import chain
 
     found = [mx.gpu(i) for i in range(mx.context.num_gpus())]
     norms: Dict[str, Callable[[int], List[Any]]] = {
@@ -66,10 +65,54 @@ def measure(
             except Missing as reason:
                 absent["torch.nn.SyncBatchNorm"] = str(reason)
             for way, hybrid in WAYS.items():
-                mine = {name: chain(norm, found[:count], shape, dtype, hybrid, length) for name, norm in norms.items()}
+                mine = {name: _chain(norm, found[:count], shape, dtype, hybrid, length) for name, norm in norms.items()}
                 seconds = _interleaved({**mine, **others}, rounds)
                 samples.append({"gpus": count, "shape": shape, "dtype": dtype, "way": way, "seconds": seconds})
     return samples, [f"{name}: {why}" for name, why in absent.items()]
+
+
+def _chain(
+    norm: Callable[[int], List[Any]],
+    contexts: Sequence[Any],
+    shape: Tuple[int, ...],
+    dtype: str,
+    flags: Optional[Dict[str, bool]],
+    length: int,
+) -> Contestant:
+    """Returns a function that runs a chain of layers once: seconds of one layer's forward, and of its backward.
+
+    ``flags`` are those of `hybridize`; with none the net is eager.
+    """
+    import mxnet as mx
+    from mxnet import autograd
+    from mxnet.gluon import nn
+
+    net = nn.HybridSequential()
+    for _ in range(length):
+        net.add(*norm(shape[1]))
+    net.initialize(ctx=list(contexts))
+    net.cast(dtype)
+    if flags:
+        net.hybridize(**flags)
+    random = np.random.RandomState(0)
+    xs, heads, grads = (
+        [mx.nd.array(random.standard_normal(shape), ctx=context, dtype=dtype) for context in contexts] for _ in range(3)
+    )
+    autograd.mark_variables(xs, grads)  # not attach_grad, which runs an operator
+
+    def step() -> Tuple[float, float]:
+        mx.nd.waitall()
+        begun = time.perf_counter()
+        with autograd.record():
+            ys = [net(x) for x in xs]
+        mx.nd.waitall()
+        forward = time.perf_counter()
+        autograd.backward(ys, heads)
+        mx.nd.waitall()
+        return (forward - begun) / length, (time.perf_counter() - forward) / length
+
+    step()
+    return step
 
 
 class Missing(Exception):

@@ -50,12 +50,12 @@ def steps(out: Path) -> List[Step]:
     """In their order: what says most comes first."""
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     sanitizer = ["compute-sanitizer", "--error-exitcode", "66", "--tool"]
-    training = [sys.executable, "-m", "gluon_syncbn", "check", "--report", str(out / "report.txt")]
+    training = [sys.executable, "-m", "gluon_syncbn", "check"]
     speed = [sys.executable, "benchmarks/gpu.py", "--no-progress", "--out", str(out)]
     return [
         Step("kernels", "each kernel against NumPy, through CuPy", [*pytest, KERNELS, "-k", "cupy"], 100),
         Step("layer", "the layer, as far as the GPUs go", [*pytest, "tests/gpu/test_gpu.py"], 100),
-        Step("training", "a net beside the CPU, and the layer's speed", training, 90),
+        Step("training", "the self-check, which trains a net beside the CPU", training, 90),
         Step("memcheck", "each kernel once under compute-sanitizer", [*sanitizer, "memcheck", *pytest, *ONCE], 50),
         Step("racecheck", "the same, for races on shared memory", [*sanitizer, "racecheck", *pytest, *ONCE], 50),
         Step("speed", "the layer and its kernels beside others", speed, 80),

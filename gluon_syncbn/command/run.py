@@ -17,13 +17,11 @@ from ..mxnet_side.trainer import left_alone, unsynchronised
 from ..system.arguments import some
 from ..system.distribution import __version__
 from ..training.session import session
-from . import report, selfcheck
+from . import selfcheck
 from .replacements import install
 
 USAGE = """usage: gluon-syncbn check
-           reports what this machine supports, and runs one training step
-       gluon-syncbn check --report [FILE]
-           the same, and trainings on all GPUs against one, and the layer's speed there, into a file to send
+           reports what this machine supports, runs one training step, and trains a small net on all GPUs
        gluon-syncbn run [--cpus N] [--convert] script.py [options and arguments of the script]
            runs a training script as it is, with the SyncBatchNorm and the parallel helpers of gluon_syncbn in the
            places of contrib's and GluonCV's; --cpus N lets mx.gpu(0) to mx.gpu(N - 1) be N CPU contexts; --convert
@@ -47,17 +45,16 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Optional[List[str]] = None) -> int:
     """Runs the command, by default that of the process. A script's exit code or exception ends it."""
     parser = _Parser(allow_abbrev=False)
-    parser.set_defaults(report=None)
     parser.add_argument("--version", action="version", version=f"gluon_syncbn {__version__}")
     commands = parser.add_subparsers(dest="command")
-    commands.add_parser("check", allow_abbrev=False).add_argument("--report", nargs="?", const=report.NAME)
+    commands.add_parser("check", allow_abbrev=False)
     command = commands.add_parser("run", allow_abbrev=False)
     command.add_argument("--cpus", type=int)
     command.add_argument("--convert", action="store_true")
     command.add_argument("script", nargs=argparse.PARSER)  # and its arguments, options too
     given = parser.parse_args(arguments)
     if given.command != "run":
-        return selfcheck.main(given.report)
+        return selfcheck.main()
     script, *own = given.script[1:] if given.script[0] == "--" else given.script
     path = os.path.abspath(script) if sys.version_info >= (3, 9) else script  # Python's own value of __file__
     loader = SourceFileLoader("__main__", path)

@@ -1,6 +1,5 @@
-"""Checks this machine: reports what it supports and runs one training step. Exit code 1 means a failed check.
-
-``gluon-syncbn check``; with ``--report [FILE]`` it writes a file that the owner of GPUs can send.
+"""Checks this machine, for ``gluon-syncbn check``: reports what it supports, and trains. Exit code 1 means a failed
+check.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ..mxnet_side import compatibility
 from ..mxnet_side.compatibility import older_numpy
 from ..system import cuda, cuda_libraries, distribution
 from ..training.session import configure
-from . import report
+from . import training
 
 NVRTC = "libnvrtc.so.11.2"
 INDENT = "\n" + " " * 18
@@ -142,13 +141,7 @@ def live_gpu(contexts: List[mx.Context]) -> str:
 
 @on_gpus
 def net_gpu(contexts: List[mx.Context]) -> str:
-    return INDENT.join(report.trained_on_all(contexts))
-
-
-@on_gpus
-def times_gpu(contexts: List[mx.Context]) -> str:
-    what = "microseconds of a layer, forward + backward, on as many GPUs with such a float32 tensor on each"
-    return INDENT.join([what, *report.times(contexts)])
+    return training.beside_plain(contexts)
 
 
 def step(contexts: Sequence[mx.Context], stores: Mapping[Optional[str], str]) -> str:
@@ -188,12 +181,10 @@ def step(contexts: Sequence[mx.Context], stores: Mapping[Optional[str], str]) ->
     return f"{len(contexts)} replicas on {contexts[0].device_type}, {samples} samples, right within {', '.join(errors)}"
 
 
-def main(file: Optional[str] = None) -> int:
-    """Runs and prints all checks. A report in a file also has trainings on all GPUs, and the layer's speed."""
-    checks = [versions, names, core, libraries, gpus, stores, processes, live, live_gpu]
-    checks += [net_gpu, times_gpu] if file else []
+def main() -> int:
+    """Runs and prints all checks."""
+    checks = (versions, names, core, libraries, gpus, stores, processes, live, live_gpu, net_gpu)
     broken = 0
-    lines = []
     for check in checks:
         try:
             line = f"ok      {check.__name__:9} {check()}"
@@ -201,11 +192,5 @@ def main(file: Optional[str] = None) -> int:
             broken += 1
             line = f"BROKEN  {check.__name__:9} {type(problem).__name__}: {problem}"
         print(line, flush=True)
-        lines.append(line)
-    lines.append("gluon_syncbn works here." if not broken else f"{broken} of {len(checks)} checks failed.")
-    print(lines[-1])
-    if file:
-        with open(file, "w", encoding="utf-8") as out:
-            print(*lines, sep="\n", file=out)
-        print(f"{os.path.abspath(file)} has the report.")
+    print(f"{broken} of {len(checks)} checks failed." if broken else "gluon_syncbn works here.")
     return 1 if broken else 0

@@ -7,8 +7,8 @@ import pytest
 from environments import ended
 
 from gluon_syncbn import _native, reference
-from gluon_syncbn.command import report
 from gluon_syncbn.command import selfcheck as check
+from gluon_syncbn.command import training
 
 
 def test_a_sound_installation():
@@ -21,7 +21,7 @@ def test_a_sound_installation():
         "KVStore local, device",
         "(mxnet)",
         "2 replicas on cpu",
-        "none: this is a CPU build of MXNet",
+        "net_gpu   none: this is a CPU build of MXNet",
         "kvstore('mpi') with mpi4py",
     ):
         assert fact in run.stdout
@@ -38,34 +38,16 @@ def test_a_wrong_result_is_exit_code_1(monkeypatch, capsys):
     assert check.main() == 1
     printed = capsys.readouterr().out
     assert "BROKEN  live      ArithmeticError: wrong by" in printed
-    assert "1 of 9 checks failed" in printed
+    assert "1 of 10 checks failed" in printed
 
 
-def test_a_report_is_written_where_there_is_no_gpu(tmp_path, capsys):
-    file = tmp_path / "report.txt"
-    assert check.main(str(file)) == 0
-    printed = capsys.readouterr().out.splitlines()
-    assert file.read_text("utf-8").splitlines() == printed[:-1] and str(file) in printed[-1]
-    for fact in ("gpus ", "live_gpu ", "net_gpu ", "times_gpu "):
-        (line,) = [line for line in printed if line.startswith(f"ok      {fact}")]
-        assert line.endswith("none: this is a CPU build of MXNet")
-
-
-def test_what_a_report_has_of_devices(contexts, monkeypatch):
-    own, gluoncvs = report.trained_on_all(contexts[:3])
-    assert (
-        own.startswith("a net like VGG: after a step 3 replicas and a CPU differ by ")
-        and "20 steps take the loss from 1." in own
-    )
-    assert gluoncvs.startswith(("cifar_resnet20_v1: after a step 3 replicas", "no ResNet of GluonCV: No module named"))
-    lines = report.times(contexts[:2], [(2, 3, 4, 4)], rounds=1)
-    assert [line.partition(":")[0] for line in lines] == [
-        f"{count} x 2 x 3 x 4 x 4, {way}" for count in (1, 2) for way in ("eager", "static")
-    ]
-    assert all(name in line for line in lines for name in report.NORMS)
-    monkeypatch.setattr(report, "SyncBatchNorm", functools.partial(report.SyncBatchNorm, mode="local"))
+def test_a_training_beside_plain_batch_norm(contexts, monkeypatch):
+    text = training.beside_plain(contexts[:3])
+    assert text.startswith("after a step, 3 replicas and a CPU differ by ")
+    assert "20 steps take the loss from 1." in text
+    monkeypatch.setattr(training, "SyncBatchNorm", functools.partial(training.SyncBatchNorm, mode="local"))
     with pytest.raises(ArithmeticError, match=r"3 replicas and a CPU differ by .* expected are differences below 3e-3"):
-        report.trained_on_all(contexts[:3])
+        training.beside_plain(contexts[:3])
 
 
 def test_packages_that_are_installed_twice(tmp_path, monkeypatch):
