@@ -26,7 +26,7 @@ if sys.version_info >= (3, 13):  # CuPy's wheels hold a CUDA runtime of their ow
     OF_ONE_PYTHON = {}
 WHEELS = {"mxnet-cu112==1.9.1": 460, **OF_ONE_PYTHON}
 
-CORE = ["errors", "device", "memory", "streams", "fiber", "launch", "access", "copies", "driver"]
+CORE = ["errors", "device", "memory", "streams", "launch", "copies", "driver"]
 CORE_LIBRARY = "libcuda.so.1"
 # soname: (sources, the prefix of the names that libmxnet.so and CuPy take from it)
 LIBRARIES = {

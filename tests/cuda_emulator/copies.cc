@@ -12,8 +12,8 @@ void move(const Copy& it, int device) {
     for (size_t row = 0; row < it.rows; ++row) {
         char* const to = static_cast<char*>(it.to) + row * it.to_pitch;
         const char* const from = static_cast<const char*>(it.from) + row * it.from_pitch;
-        std::string wrong = problem(from, it.width, it.from_device, kRead);
-        if (wrong.empty()) wrong = problem(to, it.width, it.to_device, kWrite);
+        std::string wrong = problem(from, it.width, it.from_device);
+        if (wrong.empty()) wrong = problem(to, it.width, it.to_device);
         if (!wrong.empty()) {
             report(device, kIllegalAddress, format("copy of %zu rows of %zu bytes: ", it.rows, it.width) + wrong);
             return;
@@ -63,10 +63,9 @@ Status compute(const StreamPointer& stream, const std::string& name, const std::
     const int device = device_of(*stream);
     if (const Status status = sticky(device)) return status;
     enqueue(stream, [=] {
-        std::string wrong;
+        std::string wrong = problem(written.begin, written.size, device);
         for (const Bytes& read : reads)
-            if (wrong.empty()) wrong = problem(read.begin, read.size, device, kRead);
-        if (wrong.empty()) wrong = problem(written.begin, written.size, device, kWrite);
+            if (wrong.empty()) wrong = problem(read.begin, read.size, device);
         if (wrong.empty())
             work();
         else

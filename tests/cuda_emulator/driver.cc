@@ -214,16 +214,26 @@ Status cuLaunchKernel(Function* function, unsigned grid_x, unsigned grid_y, unsi
         std::memcpy(arguments->values[i].get(), parameters[i], kernel->sizes[i]);
         arguments->pointers.push_back(arguments->values[i].get());
     }
-    Launch launch{kernel,
-                  name,
-                  function->module->library.c_str(),
-                  function->module->handle,
-                  {grid_x, grid_y, grid_z},
-                  {block_x, block_y, block_z},
-                  device,
-                  arguments->pointers.data()};
+    const Launch launch{
+        kernel, name, {grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, device, arguments->pointers.data()};
     count(device, kLaunches);
-    enqueue(stream, [launch, arguments] { run(launch); });
+    enqueue(stream, [launch, arguments] {
+        const EmulatedKernel& kernel = *launch.kernel;
+        for (unsigned i = 0; i < kernel.parameters; ++i)
+            for (size_t at = 0; at + sizeof(uintptr_t) <= kernel.sizes[i]; at += sizeof(uintptr_t)) {
+                uintptr_t word;
+                std::memcpy(&word, arguments->values[i].get() + at, sizeof word);
+                // No address: numbers are smaller, those of floating point larger, and the rest is padding.
+                if (word >> 44 == 0 || word >> 47 != 0 || (word & 0xffffffff) >> 16 == 0) continue;
+                const void* const pointer = reinterpret_cast<const void*>(word);
+                const std::string wrong =
+                    device_of(pointer) == kPageableHost ? "host memory" : problem(pointer, 1, launch.device);
+                if (wrong.empty()) continue;
+                report(launch.device, kIllegalAddress, "kernel " + launch.name + ", an argument: " + wrong);
+                return;
+            }
+        run(launch);
+    });
     return kSuccess;
 }
 }

@@ -1,22 +1,46 @@
 #include "launch.h"
 
-#include <dlfcn.h>
-#include <elf.h>
-#include <link.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <ucontext.h>
 
-#include <algorithm>
 #include <cstdio>
-#include <cstring>
-
-#include "block.h"
+#include <cstdlib>
+#include <map>
+#include <utility>
+#include <vector>
 
 namespace emulator {
-
-thread_local Block* running_block __attribute__((tls_model("initial-exec"))) = nullptr;
-
 namespace {
 
-constexpr unsigned char kSharedPoison = 0xff;  // NaN, as in memory.cc
+constexpr size_t kStack = 64 << 10, kPage = 4096;
+
+// Where shim.h finds threadIdx and its kin: `struct EmulatedIndex` there has the same members.
+struct ThreadIndex {
+    Dimensions thread, block, block_size, grid_size;
+};
+
+enum ThreadState { kReady, kAtBarrier, kEnded };
+
+struct Thread {
+    ucontext_t entry;
+    jmp_buf here;  // where it goes on after a barrier
+    bool entered;
+    ThreadIndex index;
+    ThreadState state;
+};
+
+struct Block {
+    const Launch* launch;
+    std::vector<Thread*> threads;  // kept for the next launch of this thread of the system
+    Thread* running;
+    unsigned size, at_barrier, ended;
+    int line;  // of the barrier that threads wait at
+    bool failed;
+    jmp_buf scheduler;
+};
+thread_local Block* running_block = nullptr;
 
 std::string triple(const Dimensions& it) { return format("(%u,%u,%u)", it.x, it.y, it.z); }
 
@@ -24,104 +48,103 @@ Dimensions position(const Dimensions& size, unsigned index) {
     return {index % size.x, index / size.x % size.y, index / size.x / size.y};
 }
 
-// file:line of an address in the library, by the program that comes with the linker.
-std::string line_of(const Launch& launch, void* pc) {
-    Dl_info info;
-    if (!pc || !dladdr(pc, &info)) return "";
-    const size_t offset = static_cast<char*>(pc) - static_cast<char*>(info.dli_fbase) - 1;
-    FILE* const answer = popen(format("addr2line -e '%s' 0x%zx 2>/dev/null", launch.library, offset).c_str(), "r");
-    if (!answer) return "";
-    char line[256] = "";
-    if (!std::fgets(line, sizeof line, answer)) line[0] = 0;
-    pclose(answer);
-    std::string text(line);
-    text.erase(std::min(text.find_last_not_of('\n') + 1, text.find(' ')));
-    return text.empty() || text[0] == '?' ? "" : ", at " + text.substr(text.rfind('/') + 1);
+// Reports, and gives up the launch; does not return.
+[[noreturn]] void fail(Status status, const std::string& text) {
+    Block* const block = running_block;
+    const ThreadIndex& at = block->running->index;
+    report(block->launch->device, status,
+           "kernel " + block->launch->name + ", block " + triple(at.block) + ", thread " + triple(at.thread) + ": " +
+               text);
+    block->failed = true;
+    _longjmp(block->scheduler, 1);
 }
 
-void to_scheduler(Block* block) { emulator_switch(&block->current().fiber->stack_pointer, block->scheduler); }
+std::map<int, struct sigaction>& before = *new std::map<int, struct sigaction>;
+
+void on_signal(int number, siginfo_t* info, void* context) {
+    static const std::map<int, std::pair<Status, const char*>> kinds = {
+        {SIGSEGV, {kIllegalAddress, "access that is out of bounds, or misaligned, at %p"}},
+        {SIGBUS, {kIllegalAddress, "access that is out of bounds, at %p"}},
+        {SIGILL, {kMisalignedAddress, "misaligned access, or an index outside of its array, at %p"}},
+        {SIGFPE, {kLaunchFailure, "integer division by zero, at %p"}}};
+    if (running_block != nullptr) fail(kinds.at(number).first, format(kinds.at(number).second, info->si_addr));
+    const struct sigaction& other = before[number];
+    if (other.sa_flags & SA_SIGINFO) return other.sa_sigaction(number, info, context);
+    if (other.sa_handler != SIG_DFL && other.sa_handler != SIG_IGN) return other.sa_handler(number);
+    sigaction(number, &other, nullptr);  // the instruction is tried again
+}
+
+// What others have set before the first launch gets the signals of all other code.
+const bool take_signals() {
+    struct sigaction ours = {};
+    ours.sa_sigaction = on_signal;
+    ours.sa_flags = SA_SIGINFO | SA_NODEFER;
+    for (const int number : {SIGSEGV, SIGBUS, SIGILL, SIGFPE}) sigaction(number, &ours, &before[number]);
+    return true;
+}
+
+Thread* new_thread() {
+    void* const stack = mmap(nullptr, kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (stack == MAP_FAILED || mprotect(stack, kPage, PROT_NONE) != 0) {
+        std::fputs("cuda emulator: no memory for the stack of a thread\n", stderr);
+        std::abort();
+    }
+    Thread* const thread = new Thread;
+    getcontext(&thread->entry);
+    thread->entry.uc_stack.ss_sp = stack;
+    thread->entry.uc_stack.ss_size = kStack;
+    return thread;
+}
 
 void thread_main() {
     Block* const block = running_block;
     block->launch->kernel->run(block->launch->arguments);
-    block->current().state = kEnded;
+    block->running->state = kEnded;
     ++block->ended;
-    to_scheduler(block);
-    __builtin_unreachable();
-}
-
-// Where the library is, and its thread-local variables, which is what static __shared__ arrays are.
-void find_library(Block* block) {
-    const Launch& launch = *block->launch;
-    SharedBytes* const out = &block->shared;
-    void* (*const touch)() = reinterpret_cast<void* (*)()>(dlsym(launch.handle, "emulated_shared_anchor"));
-    touch();  // they exist once the thread has asked for one
-    void* where = nullptr;
-    dlinfo(launch.handle, RTLD_DI_TLS_DATA, &where);
-    struct Search {
-        const char* name;
-        Block* block;
-        size_t size;
-    } search{launch.library, block, 0};
-    block->library.clear();
-    dl_iterate_phdr(
-        [](dl_phdr_info* info, size_t, void* data) {
-            Search* const wanted = static_cast<Search*>(data);
-            if (std::strcmp(info->dlpi_name, wanted->name) != 0) return 0;
-            for (int i = 0; i < info->dlpi_phnum; ++i) {
-                const ElfW(Phdr)& segment = info->dlpi_phdr[i];
-                if (segment.p_type == PT_TLS) wanted->size = segment.p_memsz;
-                if (segment.p_type == PT_LOAD)
-                    wanted->block->library.push_back(
-                        {reinterpret_cast<char*>(info->dlpi_addr + segment.p_vaddr), segment.p_memsz});
-            }
-            return 1;
-        },
-        &search);
-    out->begin = static_cast<char*>(where);
-    out->size = where ? search.size : 0;
-    out->records.assign(out->size, SharedBytes::Record{});
+    _longjmp(block->scheduler, 1);
 }
 
 // Nobody can go on: says who waits for whom.
 std::string deadlock(const Block& block) {
-    unsigned waiting = 0, ended = 0;
-    while (block.threads[waiting].state != kAtBarrier) ++waiting;
-    while (block.threads[ended].state != kEnded) ++ended;
+    unsigned ended = 0;
+    while (block.threads[ended]->state != kEnded) ++ended;
     return format("%u of %u threads wait at __syncthreads, line %d, which thread %s never reached: it has ended",
-                  block.at_barrier, block.size, block.threads[waiting].line,
-                  triple(position(block.launch->block, ended)).c_str());
+                  block.at_barrier, block.size, block.line, triple(block.threads[ended]->index.thread).c_str());
 }
 
-void run_block(Block* block) {
+// Runs the thread up to a barrier, its end or a fault. Unlike swapcontext, a jump makes no call of the system.
+void go_on(Block* block) {
+    if (_setjmp(block->scheduler) != 0) return;
+    if (std::exchange(block->running->entered, true)) _longjmp(block->running->here, 1);
+    setcontext(&block->running->entry);
+}
+
+// Its threads take turns from the first to the last, or in every other block from the last to the first: what needs a
+// barrier that is not there goes wrong in one of them.
+void run_block(Block* block, unsigned number) {
     const Launch& launch = *block->launch;
     block->at_barrier = block->ended = 0;
-    block->started_at = block->barrier_at = ++block->time;
-    std::memset(block->shared.begin, kSharedPoison, block->shared.size);
     for (unsigned i = 0; i < block->size; ++i) {
-        Thread& thread = block->threads[i];
+        Thread& thread = *block->threads[i];
         thread.state = kReady;
-        thread.fiber->prepare(thread_main);
-        *static_cast<ThreadIndex*>(thread.fiber->private_values()) = {position(launch.block, i), block->index,
-                                                                      launch.block, launch.grid};
+        thread.index = {position(launch.block, i), position(launch.grid, number), launch.block, launch.grid};
+        thread.entered = false;
+        makecontext(&thread.entry, thread_main, 0);
     }
     while (block->ended < block->size) {
         for (unsigned i = 0; i < block->size; ++i) {
-            if (block->threads[i].state != kReady) continue;
-            block->running = i;
-            emulator_switch(&block->scheduler, block->threads[i].fiber->stack_pointer);
+            block->running = block->threads[number % 2 == 0 ? i : block->size - 1 - i];
+            if (block->running->state == kReady) go_on(block);
             if (block->failed) return;
         }
         // Hardware lets a barrier go when the other threads have ended; CUDA's manual forbids to rely on it.
         if (block->at_barrier == block->size) {
             block->at_barrier = 0;
-            block->barrier_at = ++block->time;
-            for (unsigned i = 0; i < block->size; ++i)
-                if (block->threads[i].state == kAtBarrier) block->threads[i].state = kReady;
+            for (unsigned i = 0; i < block->size; ++i) block->threads[i]->state = kReady;
         } else if (block->at_barrier > 0) {
-            block->running = 0;
-            report(launch.device, kLaunchFailure,
-                   "kernel " + launch.name + ", block " + triple(block->index) + ": " + deadlock(*block));
+            report(
+                launch.device, kLaunchFailure,
+                "kernel " + launch.name + ", block " + triple(block->running->index.block) + ": " + deadlock(*block));
             block->failed = true;
             return;
         }
@@ -130,39 +153,17 @@ void run_block(Block* block) {
 
 }  // namespace
 
-std::string thread_name(const Block& block, unsigned thread) {
-    return "thread " + triple(position(block.launch->block, thread));
-}
-
-void fail(Status status, const std::string& text, void* pc) {
-    Block* const block = running_block;
-    const Launch& launch = *block->launch;
-    report(launch.device, status,
-           "kernel " + launch.name + ", block " + triple(block->index) + ", " + thread_name(*block, block->running) +
-               line_of(launch, pc) + ": " + text);
-    block->failed = true;
-    to_scheduler(block);
-    __builtin_unreachable();
-}
-
 void run(const Launch& launch) {
-    // Stacks and records are kept for the thread's next launch.
+    static const bool taken = take_signals();
     static thread_local Block& block = *new Block;
+    static_cast<void>(taken);
     block.launch = &launch;
     block.failed = false;
     block.size = launch.block.x * launch.block.y * launch.block.z;
-    while (block.threads.size() < block.size) {
-        block.threads.emplace_back();
-        block.threads.back().fiber = new_fiber();
-    }
-    find_library(&block);
-
+    while (block.threads.size() < block.size) block.threads.push_back(new_thread());
     running_block = &block;
     const unsigned blocks = launch.grid.x * launch.grid.y * launch.grid.z;
-    for (unsigned i = 0; i < blocks && !block.failed; ++i) {
-        block.index = position(launch.grid, i);
-        run_block(&block);
-    }
+    for (unsigned i = 0; i < blocks && !block.failed; ++i) run_block(&block, i);
     running_block = nullptr;
 }
 
@@ -170,28 +171,15 @@ void run(const Launch& launch) {
 
 // ---- what shim.h calls --------------------------------------------------------------------------------------
 
-using emulator::Block;
-using emulator::Thread;
-
-extern "C" const void* emulated_index() {
-    Block* const block = emulator::running_block;
-    return block->current().fiber->private_values();
-}
+extern "C" const void* emulated_index() { return &emulator::running_block->running->index; }
 
 extern "C" void emulated_barrier(int line) {
-    Block* const block = emulator::running_block;
-    Thread& thread = block->current();
-    thread.line = line;
-    if (block->at_barrier) {
-        unsigned other = 0;
-        while (block->threads[other].state != emulator::kAtBarrier) ++other;
-        if (block->threads[other].line != line)
-            emulator::fail(emulator::kLaunchFailure,
-                           emulator::format("reached __syncthreads, line %d, while %s waits at another, line %d", line,
-                                            thread_name(*block, other).c_str(), block->threads[other].line),
-                           nullptr);
-    }
-    thread.state = emulator::kAtBarrier;
-    ++block->at_barrier;
-    emulator::to_scheduler(block);
+    emulator::Block* const block = emulator::running_block;
+    if (block->at_barrier++ == 0) block->line = line;
+    if (block->line != line)
+        emulator::fail(
+            emulator::kLaunchFailure,
+            emulator::format("reached __syncthreads, line %d, while another waits at line %d", line, block->line));
+    block->running->state = emulator::kAtBarrier;
+    if (_setjmp(block->running->here) == 0) _longjmp(block->scheduler, 1);
 }

@@ -1,7 +1,6 @@
-// Runs the blocks of one launch, the threads of a block as fibers of the calling thread.
+// Runs the blocks of one launch, the threads of a block in turn, each on a stack of its own.
 #pragma once
 
-#include <cstddef>
 #include <string>
 
 #include "errors.h"
@@ -22,9 +21,7 @@ struct Dimensions {
 
 struct Launch {
     const EmulatedKernel* kernel;
-    std::string name;     // for messages
-    const char* library;  // the file it is in, to turn addresses into lines
-    void* handle;         // of that file
+    std::string name;  // for messages
     Dimensions grid, block;
     int device;
     void** arguments;

@@ -111,33 +111,29 @@ bool Communicator::wait(std::atomic<uint64_t> Rank::* what, uint64_t least, int 
 void Communicator::perform(uint64_t number, const Call& call, const void* from, void* to) {
     const size_t bytes = call.bytes();
     const size_t writes = ranks * bytes;
-    // A kernel that is aborted leaves anything in its memory: nobody is told that it was never written.
-    const auto end = [&] {
-        if (aborted) problem(to, writes, device, kWrite);
-    };
-    const auto is_wrong = [&](const void* pointer, size_t size, Access access) {
+    const auto is_wrong = [&](const void* pointer, size_t size) {
         const bool of_a_device = size == 0 || device_of(pointer) >= 0;
-        const std::string found = of_a_device ? problem(pointer, size, device, access) : "not device memory";
+        const std::string found = of_a_device ? problem(pointer, size, device) : "not device memory";
         if (!found.empty()) break_off(format("ncclAllGather, rank %d: ", rank) + found);
         return !found.empty();
     };
     while (lost == device && !aborted) pause();
-    if (aborted) return end();
+    if (aborted) return;
     if (bytes > kMost) return break_off(format("%zu bytes: the emulator passes on at most %zu", bytes, kMost));
-    if (is_wrong(from, bytes, kRead)) return;
+    if (is_wrong(from, bytes)) return;
     for (int i = 0; i < ranks; ++i)  // the others have read what was there; the streams of this rank take turns
-        if (!wait(&Rank::done, number, i, number, call)) return end();
+        if (!wait(&Rank::done, number, i, number, call)) return;
     Rank* const all = place_->all;
     all[rank].call = call;
     std::memcpy(all[rank].data, from, bytes);
     all[rank].arrived = number + 1;
     for (int i = 0; i < ranks; ++i) {
-        if (!wait(&Rank::arrived, number + 1, i, number, call)) return end();
+        if (!wait(&Rank::arrived, number + 1, i, number, call)) return;
         if (!(all[i].call == call))
             return break_off(
                 format("rank %d calls %s, rank %d calls %s", rank, call.text().c_str(), i, all[i].call.text().c_str()));
     }
-    if (is_wrong(to, writes, kWrite)) return;
+    if (is_wrong(to, writes)) return;
     for (int i = 0; i < ranks; ++i) std::memcpy(static_cast<char*>(to) + i * bytes, all[i].data, bytes);
     all[rank].done = number + 1;
 }

@@ -100,20 +100,12 @@ struct EmulatedEntry;
 template <typename... P, void (*kernel)(P...)>
 struct EmulatedEntry<void (*)(P...), kernel> {
     static constexpr unsigned sizes[sizeof...(P) + 1] = {sizeof(P)...};
-    // The values are the emulator's own memory, which checked code may not read.
     template <int... I>
-    __attribute__((no_sanitize_thread, no_sanitize_undefined)) static void call(void** values, EmulatedNumbers<I...>) {
+    static void call(void** values, EmulatedNumbers<I...>) {
         kernel(*static_cast<P*>(values[I])...);
     }
-    __attribute__((no_sanitize_thread, no_sanitize_undefined)) static void run(void** values) {
-        call(values, EmulatedNumbers<__integer_pack(sizeof...(P))...>());
-    }
+    static void run(void** values) { call(values, EmulatedNumbers<__integer_pack(sizeof...(P))...>()); }
     static constexpr EmulatedKernel make(const char* name) { return {name, sizeof...(P), sizes, run}; }
 };
 template <typename... P, void (*kernel)(P...)>
 constexpr unsigned EmulatedEntry<void (*)(P...), kernel>::sizes[];
-
-thread_local char emulated_anchor;
-extern "C" __attribute__((visibility("default"), no_sanitize_thread)) void* emulated_shared_anchor() {
-    return &emulated_anchor;
-}

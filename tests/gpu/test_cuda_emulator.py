@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import os
 import re
-import signal
 import sys
 import time
 from pathlib import Path
@@ -22,7 +21,6 @@ if not OUT:
 
 import mxnet as mx  # noqa: E402
 from cuda_emulator.device import Device, EmulatorError, errors  # noqa: E402
-from gpus import counts  # noqa: E402
 
 cuda = ctypes.CDLL(f"{OUT}/lib/libcuda.so.1")
 cudart = ctypes.CDLL(f"{OUT}/lib/libcudart.so.11.0")
@@ -98,8 +96,6 @@ def test_mxnets_own_kernels_are_refused():
 FAULTS = r"""
 extern "C" __global__ void fill(float* x, int n) { if (threadIdx.x < n) x[threadIdx.x] = 1; }
 extern "C" __global__ void copy(const float* x, float* y) { y[threadIdx.x] = x[threadIdx.x]; }
-struct Three { unsigned x, y, z; };
-extern "C" __global__ void structures(const Three* x, Three* y) { y[0] = x[0]; }
 extern "C" __global__ void halfway(float* x) {
     if (threadIdx.x < 32) __syncthreads();
     x[threadIdx.x] = 0;
@@ -111,22 +107,10 @@ extern "C" __global__ void two_barriers(float* x) {
         __syncthreads();
     x[threadIdx.x] = 0;
 }
-extern "C" __global__ void reads_early(float* x) {
+extern "C" __global__ void reversed(float* x) {
     __shared__ float s[64];
-    s[threadIdx.x] = 1;
-    x[threadIdx.x] = s[threadIdx.x / 2];
-}
-extern "C" __global__ void writes_early(float* x) {
-    __shared__ float s[64];
-    s[threadIdx.x] = 1;
-    __syncthreads();
-    x[threadIdx.x] = s[(threadIdx.x + 1) % 64];
-    s[threadIdx.x] = 2;
-}
-extern "C" __global__ void unset(float* x) {
-    __shared__ float s[64];
-    if (threadIdx.x == 64) s[0] = 1;  // never; without it the compiler would know that nobody writes
-    x[threadIdx.x] = s[threadIdx.x];
+    s[threadIdx.x] = threadIdx.x;
+    x[64 * blockIdx.x + threadIdx.x] = s[63 - threadIdx.x];
 }
 extern "C" __global__ void row(float* x, int column) {
     __shared__ float s[2][32];
@@ -137,7 +121,6 @@ extern "C" __global__ void row(float* x, int column) {
 struct alignas(8) Two { float x, y; };
 extern "C" __global__ void skewed(float* x) { x[0] = reinterpret_cast<Two*>(x + 1)->x; }
 extern "C" __global__ void divides(int* x, int by) { x[0] = 7 / by; }
-extern "C" __global__ void pointer_in(float** x) { x[0][0] = 1; }
 """
 
 
@@ -163,47 +146,23 @@ HOST = np.ones(64, "float32")
 FOUND = {
     "out of bounds": (
         lambda here, other: ("fill", 96, here.empty(64), np.int32(65)),
-        r"kernel fill, block \(0,0,0\), thread \(64,0,0\), at source.cu:2.*write of 4 bytes at 0x\w+: "
-        r"out of bounds, byte 256 of allocation #\d+, 256 bytes",
+        r"kernel fill, block \(0,0,0\), thread \(64,0,0\): access that is out of bounds, or misaligned, at 0x\w+",
     ),
     "another device": (
         lambda here, other: ("copy", 64, other.upload(HOST), here.empty(64)),
-        r"from device 0, byte 0 of allocation .* on device 1",
+        r"from device 0, byte 0 of 256 bytes of device 1",
     ),
-    "a structure": (
-        lambda here, other: ("structures", 1, here.upload(np.zeros(3, "uint32")), here.empty(2, "uint32")),
-        "out of bounds",
-    ),
-    "null": (lambda here, other: ("copy", 64, ctypes.c_void_p(None), here.empty(64)), "null pointer"),
+    "null": (lambda here, other: ("copy", 64, ctypes.c_void_p(None), here.empty(64)), "out of bounds"),
     "the host's": (lambda here, other: ("copy", 64, ctypes.c_void_p(HOST.ctypes.data), here.empty(64)), "host memory"),
-    "nobody's": (
-        lambda here, other: ("pointer_in", 1, here.upload(np.array([0xFFFFFFFFFFFFFFF0], "uint64"))),
-        "no memory at all",
-    ),
     "a barrier that some reach": (
         lambda here, other: ("halfway", 64, here.empty(64)),
-        r"32 of 64 threads wait at __syncthreads, line 7, which thread \(32,0,0\) never reached",
+        r"32 of 64 threads wait at __syncthreads, line 5, which thread \(32,0,0\) never reached",
     ),
     "two barriers": (
         lambda here, other: ("two_barriers", 64, here.empty(64)),
-        r"thread \(32,0,0\).*line 14, while thread \(0,0,0\) waits at another, line 12",
+        r"thread \(32,0,0\).*line 12, while another waits at line 10",
     ),
-    "a read before a barrier": (
-        lambda here, other: ("reads_early", 64, here.empty(64)),
-        r"race: reads shared memory that thread \(\d+,0,0\) wrote",
-    ),
-    "a write before a barrier": (
-        lambda here, other: ("writes_early", 64, here.empty(64)),
-        "race: writes shared memory that another thread read",
-    ),
-    "shared, never written": (
-        lambda here, other: ("unset", 64, here.empty(64)),
-        "shared memory that no thread of the block has written",
-    ),
-    "another row": (
-        lambda here, other: ("row", 32, here.empty(32), np.int32(32)),
-        "index 32 is outside of the array",
-    ),
+    "another row": (lambda here, other: ("row", 32, here.empty(32), np.int32(32)), "outside of its array"),
     "alignment": (lambda here, other: ("skewed", 1, here.upload(np.ones(4, "float32"))), "misaligned access"),
     "by 0": (lambda here, other: ("divides", 1, here.empty(1, "int32"), np.int32(0)), "division by zero"),
 }
@@ -216,10 +175,12 @@ def test_a_fault_is_found(faults, other, fault):
     assert re.search(text, found(faults, kernel, 1, *rest))
 
 
-def test_what_is_right_is_no_fault(faults):
-    numbers = faults.upload(np.zeros(3, "uint32"))
-    assert found(faults, "structures", 1, 1, numbers, faults.empty(3, "uint32")) == ""
-    assert found(faults, "row", 1, 32, faults.empty(32), np.int32(31)) == ""
+def test_a_barrier_that_is_missing(faults):
+    """Blocks run their threads in two orders, each with its own numbers."""
+    x = faults.empty(128)
+    faults.launch("reversed", 2, 64, x)
+    assert not all(np.array_equal(block, np.arange(63, -1, -1)) for block in x.download().reshape(2, 64))
+    faults.launch("row", 1, 32, x, np.int32(31))
 
 
 def test_freed_memory(faults):
@@ -227,19 +188,8 @@ def test_freed_memory(faults):
         x = faults.upload(HOST)
         stale = ctypes.c_void_p(x.pointer.value)
         x.free()
-        y = faults.upload(HOST)
-        assert y.pointer.value != stale.value
+        assert faults.upload(HOST).pointer.value != stale.value
         assert "freed memory" in found(faults, "copy", 1, 64, stale, faults.empty(64))
-
-
-def test_memory_never_written(faults):
-    x = faults.empty(64)
-    faults.launch("fill", 1, 64, x, np.int32(63))
-    text = found(faults, "copy", 1, 64, x, faults.empty(64))
-    assert re.search(r"thread \(63,0,0\).*memory never written", text)
-    with pytest.raises(EmulatorError, match="memory never written"):
-        faults.empty(3).download()
-    take_errors()
 
 
 def test_an_error_stays_until_it_is_reset(faults):
@@ -251,26 +201,6 @@ def test_an_error_stays_until_it_is_reset(faults):
     take_errors()
     faults.launch("fill", 1, 64, x, np.int32(64))
     np.testing.assert_array_equal(x.download(), np.ones(64))
-
-
-def test_a_launch_that_no_device_would_take(faults):
-    x = faults.empty(64)
-    for arguments in [(0, 64), (1, 2048), ((1, 70000), 64)]:
-        with pytest.raises(EmulatorError, match="invalid argument"):
-            faults.launch("fill", *arguments, x, np.int32(1))
-    with pytest.raises(EmulatorError, match="not found"):
-        faults.launch("absent", 1, 64, x)
-
-
-def test_memory_has_an_end_and_is_freed_once(faults):
-    with pytest.raises(EmulatorError, match="out of memory"):
-        faults.empty(5 << 30, "int8")
-    x = faults.empty(4)
-    pointer = ctypes.c_void_p(x.pointer.value)
-    x.free()
-    with pytest.raises(EmulatorError, match="freed twice"):
-        faults.call("cuMemFree_v2", pointer)
-    take_errors()
 
 
 # ---- NVRTC -----------------------------------------------------------------------------------------------------
@@ -289,13 +219,6 @@ def test_options(faults):
         Device(OUT, source, options=("--gpu-architecture=compute_90", "-DVALUE=3"))
     with pytest.raises(EmulatorError, match=r"stdint\.h"):  # NVRTC has no headers of the C library
         Device(OUT, "#include <stdint.h>\n")
-
-
-# The compiler's results are kept: without it, a source that is known loads.
-def test_a_compiler_that_does_not_run(monkeypatch):
-    monkeypatch.setenv("CXX", "/nowhere/g++")
-    with pytest.raises(EmulatorError, match="the compiler '/nowhere/g\\+\\+' does not run"):
-        Device(OUT, f"// {os.getpid()}")
 
 
 # ---- streams and NCCL ------------------------------------------------------------------------------------------
@@ -386,14 +309,13 @@ def test_collectives_that_do_not_match(devices):
     assert re.search(r"NCCL: rank \d calls ncclAllGather of \d float32, rank", take_errors())
 
 
-@pytest.mark.parametrize("written, text", [(False, "rank 0: read of 16 bytes"), (True, "rank 1: write of 32 bytes")])
-def test_collectives_look_at_their_memory(devices, written, text):
+def test_collectives_look_at_their_memory(devices):
     arrays, outs, streams, clique = gathering(devices)
-    clique.gather(0, arrays[0] if written else outs[0], outs[0], streams[0])
+    clique.gather(0, arrays[0], outs[0], streams[0])
     clique.gather(1, arrays[1], arrays[1], streams[1])  # room for one part of two
     for stream in streams:
         cudart.cudaStreamSynchronize(stream)
-    assert text in take_errors()
+    assert "rank 1: 32 bytes at" in take_errors()
 
 
 def test_an_abort_ends_what_waits(devices):
@@ -405,22 +327,6 @@ def test_an_abort_ends_what_waits(devices):
     assert cudart.cudaStreamSynchronize(streams[0]) == 0
 
 
-def test_counts(devices):
-    cuda.cuda_emulator_reset_counts()
-    arrays, outs, streams, clique = gathering(devices)
-    for rank in range(2):
-        clique.gather(rank, arrays[rank], outs[rank], streams[rank])
-    while cudart.cudaStreamQuery(streams[0]) == NOT_READY:  # asked as often as one likes, it is one wait
-        time.sleep(0.001)
-    cudart.cudaStreamSynchronize(streams[1])
-    before = [counts(0), counts(1)]
-    waits = [of_one.pop("waits") for of_one in before]
-    others = {"launches": 0, "to device": 1, "to host": 0, "within": 0, "collectives": 1, "allocations": 2}
-    assert before == [others] * 2
-    outs[0].download()
-    assert counts(0)["to host"] == 1 and counts(0)["waits"] > waits[0]
-
-
 def test_copies_look_at_their_memory(devices):
     x, y = (device.upload(np.ones(4, "float32")) for device in devices)
     size, stream = ctypes.c_size_t(16), new_stream(devices[0])
@@ -428,7 +334,7 @@ def test_copies_look_at_their_memory(devices):
     assert cudart.cudaStreamSynchronize(stream) == 0
     cudart.cudaMemcpyPeerAsync(y.pointer, 0, x.pointer, 0, size, stream)
     assert cudart.cudaStreamSynchronize(stream) == 700
-    assert "write of 16 bytes" in take_errors()
+    assert "from device 0" in take_errors()
     cudart.cudaMemcpyAsync(y.pointer, x.pointer, size, 3, stream)
     assert cudart.cudaStreamSynchronize(stream) == 700
     assert "from device 0" in take_errors()
@@ -450,9 +356,3 @@ print("end")
     assert done.returncode == 86
     assert done.stdout == "end\n"
     assert "1 errors that nobody read" in done.stderr
-
-
-def test_what_is_not_emulated_names_itself():
-    done = python(f"import ctypes; ctypes.CDLL({OUT!r} + '/lib/libcublas.so.11').cublasSgemm_v2()")
-    assert done.returncode == -signal.SIGABRT
-    assert "cublasSgemm_v2 of libcublas.so.11 is not emulated" in done.stderr

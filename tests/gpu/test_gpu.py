@@ -363,7 +363,7 @@ def test_a_gpu_that_fails(rng):
     contexts, batch = gpus(2), make_batch(rng, 2)
     layer = prepare(SyncBatchNorm(in_channels=5, timeout=20), batch, contexts, "float64")
     xs = on_devices(batch.shards, contexts, "float64")
-    module = mx.rtc.CudaModule('extern "C" __global__ void beyond(double* x) { x[-1] = 0; }')
+    module = mx.rtc.CudaModule('extern "C" __global__ void beyond(double* x) { x[1 << 20] = 0; }')
     victim = on_devices(batch.shards, contexts, "float64")[1]
     module.get_kernel("beyond", "double* x").launch([victim], contexts[1], (1, 1, 1), (1, 1, 1))
     with pytest.raises(mx.MXNetError):
@@ -822,7 +822,7 @@ def test_the_process_ends_where_a_gpu_has_failed():
     """Its error comes at every call of CUDA. A step, `reset`, a fork and the exit each come to their end."""
     program = """
         victim = mx.nd.array(np.zeros(4), dtype="float64", ctx=contexts[1])
-        module = mx.rtc.CudaModule('extern "C" __global__ void beyond(double* x) { x[-1] = 0; }')
+        module = mx.rtc.CudaModule('extern "C" __global__ void beyond(double* x) { x[1 << 20] = 0; }')
         module.get_kernel("beyond", "double* x").launch([victim], contexts[1], (1, 1, 1), (1, 1, 1))
         for _ in range(3):
             with autograd.record():

@@ -75,7 +75,7 @@ class Cupy:
 
 
 class Emulated:
-    """The emulator, which also finds what reads or writes where it should not."""
+    """The emulator, without CuPy."""
 
     def __init__(self):
         if "CUDA_EMULATOR" not in os.environ:
