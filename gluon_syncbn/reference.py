@@ -53,7 +53,7 @@ Wu, Xie and Girshick, "Momentum Contrast for Unsupervised Visual Representation 
 section 3.3. The paper shuffles samples; this layer shuffles statistics.
 """
 
-from typing import List, NamedTuple, Optional, Sequence
+from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -174,24 +174,11 @@ def forward(
         slots = [Slot(*part, None, 0) for part in parts]
         statistics = [(*old, 0)]
     else:
-        feeding = [counts[device][samples].any() for device, samples in parts]
-        if not any(feeding):
-            raise ValueError("the shards hold no value that counts, expected at least one")
+        feeding = [bool(counts[device][samples].any()) for device, samples in parts]
         group_of_slot = [group_of[device] if mode == "sync" else i for i, (device, _) in enumerate(parts)]
-        present = sorted({group for group, feeds in zip(group_of_slot, feeding) if feeds})
-        own = [present.index(group) if group in present else None for group in group_of_slot]
-        uses = own
-        if mode == "shuffle":
-            taken = [] if permutation is None else list(permutation)
-            if sorted(taken) != list(range(len(present))) or any(i == j for i, j in enumerate(taken)):
-                raise ValueError(
-                    f"permutation is {permutation}, expected one without fixed points of the {len(present)} slots that "
-                    "hold a value"
-                )
-            uses = [None if k is None else taken[k] for k in own]
-        slots = [Slot(*part, k if feeds else None, u) for part, k, feeds, u in zip(parts, own, feeding, uses)]
+        slots = _slots(parts, feeding, group_of_slot, mode == "shuffle", permutation)
         statistics = []
-        for k in range(len(present)):
+        for k in sorted({slot.feeds for slot in slots if slot.feeds is not None}):
             feeders = [(slot.device, slot.samples) for slot in slots if slot.feeds == k]
             x = np.concatenate([arrays[device][samples][counts[device][samples]] for device, samples in feeders])
             statistics.append((x.mean(0), x.var(0), len(x)))
@@ -222,6 +209,30 @@ def forward(
     outputs = [np.moveaxis(y, -1, axis) for y in outputs]
     means, variances = ([pair[i] for pair in running] for i in range(2))
     return Forward(outputs, means, variances, pools, slots, axis, scale, slopes, counts)
+
+
+def _slots(
+    parts: Sequence[Tuple[int, np.ndarray]],
+    feeding: Sequence[bool],
+    group_of: Sequence[int],
+    shuffles: bool,
+    permutation: Optional[Sequence[int]],
+) -> List[Slot]:
+    """Assigns slots to pools: each group that `feeding` gives a value has one."""
+    present = sorted({group for group, feeds in zip(group_of, feeding) if feeds})
+    if not present:
+        raise ValueError("the shards hold no value that counts, expected at least one")
+    own = [present.index(group) if group in present else None for group in group_of]
+    uses = own
+    if shuffles:
+        taken = [] if permutation is None else list(permutation)
+        if sorted(taken) != list(range(len(present))) or any(i == j for i, j in enumerate(taken)):
+            raise ValueError(
+                f"permutation is {permutation}, expected one without fixed points of the {len(present)} slots that "
+                "hold a value"
+            )
+        uses = [None if k is None else taken[k] for k in own]
+    return [Slot(*part, k if feeds else None, u) for part, k, feeds, u in zip(parts, own, feeding, uses)]
 
 
 def backward(

@@ -71,6 +71,16 @@ def room(module):
     return module.split(".")[1] if "." in module else ""
 
 
+def test_functions_are_short():
+    for module, path in MODULES.items():
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for node in ast.walk(ast.parse("\n".join(lines))):
+            if isinstance(node, ast.FunctionDef):
+                first = node.body[1 if ast.get_docstring(node) and node.body[1:] else 0]
+                code = [one for one in lines[first.lineno - 1 : node.end_lineno] if one.strip(" #")]
+                assert len(code) <= 60, f"{module}.{node.name}"
+
+
 def test_imports_point_one_way():
     graph = arrows()
     assert {room(module) for module in graph} == {name for names in FLOORS for name in names}, "FLOORS has to follow"
