@@ -363,24 +363,19 @@ def _permutation(n: int, *numbers: int) -> np.ndarray:
 
 def _rearrange(shards: Sequence[Any], order: np.ndarray, axis: int) -> List[Any]:
     """Returns ``concat(shards)[order]`` along ``axis``, cut like the shards, on their contexts."""
-    given, shards = shards[0], [kinds.classic(shard) for shard in shards]
-    starts = np.cumsum([0] + [shard.shape[axis] for shard in shards])
-    owners = np.searchsorted(starts, order, side="right") - 1  # the shard that holds the row for each place
-    pieces: List[List[Any]] = [[] for _ in shards]
-    for i, shard in enumerate(shards):
-        places = np.flatnonzero(owners == i)
-        rows = _take(shard, order[places] - starts[i], axis)  # one gather, sorted by the places
-        cuts = np.searchsorted(places, starts)
-        for target, parts, low, high in zip(shards, pieces, cuts, cuts[1:]):
-            if low < high:
-                part = rows[low:high] if axis == 0 else nd.slice_axis(rows, axis=axis, begin=low, end=high)
-                parts.append(part.as_in_context(target.ctx))
+    ends = np.cumsum([shard.shape[axis] for shard in shards])
+    owners = np.searchsorted(ends, order, side="right")  # the shard that holds the row for each place
     results = []
-    for parts, there in zip(pieces, np.split(owners, starts[1:-1])):
+    for target, rows, there in zip(shards, np.split(order, ends[:-1]), np.split(owners, ends[:-1])):
+        parts = []
+        for i in np.unique(there):
+            part = _take(shards[i], rows[there == i] - (ends[i] - shards[i].shape[axis]), axis)
+            parts.append(kinds.classic(part).as_in_context(target.ctx))
         # The parts come in the order of their owners, and the rows of a part in the order of the places.
         back = np.argsort(np.argsort(there, kind="stable"))
-        results.append(_take(nd.concat(*parts, dim=axis), back, axis) if len(parts) > 1 else parts[0])
-    return [kinds.like(result, given) for result in results]
+        result = _take(nd.concat(*parts, dim=axis), back, axis) if len(parts) > 1 else parts[0]
+        results.append(kinds.like(result, target))
+    return results
 
 
 def _take(data: Any, rows: np.ndarray, axis: int) -> Any:
