@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from typing import Any, Callable, Iterator, List, Tuple
+from typing import Any, Callable, List, Optional, Tuple
 
 import mxnet as mx
 from mxnet import autograd, gluon
@@ -15,8 +14,7 @@ from ..system import arguments, kinds
 _PARTS = ("allreduce_grads", "update")  # of a step
 
 
-@contextmanager
-def join(net: gluon.Block, trainer: gluon.Trainer) -> Iterator[None]:
+class join:
     """Trains until every process of the job has used all of its batches. Their numbers may differ.
 
     ::
@@ -67,70 +65,73 @@ def join(net: gluon.Block, trainer: gluon.Trainer) -> Iterator[None]:
         never called the net, and others still train. If an exception leaves the block, the other processes end with an
         error that names this rank and the exception.
     """
-    arguments.block("net", net)
-    store: Any = trainer._kvstore_params["kvstore"] if isinstance(trainer, gluon.Trainer) else None
-    if not isinstance(store, ProcessStore):
-        arguments.refuse("trainer", trainer, "a gluon.Trainer(..., kvstore=gluon_syncbn.kvstore(...))")
-    steps = _Steps(trainer, store)
-    hook = net.register_forward_pre_hook(steps.call)
-    own = {name: vars(trainer).get(name) for name in ("step", *_PARTS)}  # which may be the user's
-    ours = {"step": steps.step, **{name: steps.part(name, getattr(trainer, name)) for name in _PARTS}}
-    vars(trainer).update(ours)
-    store.joins += 1
-    try:
-        yield
-        hook.detach()
-        steps.follow(net)
-    except BaseException as error:
-        store.fail(f"rank {store.rank} left gluon_syncbn.join with {type(error).__name__}: {error}")
-        raise
-    finally:
-        hook.detach()
-        steps.ended = True
-        for name in ours:
-            if vars(trainer).get(name) is ours[name]:
-                del vars(trainer)[name]
-                if own[name] is not None:
-                    setattr(trainer, name, own[name])
-        store.joins -= 1
 
+    def __init__(self, net: gluon.Block, trainer: gluon.Trainer) -> None:
+        self._net = arguments.block("net", net)
+        self._store: Any = trainer._kvstore_params["kvstore"] if isinstance(trainer, gluon.Trainer) else None
+        if not isinstance(self._store, ProcessStore):
+            arguments.refuse("trainer", trainer, "a gluon.Trainer(..., kvstore=gluon_syncbn.kvstore(...))")
+        self._trainer, self._take = trainer, trainer.step
+        self._calls: List[Tuple[Any, ...]] = []  # of the net, in the step that goes on or was the last
+        self._unused: List[mx.nd.NDArray] = []  # parameters that got no gradient in the last step
+        self._is_open = self._in_update = False
+        self._ended = False  # the block: a wrapper that was made within it calls the methods still
 
-class _Steps:
-    """The steps of this process within a block. Its methods take the places of those of the Trainer."""
+    def __enter__(self) -> None:
+        trainer = vars(self._trainer)
+        self._own = {name: trainer.get(name) for name in ("step", *_PARTS)}  # which may be the user's
+        parts = {name: self._part(name, getattr(self._trainer, name)) for name in _PARTS}
+        self._ours = {"step": self._step, **parts}
+        self._hook = self._net.register_forward_pre_hook(self._call)
+        trainer.update(self._ours)
+        self._store.joins += 1
 
-    def __init__(self, trainer: gluon.Trainer, store: ProcessStore) -> None:
-        self.trainer, self.store, self.take = trainer, store, trainer.step
-        self.calls: List[Tuple[Any, ...]] = []  # of the net, in the step that goes on or was the last
-        self.unused: List[mx.nd.NDArray] = []  # parameters that got no gradient in the last step
-        self.is_open = self.in_update = False
-        self.ended = False  # the block: a wrapper that was made within it calls the methods still
+    def __exit__(self, kind: Any, error: Optional[BaseException], trace: Any) -> None:
+        try:
+            self._hook.detach()
+            if error is None:
+                self._follow()
+        except BaseException as other:
+            error = other
+            raise
+        finally:
+            if error is not None:
+                self._store.fail(f"rank {self._store.rank} left gluon_syncbn.join with {type(error).__name__}: {error}")
+            self._ended = True
+            trainer = vars(self._trainer)
+            for name in self._ours:
+                if trainer.get(name) is self._ours[name]:
+                    del trainer[name]
+                    if self._own[name] is not None:
+                        setattr(self._trainer, name, self._own[name])
+            self._store.joins -= 1
 
-    def call(self, net: gluon.Block, inputs: Tuple[Any, ...]) -> None:
+    def _call(self, net: gluon.Block, inputs: Tuple[Any, ...]) -> None:
         if not autograd.is_training():
             return
-        if not self.is_open:
-            self.calls.clear()
-            self.is_open = True
-            self.store.tell_all("whether there is a batch", True)
-        self.calls.append(inputs)
+        if not self._is_open:
+            self._calls.clear()
+            self._is_open = True
+            self._store.tell_all("whether there is a batch", True)
+        self._calls.append(inputs)
 
-    def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
-        if self.ended:
-            self.take(batch_size, ignore_stale_grad)
+    def _step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
+        if self._ended:
+            self._take(batch_size, ignore_stale_grad)
             return
-        trained = [array for p in self.trainer._params if p.grad_req != "null" for array in p.list_data()]
-        self.unused = [array for array in trained if not array._fresh_grad]
+        trained = [array for p in self._trainer._params if p.grad_req != "null" for array in p.list_data()]
+        self._unused = [array for array in trained if not array._fresh_grad]
         samples = arguments.whole("batch_size", batch_size, 0, 2**53)
-        if samples and _are_of_all(samples, self.calls, self.store.num_workers):
+        if samples and _are_of_all(samples, self._calls, self._store.num_workers):
             arguments.refuse("batch_size", samples, "the samples of this process within gluon_syncbn.join, not of all")
-        total = sum(self.store.tell_all("the samples of a step", samples))
-        self.in_update = True
-        self.take(total, ignore_stale_grad)
-        self.is_open = self.in_update = False
+        total = sum(self._store.tell_all("the samples of a step", samples))
+        self._in_update = True
+        self._take(total, ignore_stale_grad)
+        self._is_open = self._in_update = False
 
-    def part(self, name: str, method: Callable[..., None]) -> Callable[..., None]:
+    def _part(self, name: str, method: Callable[..., None]) -> Callable[..., None]:
         def part(*args: Any, **kwargs: Any) -> None:
-            if not (self.in_update or self.ended):
+            if not (self._in_update or self._ended):
                 raise mx.MXNetError(
                     f"trainer.{name} was called within gluon_syncbn.join, where a process without a batch calls "
                     "trainer.step alone, and would not do what comes between the parts of a step. Do it in the step of "
@@ -140,20 +141,20 @@ class _Steps:
 
         return part
 
-    def follow(self, net: gluon.Block) -> None:
+    def _follow(self) -> None:
         """Takes part in the steps of the others, until no process has a batch."""
-        if self.is_open:
-            arguments.refuse("trainer", self.trainer, "trainer.step(...) after the last call of the net")
-        while any(self.store.tell_all("whether there is a batch", False)):
-            if not self.calls:
+        if self._is_open:
+            arguments.refuse("trainer", self._trainer, "trainer.step(...) after the last call of the net")
+        while any(self._store.tell_all("whether there is a batch", False)):
+            if not self._calls:
                 raise mx.MXNetError(
-                    f"rank {self.store.rank} never called the net within gluon_syncbn.join, so it cannot take part in "
+                    f"rank {self._store.rank} never called the net within gluon_syncbn.join, so it cannot take part in "
                     "the steps of the others. Give each process at least one batch."
                 )
-            _repeat_without_samples(net, self.calls)
-            for array in self.unused:
+            _repeat_without_samples(self._net, self._calls)
+            for array in self._unused:
                 array._fresh_grad = False
-            self.step(0, True)
+            self._step(0, True)
 
 
 def _are_of_all(samples: int, calls: List[Tuple[Any, ...]], processes: int) -> bool:
