@@ -105,6 +105,9 @@ from ._native import StepError
 from .layer import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd
 from .mxnet_side import lifetime as _lifetime
 from .mxnet_side import patches as _patches
+from .mxnet_side import recording as _recording
+from .mxnet_side import scopes as _scopes
+from .mxnet_side import trainer as _trainer
 from .nets import executors as _executors
 from .nets.convert import convert, freeze, revert
 from .nets.parameters import broadcast_parameters, from_torch, to_torch
@@ -118,8 +121,7 @@ from .training.session import configure, kvstore
 from .training.steps import reset
 
 _lifetime.begin()
-_patches.install()
-_executors.install()
+_patches.install(_scopes.WRAPPED, _trainer.WRAPPED, _recording.WRAPPED, _executors.WRAPPED)
 for _module in (contrastive, parallel, symbol):  # `dir` shows their public names alone
     vars(_module)["__dir__"] = _functools.partial(list, _module.__all__)
 

@@ -26,6 +26,7 @@ from .training.replicas import (
     Replicas,
     follow,
     followers_of,
+    for_replica,
     records,
     setting,
     traced,
@@ -330,13 +331,14 @@ class SyncBatchNorm(nn.BatchNorm):
     def _release_parameters(self) -> None:
         unfollow(self.running_mean, self.gamma, self._replicas)
 
-    def __getstate__(self) -> Dict[str, Any]:
+    def __setstate__(self, state: Any) -> None:
         """For ``copy`` and ``pickle``. A copy has replicas of its own, which do not meet those of the original."""
-        return {**self.__dict__, "_replicas": self._replicas.settings}
-
-    def __setstate__(self, state: Dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._adopt_parameters(*self.__dict__.pop("_replicas"))
+        attributes, slots = state if isinstance(state, tuple) else (state, {})
+        self.__dict__.update(attributes)
+        for name, value in slots.items():
+            setattr(self, name, value)
+        given: Any = self._replicas  # its settings, or the original's in a shallow copy
+        self._adopt_parameters(*getattr(given, "settings", given))
 
     def hybrid_forward(
         self,
@@ -446,4 +448,4 @@ def _initialising(initialise: Callable, parameter: Parameter, *args: Any) -> Non
 def _place(replicas: Replicas, parameter: Parameter) -> None:
     replicas.set_contexts(parameter.list_ctx(), parameter._data[0].shape[0])
     if replicas.separates() and replicas.on_cpus:
-        patches.replace(patches.for_replica, Block, "__call__")
+        patches.replace(for_replica, Block, "__call__")

@@ -9,10 +9,11 @@ import mxnet as mx
 from mxnet.gluon import HybridBlock
 
 from . import _native, layer
-from .mxnet_side import blocks, op, patches
+from .mxnet_side import blocks, op
 from .mxnet_side.nodes import json_of, layers_of, value_of
 from .nets.graphs import close_graph, open_graph, plain_graphs
 from .system import arguments
+from .training.session import session
 
 __all__ = ["SyncBatchNorm"]
 
@@ -131,4 +132,4 @@ def _as_layers(block: HybridBlock) -> None:
             close_graph(one)
 
 
-patches.before_recording.append(_as_layers)
+session.also(recording=[_as_layers])

@@ -20,8 +20,7 @@ from mxnet.gluon.nn.basic_layers import _BatchNorm
 
 from .. import _native, layer, parallel
 from ..exchange import named
-from ..mxnet_side import blocks, compatibility, patches, trainer
-from ..nets import executors
+from ..mxnet_side import blocks, compatibility, patches
 from ..nets.convert import convert as convert_layers
 from ..nets.graphs import plain_graphs
 from ..system import arguments
@@ -85,19 +84,17 @@ def install(cpus: Optional[int] = None, convert: bool = False) -> str:
     if cpus is not None:
         cpus = arguments.whole("cpus", cpus, 1, 1024)
     for name, value in (("cpus", cpus), ("convert", convert)):
-        before = _settings.setdefault(name, value)
+        before = _installed.setdefault(name, value)
         if value != before:
             arguments.refuse(name, value, f"{before}, as installed before; call gluon_syncbn.uninstall() first")
     patches.install()  # again, after `uninstall(everything=True)`
-    if _installed:
+    if "pairs" in _installed:
         return _words()
     _put([(ContribSyncBatchNorm, SyncBatchNorm), (mx.kvstore.create, _creating(mx.kvstore.create))])
     # A symbol in a `SymbolBlock` belongs to Gluon. Others are found when they are bound.
-    patches.before_recording.append(_converting_nodes)
-    executors.operators.add(OPERATOR)
+    session.also(recording=[_converting_nodes], operators=[OPERATOR])
     if convert:
-        trainer.after_construction.append(_converting_net)
-        executors.operators.add("BatchNorm")
+        session.also(constructing=[_converting_net], operators=["BatchNorm"])
     if cpus is not None:
         _put(_gpus(cpus))
     if HELPERS in sys.modules:
@@ -130,12 +127,9 @@ def uninstall(everything: bool = False) -> None:
         steps.reset()
     if _WATCH in sys.meta_path:
         sys.meta_path.remove(_WATCH)
-    executors.operators -= {OPERATOR, "BatchNorm"}
-    for hooks, own in ((patches.before_recording, _converting_nodes), (trainer.after_construction, _converting_net)):
-        hooks[:] = [one for one in hooks if one is not own]
-    _swap([(new, old) for old, new in _installed])
+    session.no_longer(_converting_nodes, _converting_net, operators=[OPERATOR, "BatchNorm"])
+    _swap([(new, old) for old, new in _installed.get("pairs", ())])
     _installed.clear()
-    _settings.clear()
     if everything:
         patches.remove()
         _native.fail(
@@ -180,8 +174,8 @@ def _with_parameters(parameters: Sequence[Parameter]) -> List[Block]:
     return [block for _, block in sorted(found, key=lambda one: one[0])]
 
 
-_installed: List[Tuple[Any, Any]] = []  # the original, and its replacement
-_settings: Dict[str, Any] = {}  # the arguments of `install`
+#: The arguments of `install`, and pairs of an original and its replacement.
+_installed: Dict[str, Any] = {}
 
 
 def _words() -> str:
@@ -190,15 +184,15 @@ def _words() -> str:
         f"mx.sym.contrib.SyncBatchNorm, gluon_syncbn.parallel for {HELPERS}, and gluon_syncbn.kvstore for the name "
         f"{named.MPI} in mx.kvstore.create"
     )
-    if _settings["convert"]:
+    if _installed["convert"]:
         words += "; and it converts the nets that a gluon.Trainer or a Module trains"
-    if _settings["cpus"] is None:
+    if _installed["cpus"] is None:
         return words
-    return f"{words}; mx.gpu(0) to mx.gpu({_settings['cpus'] - 1}) are CPU contexts"
+    return f"{words}; mx.gpu(0) to mx.gpu({_installed['cpus'] - 1}) are CPU contexts"
 
 
 def _put(pairs: List[Tuple[Any, Any]]) -> None:
-    _installed.extend(pairs)
+    _installed.setdefault("pairs", []).extend(pairs)
     _swap(pairs)
 
 

@@ -13,9 +13,10 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 from typing import Any, Callable, Iterator, List, NoReturn, Optional
 
-from ..mxnet_side.trainer import left_alone, unsynchronised
+from ..mxnet_side.advice import left_alone
 from ..system.arguments import some
 from ..system.distribution import __version__
+from ..training import steps
 from ..training.session import session
 from . import selfcheck
 from .replacements import install
@@ -85,7 +86,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
         if end.code not in (None, 0):
             raise
     finally:
-        if session.training_threads:
+        if steps.training_threads():
             for text in _what_met(script, given.convert):
                 print(f"gluon_syncbn: {text}", file=sys.stderr, flush=True)
     return 0
@@ -100,13 +101,13 @@ def _what_met(script: str, convert: bool) -> Iterator[str]:
         over = [f"{store.replicas} replicas of {store.num_workers} processes" for store in between]
         contexts = max(within or [()], key=len)
         over += [f"{contexts[0]} to {contexts[-1]}"] if contexts else []
-        yield f"{met} of {met + len(unsynchronised)} layers synchronised over {' and '.join(over)}"
+        yield f"{met} of {met + len(session.unsynchronised)} layers synchronised over {' and '.join(over)}"
     else:
         remedy = "try run --convert, if the script has no option of its own for it"
         if convert:
             remedy = "no gluon.Trainer or Module trains a net in which batch normalisation was found"
-        if convert and unsynchronised:
-            named = some(list(unsynchronised), ", ")
+        if convert and session.unsynchronised:
+            named = some(list(session.unsynchronised), ", ")
             remedy = f"--convert changes layers alone, and these blocks call an operator: call a layer there ({named})"
         if session.ran:
             remedy = "its layers had one device each"

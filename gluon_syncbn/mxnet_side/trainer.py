@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import warnings
 from contextlib import contextmanager, nullcontext
 from numbers import Real
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 from mxnet import gluon
 
@@ -16,28 +15,12 @@ from ..exchange import named
 from ..exchange.base import Exchange
 from ..exchange.dist_sync import DistSyncExchange
 from ..exchange.store import ProcessStore
-from ..system import arguments, environment, kinds
-from ..system.arguments import some
+from ..system import arguments, kinds
 from ..system.logs import log
 from ..training import devices, steps
-from ..training.replicas import IN_GRAPH, NEVER, UNFUSED, followers_of, stores_of
+from ..training.replicas import followers_of, stores_of
 from ..training.session import NONFINITE, session
-from . import blocks, optimizers
-
-_MEANS = ("running_mean", "moving_mean")
-_BY_MPI = "gluon.Trainer(..., kvstore='mpi')"
-#: Of each launcher: the variable with the number of its processes, another one that must be set, and what to write.
-_LAUNCHERS = (
-    ("PMI_SIZE", "", _BY_MPI),
-    ("OMPI_COMM_WORLD_SIZE", "", _BY_MPI),
-    ("HOROVOD_SIZE", "", "gluon_syncbn.configure(kvstore='horovod') and a horovod.mxnet.DistributedTrainer"),
-    ("SLURM_NTASKS", "SLURM_STEP_ID", _BY_MPI),
-    ("DMLC_NUM_WORKER", "DMLC_ROLE", "gluon.Trainer(..., kvstore='dist_sync', update_on_kvstore=False)"),
-)
-
-
-#: What `install` does to a new Trainer.
-after_construction: List[Callable[[gluon.Trainer], None]] = []
+from . import advice, optimizers
 
 
 def constructing(construct: Callable, trainer: gluon.Trainer, *args: Any, **kwargs: Any) -> None:
@@ -50,7 +33,7 @@ def constructing(construct: Callable, trainer: gluon.Trainer, *args: Any, **kwar
         vars(trainer)["_has_chosen_store"] = False
     _share_store(trainer)
     session.trainers(trainer)
-    for change in after_construction:
+    for change in session.after_construction:
         change(trainer)
 
 
@@ -77,9 +60,9 @@ def beginning(begin: Callable, trainer: gluon.Trainer) -> None:
         of_workers.begin_trainer(trainer)
     if not state.has_begun:
         state.has_begun = True
-        for text in _surprises(trainer):
+        for text in advice.surprises(trainer):
             warnings.warn(text, stacklevel=4)
-        _tell_who_meets(trainer._params)
+        advice.tell_who_meets(trainer._params)
 
 
 def adding(add: Callable, trainer: gluon.Trainer) -> None:
@@ -128,12 +111,12 @@ def saving_states(save: Callable, trainer: gluon.Trainer, fname: str) -> None:
 
 
 #: What runs in the places of its methods. A subclass of a program's calls them as MXNet's.
-METHODS: Dict[str, Callable] = {
-    "__init__": constructing,
-    "_init_kvstore": beginning,
-    "_allreduce_grads": adding,
-    "_update": updating,
-    "save_states": saving_states,
+WRAPPED = {
+    (gluon.Trainer, "__init__"): constructing,
+    (gluon.Trainer, "_init_kvstore"): beginning,
+    (gluon.Trainer, "_allreduce_grads"): adding,
+    (gluon.Trainer, "_update"): updating,
+    (gluon.Trainer, "save_states"): saving_states,
 }
 
 
@@ -269,110 +252,3 @@ def _gated(trainer: gluon.Trainer) -> Iterator[None]:
 
 def _watches(trainer: gluon.Trainer) -> bool:
     return _native.layers() > 0 or isinstance(trainer._kvstore, ProcessStore)
-
-
-def _tell_who_meets(parameters: Iterable[gluon.Parameter]) -> None:
-    """Says with whom the layers of a Trainer meet; warns if a launcher has started processes that do not meet."""
-    meeting = [replicas for replicas in followers_of(parameters) if replicas.pooling.mode != "local"]
-    exchanges: List[Any] = [replicas.exchange or session.exchange for replicas in meeting]
-    if not meeting or any(one is not None and one.spans_processes and one.num_workers > 1 for one in exchanges):
-        return  # the store tells what the processes have agreed on
-    replicas = len(meeting[0].contexts)
-    log.info("the statistics of %d layers meet within this process: %d replicas", len(meeting), replicas)
-    text = left_alone()
-    if text and not any(exchanges):  # the user has chosen those
-        _warn_once(text)
-
-
-_warn_once = functools.lru_cache(maxsize=None)(log.warning)
-
-
-def left_alone() -> str:
-    """Returns what to say where no layer meets those of other processes. Empty if no launcher has started others, or
-    the program has made a store of theirs or chosen another one.
-    """
-    for variable, other, advice in _LAUNCHERS:
-        size = environment.read(variable)
-        if session.stores or session.chosen:
-            break
-        if size.isdigit() and int(size) > 1 and (not other or environment.read(other)):
-            return (
-                f"This is one of {size} processes ({variable}), but its layers meet no replica of the others. For "
-                f"statistics and gradients of all processes, write {advice}, or choose "
-                "it where the script has an option for it. mode='local' is for statistics of each device."
-            )
-    return ""
-
-
-def _surprises(trainer: gluon.Trainer) -> Iterator[str]:
-    """Says in what a net computes something else than it was asked for, which is rarely intended."""
-    parameters = trainer._params
-    replicas, layers = followers_of(parameters), _layers(parameters)
-    apart = [one.name for one in replicas if one.reaches_other_processes() and one.pooling.mode != "local"]
-    several = any(store.num_workers > 1 for store in stores_of(parameters))
-    by_horovod = any(cls.__module__.startswith("horovod.") for cls in type(trainer).__mro__)
-    adds = by_horovod or isinstance(trainer._kvstore, ProcessStore) or named.is_of_workers(trainer._kvstore)
-    if apart and several and not adds:
-        yield (
-            f"{some(apart, ', ')}: these layers share their statistics with other processes, and the gradients of this "
-            f"Trainer stay in this one, with kvstore={trainer._kvstore_params['kvstore']!r}. Write "
-            "gluon.Trainer(..., kvstore=kv) with the KVStore of the layers, or with layers of "
-            "'horovod' a horovod.mxnet.DistributedTrainer, unless the script adds gradients itself"
-        )
-    on_several = several or any(len(one._data or ()) > 1 for one in parameters)
-    if any(one.meets() for one in replicas) or (session.trainers(trainer).is_to_synchronise and on_several):
-        # Layers whose gamma is not trained are frozen and do not count. Operators in a graph of the net count.
-        synchronised = [stem for stem, (mean, *_) in layers.items() if followers_of([mean])]
-        trained = [stem for stem, (_, gamma, _) in layers.items() if gamma is not None and gamma.grad_req != "null"]
-        plain = [stem for stem in trained if stem not in synchronised] + _called(parameters)
-        unsynchronised.update(dict.fromkeys(plain))
-        if plain:
-            yield (
-                f"{len(synchronised)} of {len(synchronised) + len(plain)} layers of batch normalisation are "
-                f"synchronised, and these are not: {some(plain, ', ')}. gluon_syncbn.convert(net) synchronises all "
-                "layers. Where a block calls an operator, call a layer instead. gluon_syncbn.summary(net) lists all"
-            )
-    # Nothing is fused without a graph. Some layers may stay outside of graphs on purpose.
-    eager = [one.name for one in replicas if one.ran == UNFUSED]
-    if eager and not any(one.ran == IN_GRAPH for one in replicas):
-        yield (
-            f"{some(eager, ', ')}: fuse=True fuses nothing here, because no graph contains these layers. Call "
-            "net.hybridize() before the first step"
-        )
-    bypassed = []
-    for mean, *affine in layers.values():
-        ours, trains = followers_of([mean]), [one for one in affine if one is not None and one.grad_req != "null"]
-        fresh = any(all(array._fresh_grad for array in one._data or ()) for one in trains)  # got gradients in this step
-        if fresh and any(one.meets() for one in ours) and all(one.ran == NEVER for one in ours):
-            bypassed.append(ours[0].name)
-    if bypassed:
-        yield (
-            f"{some(bypassed, ', ')}: the parameters of these synchronised layers got gradients, but the layers were "
-            "not computed. Something else normalises in their places: call the layers, and if the graph of the net was "
-            "loaded or is out of date, call net.hybridize() again"
-        )
-
-
-#: The names of the layers and operators that are not, although others are, or were to be.
-unsynchronised: Dict[str, None] = {}
-
-
-def _layers(parameters: Sequence[gluon.Parameter]) -> Dict[str, List[Any]]:
-    """Returns the running mean, gamma and beta of each layer, as their names tell; None for one that is not there."""
-    by_name = {parameter.name: parameter for parameter in parameters}
-    means = {name[: -len(mean)]: by_name[name] for name in by_name for mean in _MEANS if name.endswith(mean)}
-    return {stem[:-1]: [mean, by_name.get(f"{stem}gamma"), by_name.get(f"{stem}beta")] for stem, mean in means.items()}
-
-
-def _called(parameters: Sequence[gluon.Parameter]) -> List[str]:
-    """Returns the BatchNorm operators in graphs of the net whose running statistics no name tells."""
-    found: Dict[str, None] = {}
-    for block in blocks.with_graphs_of({id(parameter) for parameter in parameters}):
-        given = {parameter.name: parameter for is_input, parameter in block._cached_op_args if not is_input}
-        for node in blocks.recorded(block):
-            if node.operator in blocks.OPERATORS and not node.frozen:
-                gamma, mean = given.get(node.inputs[1]), given.get(node.inputs[3])
-                trains = gamma is None or gamma.grad_req != "null"
-                if trains and (mean is None or not mean.name.endswith(_MEANS)):
-                    found[node.name] = None
-    return list(found)

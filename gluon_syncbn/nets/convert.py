@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import warnings
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Mapping, Optional, Tuple, Type, TypeVar
 
 from mxnet.gluon import Block, HybridBlock, ParameterDict, SymbolBlock
@@ -270,19 +269,16 @@ def _successor(block: BatchNorm, norm_layer: Type[SyncBatchNorm], kwargs: Mappin
     if computes != PLAIN:  # a user's own class may lack the arguments that other layers do not need
         kwargs = {**activation.arguments(), **kwargs}
     settings = settings_of("", {name: str(value) for name, value in block._kwargs.items()})
-    return (_with_addition(norm_layer) if computes.adds else norm_layer)(  # type: ignore[arg-type]
+    if computes.adds:
+        norm_layer = (
+            derived(norm_layer, SyncBatchNormAdd, norm_layer) if norm_layer is not SyncBatchNorm else SyncBatchNormAdd
+        )
+    return norm_layer(
         center=block.beta._differentiable,
         in_channels=int(vars(block).get("in_channels", 0)),
         **settings,
         **kwargs,
     )
-
-
-@lru_cache(maxsize=None)
-def _with_addition(norm_layer: Type[SyncBatchNorm]) -> Type[SyncBatchNorm]:
-    if norm_layer is SyncBatchNorm:
-        return SyncBatchNormAdd
-    return type(f"{norm_layer.__name__}Add", (SyncBatchNormAdd, norm_layer), {"__doc__": norm_layer.__doc__})
 
 
 def _class_for(block: BatchNorm, norm_layer: Type[SyncBatchNorm]) -> Type[SyncBatchNorm]:
@@ -292,10 +288,17 @@ def _class_for(block: BatchNorm, norm_layer: Type[SyncBatchNorm]) -> Type[SyncBa
 
 
 class _Computes:
-    """Comes before a subclass of GluonCV's ``BatchNormCudnnOff``, whose forward calls MXNet's operator."""
+    """Comes before a subclass of the program's. The forward of GluonCV's ``BatchNormCudnnOff`` calls MXNet's operator,
+    and a program's ``__setstate__`` does not know that a copy needs replicas.
+    """
 
     def hybrid_forward(self, *args: Any, **kwargs: Any) -> Any:
         return type(self).__bases__[-1].hybrid_forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+    def __setstate__(self: Any, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        if hasattr(self._own_class, "__setstate__"):
+            self._adopt_parameters(*getattr(self._replicas, "settings", self._replicas))
 
 
 def _replace(block: BatchNorm, new: SyncBatchNorm, cls: Type[SyncBatchNorm]) -> None:

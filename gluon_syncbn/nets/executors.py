@@ -7,10 +7,10 @@ replicas: their group lists the contexts. Each group gets its own graph, because
 from __future__ import annotations
 
 import json
-import threading
 import warnings
+import weakref
 from contextlib import ExitStack, contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import mxnet as mx
 from mxnet import autograd
@@ -21,51 +21,36 @@ from mxnet.module.executor_group import DataParallelExecutorGroup
 
 from .. import _native
 from ..layer import SyncBatchNorm
-from ..mxnet_side import patches
 from ..mxnet_side.export import SYNCHRONISED, settings_of, with_layers
 from ..mxnet_side.nodes import Json, gives_moments, is_ours, json_of, number_nodes, symbol_of, walk
 from ..system import arguments, kinds
-from ..system.classes import derived
 from ..training import steps
 from ..training.replicas import IN_GRAPH, Replicas, executing, setting
 from ..training.session import session
 from .graphs import layer_of
 
-#: Operators of MXNet whose nodes are also synchronised.
-operators: Set[str] = set()
 #: A synchronised node of an executor, which keeps the replicas alive: the names of the running statistics, and the
 #: replicas.
 _Node = Tuple[List[str], Replicas]
 
 
-def install() -> None:
-    """Wraps the function that creates the executors of a ``Module``. MXNet does not tell an operator which ones train
-    together.
-    """
-    patches.replace(_grouping, DataParallelExecutorGroup, "__init__")
-
-
-def _grouping(
-    construct: Callable, group: Any, symbol: mx.sym.Symbol, contexts: List[Context], *args: Any, **kwargs: Any
-) -> None:
+def _grouping(group: Callable, symbol: mx.sym.Symbol, contexts: List[Context], *args: Any, **kwargs: Any) -> Any:
     places = executor_group._prepare_group2ctxs(kwargs.get("group2ctxs"), len(contexts))
     graph, layers = _synchronised(symbol, contexts, places)
-    if layers:
-        # The group itself, because a program may have a class in the place of ``Module``, which makes it.
-        group.__class__, group.layers = derived(type(group), _Group, type(group)), layers
-    construct(group, graph, contexts, *args, **kwargs)
-    if group.for_training:
-        session.training_threads.add(threading.current_thread())
-    if group.for_training and any(replicas.reaches_other_processes() for _, replicas in layers):
+    if not layers:
+        return group(graph, contexts, *args, **kwargs)
+    made = _Group(layers, graph, contexts, *args, **kwargs)
+    if made.for_training and any(replicas.reaches_other_processes() for _, replicas in layers):
         warnings.warn(
             "the gradients of a Module stay in this process, and its layers share their statistics with others: "
             "train with gluon.Trainer(..., kvstore=kv)",
-            stacklevel=5,
+            stacklevel=4,
         )
     for (mean, _), replicas in layers:
-        if group.for_training:
+        if made.for_training:
             replicas.check(replicas.contexts)
-        replicas.set_contexts(replicas.contexts, group.execs[0].aux_dict[mean].shape[0])
+        replicas.set_contexts(replicas.contexts, made.execs[0].aux_dict[mean].shape[0])
+    return made
 
 
 def _layer(node: Json) -> SyncBatchNorm:
@@ -96,7 +81,7 @@ def _synchronised(
     layers: List[_Node] = []
     stay: List[str] = []
     for number, within, node in walk(recorded):
-        takes = node["op"] in operators or (node["op"] == "BatchNorm" and SYNCHRONISED in node["attrs"])
+        takes = node["op"] in session.operators or (node["op"] == "BatchNorm" and SYNCHRONISED in node["attrs"])
         if not takes and not is_ours(node):
             continue
         running = [within["nodes"][at]["name"] for at, *_ in node["inputs"][-2:]]
@@ -130,47 +115,48 @@ def _making(context: Context) -> Iterator[None]:
 # ---- steps ----------------------------------------------------------------------------------------------------
 
 
-class _Executor(Executor):
-    """An executor with synchronised layers. MXNet makes its operators when it is bound, so nobody else sees which
-    replicas will come.
+def _trains(executor: Executor, layers: Dict[Context, List[_Node]]) -> Executor:
+    """Lets an executor announce its calls of layers, which are given by their place, maybe another one. MXNet makes its
+    operators when it is bound, so nobody else sees which replicas will come.
     """
+    own = weakref.proxy(executor)  # MXNet frees an executor as soon as nobody has it
 
-    layers: Dict[Context, List[_Node]]  # by their place, which may be another one
-
-    def forward(self, is_train: bool = False, **kwargs: Any) -> Any:
+    def forward(is_train: bool = False, **kwargs: Any) -> Any:
         with ExitStack() as announced:
-            for context, layers in self.layers.items() if is_train else ():
+            for context, nodes in layers.items() if is_train else ():
                 calls, running = [], []
-                for names, replicas in layers:
+                for names, replicas in nodes:
                     replicas.runs(IN_GRAPH)
                     if not replicas.kwargs["use_global_stats"]:
                         calls.append(replicas.id)
-                        running += [self.aux_dict[name] for name in names]
+                        running += [own.aux_dict[name] for name in names]
                 announced.enter_context(executing(context, calls, [0] * len(calls), running, repeats=True))
-            outputs = super().forward(is_train, **kwargs)
+            outputs = Executor.forward(own, is_train, **kwargs)
         if is_train:
-            _native.watch(str(self._ctx), outputs)
+            _native.watch(str(own._ctx), outputs)
         return outputs
 
-    def reshape(self, *args: Any, **kwargs: Any) -> Executor:
-        with _making(self._ctx):
-            executor = super().reshape(*args, **kwargs)
-        executor.__class__, executor.layers = _Executor, self.layers
-        return executor
+    def reshape(*args: Any, **kwargs: Any) -> Executor:
+        with _making(own._ctx):
+            return _trains(Executor.reshape(own, *args, **kwargs), layers)
+
+    executor.forward, executor.reshape = forward, reshape
+    return executor
 
 
 class _Group(DataParallelExecutorGroup):
     """The executors of a ``Module`` with synchronised layers."""
 
-    layers: List[_Node]
+    def __init__(self, layers: List[_Node], *args: Any, **kwargs: Any) -> None:
+        self.layers = layers
+        super().__init__(*args, **kwargs)
 
     def _bind_ith_exec(self, i: int, *args: Any) -> Executor:
-        with _making(self.contexts[i]):
-            executor = super()._bind_ith_exec(i, *args)
-        executor.__class__, executor.layers = _Executor, {}
+        layers: Dict[Context, List[_Node]] = {}
         for names, replicas in self.layers:
-            executor.layers.setdefault(replicas.contexts[i], []).append((names, replicas))
-        return executor
+            layers.setdefault(replicas.contexts[i], []).append((names, replicas))
+        with _making(self.contexts[i]):
+            return _trains(super()._bind_ith_exec(i, *args), layers)
 
     def forward(self, data_batch: Any, is_train: Optional[bool] = None) -> None:
         """A training forward begins a step: all executors of a ``Module`` begin in it.
@@ -187,7 +173,7 @@ class _Group(DataParallelExecutorGroup):
             with autograd.train_mode():  # whose scope is a step
                 super().forward(data_batch, is_train)
         except BaseException:
-            session.raised = _native.failure()
+            steps.told()
             raise
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
@@ -197,9 +183,9 @@ class _Group(DataParallelExecutorGroup):
         try:
             super().backward(*args, **kwargs)
         except BaseException as error:
-            if not session.depth():
+            if steps.current() is None:
                 steps.break_off("the backward of a Module", error)
-                session.raised = _native.failure()
+                steps.told()
             raise
         for executor in self.execs:
             _native.watch(str(executor._ctx), [array for array in executor.grad_arrays if array is not None])
@@ -218,3 +204,7 @@ class _Group(DataParallelExecutorGroup):
                 gamma = within["nodes"][node["inputs"][1][0]]["name"]
                 if gamma in arg_params:
                     arg_params[gamma][:] = 1
+
+
+# `Module` has the class by this name. MXNet does not tell an operator which executors train together.
+WRAPPED = {(mx.module.module, "DataParallelExecutorGroup"): _grouping}

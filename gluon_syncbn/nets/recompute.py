@@ -16,7 +16,7 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Se
 import mxnet as mx
 import numpy as np
 from mxnet import autograd
-from mxnet.autograd import _RecordingStateScope as _Recording  # MXNet's: that of `patches` begins a step
+from mxnet.autograd import _RecordingStateScope as _Recording  # MXNet's: that of `scopes` begins a step
 from mxnet.gluon import Block, HybridBlock, Parameter, SymbolBlock, nn
 from mxnet.ndarray import NDArray
 
@@ -106,7 +106,7 @@ class _Recomputed:
 
     def __init__(self, block: Block, replaced: Optional[Callable[..., Any]]) -> None:
         self._block, self.replaced = block, replaced  # None: that of the class, which `convert` may change
-        _install()
+        _forwards.install()
 
     def __reduce__(self) -> Any:
         return _Recomputed, (self._block, self.replaced)  # another process installs, too
@@ -127,48 +127,36 @@ def _forward(block: Block, replaced: Optional[Callable[..., Any]], *args: Any) -
             "write a file or to infer shapes, first call gluon_syncbn.recompute(block, active=False)"
         )
     recording = autograd.is_recording()
-    if not arrays or not (recording or _of_thread.frames):
+    if not arrays or not (recording or _forwards.frames):
         return forward(*args)
     context, within = arrays[0].ctx, list(blocks.iterate(block))
     operators = _operators(block, within, forward, args)
-    seed = _seeds.of(context).getrandbits(31) if operators.draw else None
+    seed = _forwards.seeds(context).getrandbits(31) if operators.draw else None
     if not recording:  # within the first forward of another block
         with _frame(context, seed, {}):
             return forward(*args)
-    _install()  # after an `uninstall`
+    _forwards.install()  # after an `uninstall`
     _check(block, within, operators, context)
-    return _recorded(block.name, _Call(forward, context, seed), args)
-
-
-def _recorded(name: str, call: _Call, args: Any) -> Any:
-    """Computes a call, and records how to compute it again."""
+    call = _Call(forward, context, seed)
     outputs, inputs = call.compute(args)
     # An output may be one of the inputs, or be returned twice.
     outputs = map_arrays(lambda array: array.detach() if is_float(array) else array, outputs)
     if not _floats(outputs):
         return outputs
 
-    thread = _thread(os.getpid(), call.context, len(_of_thread.frames))
+    thread = _forwards.thread(context)
 
     def differentiate(*given: Any) -> None:
         # It returns when all is issued, because what it writes is freed then. This waits for no replica.
         thread.submit(call.differentiate, *given).result()
 
-    what = f"'{name}' was computed again (gluon_syncbn.recompute)"
+    what = f"'{block.name}' was computed again (gluon_syncbn.recompute)"
     _native.record_function(what, inputs, _floats(outputs), differentiate)
     # A gradient in oneDNN's layout would reach the backward as a copy that is freed too early; see op.py.
-    if call.context.device_type == "gpu":
+    if context.device_type == "gpu":
         return outputs
     guarded = functools.partial(mx.nd.SwapAxis, dim1=0, dim2=0)
     return map_arrays(lambda a: kinds.like(guarded(kinds.classic(a)), a) if is_float(a) else a, outputs)
-
-
-class _Asked(NamedTuple):
-    """A gradient that MXNet asks for."""
-
-    array: NDArray  # whose gradient it is
-    gradient: NDArray
-    request: int
 
 
 class _Call:
@@ -202,11 +190,11 @@ class _Call:
         args = map_arrays(lambda array: array.detach(), self._args)
         arrays = {parameter: array.detach() for parameter, array in self._arrays.items()}
         inputs = _floats(args) + [arrays[parameter] for parameter in self._trained]
-        asked = [one for one in map(_Asked, inputs, gradients, requests) if one.request != _native.NULL]
+        asked = [one for one in zip(inputs, gradients, requests) if one[2] != _native.NULL]
         if not asked:
             return
         # The gradients are returned, and not left in the arrays of the parameters.
-        wanted = [one.array for one in asked]
+        wanted = [array for array, _, _ in asked]
         autograd.mark_variables(wanted, [array.detach() for array in wanted])
         with self._current, mx.util.np_shape(self._np_shape), mx.util.np_array(self._np_array):
             with _frame(self.context, self._seed, arrays, again=True), self._tape.running(again=True):
@@ -217,9 +205,11 @@ class _Call:
                 f"the second forward had {len(outputs)} outputs, the first {len(heads)}. A block of "
                 "gluon_syncbn.recompute must compute the same each time."
             )
-        for one, found in zip(asked, autograd.grad(outputs, wanted, heads, train_mode=self._training)):
+        for (_, gradient, request), found in zip(
+            asked, autograd.grad(outputs, wanted, heads, train_mode=self._training)
+        ):
             value = kinds.classic(found)
-            one.gradient[:] = one.gradient + value if one.request == _native.ADD else value
+            gradient[:] = gradient + value if request == _native.ADD else value
 
 
 def _floats(value: Any) -> List[NDArray]:
@@ -235,34 +225,26 @@ class _Frame(NamedTuple):
 
     seeds: random.Random  # of the recomputed forwards within
     arrays: Arrays  # The first forward notes the parameters that it uses. The second one gets the copies that it left.
-    again: bool  # A second forward has a thread of its own (`_thread`), and is the outermost frame there.
-
-
-class _OfThread(threading.local):
-    def __init__(self) -> None:
-        self.frames: List[_Frame] = []  # the outermost first
-
-
-_of_thread = _OfThread()
+    again: bool  # A second forward has a thread of its own, and is the outermost frame there.
 
 
 @contextmanager
 def _frame(context: mx.Context, seed: Optional[int], arrays: Arrays, again: bool = False) -> Iterator[None]:
     """Seeds the random operators of a forward, if there are any, and lets the thread be within it."""
-    seeds = _seeds.of(context) if seed is None else random.Random(seed)
+    seeds = _forwards.seeds(context) if seed is None else random.Random(seed)
     for place in () if seed is None else {context, mx.current_context()}:  # on the latter, those without an input draw
         _seed(seed, place)
-    _of_thread.frames.append(_Frame(seeds, arrays, again))
+    _forwards.frames.append(_Frame(seeds, arrays, again))
     try:
         yield
     finally:
-        _of_thread.frames.pop()
+        _forwards.frames.pop()
 
 
 # One reason for the copies is the engine. The other: an array also belongs to the graph of the thread that records
 # with it. Two threads that do so at the same time damage each other's graph.
 def _array_of(data: Callable[..., NDArray], parameter: Parameter, ctx: Optional[mx.Context] = None) -> NDArray:
-    frames = _of_thread.frames
+    frames = _forwards.frames
     if frames and frames[0].again:
         if parameter not in frames[0].arrays:
             raise mx.MXNetError(
@@ -278,70 +260,71 @@ def _array_of(data: Callable[..., NDArray], parameter: Parameter, ctx: Optional[
     return array
 
 
-# ---- random numbers --------------------------------------------------------------------------------------------
+# ---- random numbers, threads -----------------------------------------------------------------------------------
 # MXNet keeps a generator for each thread and does not expose its state. Drawing a number from it would wait for the
 # operators in flight. So a forward that will be recomputed takes its seed from a generator of its context here, in any
 # thread. That starts with the seed of ``mx.random.seed``. Scripts seed before they have a block: until they seed
 # again, with a number of MXNet's.
 
 
-class _Seeds:
-    """The seeds of forwards."""
+class _Forwards:
+    """The forwards of recomputed blocks."""
 
     def __init__(self) -> None:
-        self._first: Optional[int] = None  # of all contexts
-        self._of: Dict[mx.Context, random.Random] = {}  # outside of all forwards
+        self._of_thread = threading.local()
+        self._first: Optional[int] = None  # seed of all contexts
+        self._seeds: Dict[mx.Context, random.Random] = {}  # outside of all forwards
+        self._threads: Dict[Tuple[int, mx.Context, int], ThreadPoolExecutor] = {}
 
-    def begin(self) -> None:
+    @property
+    def frames(self) -> List[_Frame]:
+        """Those that this thread is within, the outermost first."""
+        frames: List[_Frame] = vars(self._of_thread).setdefault("frames", [])
+        return frames
+
+    def install(self) -> None:
+        patches.replace(_array_of, Parameter, "data")
+        patches.replace(self.follow, mx.random, "seed")
         if self._first is None:
             self._first = int(mx.nd.random.randint(1, 2**31 - 1).asscalar())
 
-    def of(self, context: mx.Context) -> random.Random:
+    def seeds(self, context: mx.Context) -> random.Random:
         """Returns the generator from which the next forward of this thread takes its seed."""
-        if _of_thread.frames:
-            return _of_thread.frames[-1].seeds
-        return self._of.setdefault(context, random.Random(f"{self._first} {context}"))
+        if self.frames:
+            return self.frames[-1].seeds
+        return self._seeds.setdefault(context, random.Random(f"{self._first} {context}"))
 
     def follow(self, seed: Callable[..., None], seed_state: Any, ctx: Any = "all") -> None:
         """Stands in for ``mx.random.seed``."""
         seed(seed_state, ctx)
         if ctx == "all":
             self._first = int(seed_state)
-            self._of.clear()
+            self._seeds.clear()
         else:  # the numbers of a process that has this context alone
-            self._of[mx.Context(ctx)] = random.Random(int(seed_state))
+            self._seeds[mx.Context(ctx)] = random.Random(int(seed_state))
+
+    def thread(self, context: mx.Context) -> ThreadPoolExecutor:
+        """Returns the thread that issues second forwards on a context, within so many blocks that are recomputed.
+
+        It is one for good, because MXNet gives each thread that runs an operator its own temporary space, and never
+        frees it. Operators behind an inner block hold temporary space while they wait for its gradient, so that its own
+        need other space. The child of a fork has no threads.
+        """
+        key = os.getpid(), context, len(self.frames)
+        if key not in self._threads:
+            self._threads[key] = ThreadPoolExecutor(1)
+            self._threads[key].submit(_begin, context).result()
+        return self._threads[key]
+
+
+def _begin(context: mx.Context) -> None:
+    threading.current_thread().name = f"gluon_syncbn-again-{context}"
+    if context.device_type == "cpu":
+        _native.issue_on(context.device_id)
 
 
 _seed = mx.random.seed  # without `follow`
-_seeds = _Seeds()
-
-
-def _install() -> None:
-    patches.replace(_array_of, Parameter, "data")
-    patches.replace(_seeds.follow, mx.random, "seed")
-    _seeds.begin()
-
-
-# ---- threads ---------------------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=None)
-def _thread(process: int, context: mx.Context, depth: int) -> ThreadPoolExecutor:
-    """Returns the thread that issues the second forwards on a context, within so many other blocks that are recomputed.
-
-    It is one for good, because MXNet gives each thread that runs an operator its own temporary space, and never frees
-    it. Operators behind an inner block hold temporary space while they wait for its gradient, so that its own need
-    other space. The child of a fork has no threads.
-    """
-
-    def begin() -> None:
-        threading.current_thread().name = f"gluon_syncbn-again-{context}"
-        if context.device_type == "cpu":
-            _native.issue_on(context.device_id)
-
-    thread = ThreadPoolExecutor(1)
-    thread.submit(begin).result()
-    return thread
+_forwards = _Forwards()
 
 
 # ---- what a block is -------------------------------------------------------------------------------------------

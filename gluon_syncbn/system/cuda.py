@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from typing import Any, NamedTuple, Tuple
 
 from .environment import read
@@ -27,7 +26,6 @@ def count() -> int:
     return found.value
 
 
-@functools.lru_cache(maxsize=None)
 def gpu(device_id: int) -> Gpu:
     """Returns the GPU that MXNet calls ``mx.gpu(device_id)``; raises OSError as `count` does, or if there is none."""
     handle, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()

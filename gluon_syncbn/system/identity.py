@@ -34,9 +34,6 @@ class OfEach(Generic[T]):
         """Returns those of which something is kept."""
         return [one for one in (gone() for gone, _ in list(self._kept.values())) if one is not None]
 
-    def values(self) -> List[T]:
-        return [kept for _, kept in list(self._kept.values())]
-
 
 def _forget(kept: Dict[int, Any], key: int, gone: weakref.ref) -> None:
     if kept.get(key, (None,))[0] is gone:

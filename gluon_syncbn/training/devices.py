@@ -41,15 +41,14 @@ def only_on(contexts: Sequence[Context]) -> Iterator[None]:
     chosen = arguments.contexts("contexts", contexts, expected)
     if len(set(chosen)) < len(chosen):
         arguments.refuse("contexts", contexts, expected)
-    global _active
-    if _active:
+    if _marks:
         raise ValueError("contexts: only_on(...) is active already; leave that block first")
     mx.nd.waitall()
+    _marks.update((context, {}) for context in chosen)
     for parameter in session.trained():
         for array in parameter.list_data():
             if array.ctx in chosen:
-                _marks[id(array)], array._fresh_grad = array._fresh_grad, False
-    _active = chosen
+                _marks[array.ctx][id(array)], array._fresh_grad = array._fresh_grad, False
     _native.reset()
     _native.devices(list(map(str, chosen)))
     try:
@@ -63,7 +62,6 @@ def only_on(contexts: Sequence[Context]) -> Iterator[None]:
         _native.devices([])
         _native.reset()
         settle_gradients(session.trained())
-        _active = []
         _marks.clear()
         for replicas in list(Replicas.by_token.values()):
             replicas.spread_running(chosen)
@@ -76,25 +74,25 @@ def settle_gradients(parameters: Iterable[gluon.Parameter]) -> None:
     the weights itself takes the mark away, and one that updates in its KVStore does not. So `only_on` takes all marks
     away, and those of parameters without a gradient of the block come back here.
     """
-    for parameter in parameters if _active else ():
+    for parameter in parameters if _marks else ():
         if parameter._grad is None:
             continue
-        arrays = [array for array in parameter.list_data() if array.ctx in _active]
-        marks = [_marks.pop(id(array), False) for array in arrays]
+        arrays = [array for array in parameter.list_data() if array.ctx in _marks]
+        marks = [_marks[array.ctx].pop(id(array), False) for array in arrays]
         if not any(array._fresh_grad for array in arrays):
             for array, mark in zip(arrays, marks):
                 array._fresh_grad = mark
             continue
         for array, gradient in zip(parameter.list_data(), parameter.list_grad()):
-            if array.ctx not in _active:
+            if array.ctx not in _marks:
                 if parameter.grad_req == "write":
                     gradient = kinds.classic(gradient)
                     mx.nd.zeros_like(gradient, out=gradient)
                 array._fresh_grad = True
 
 
-_active: List[Context] = []  # those of the block
-_marks: Dict[int, bool] = {}  # by the id of the array
+#: By the contexts of the block, and by the ids of arrays: the marks that the block has taken away.
+_marks: Dict[Context, Dict[int, bool]] = {}
 
 
 def cpu_devices(n: int) -> List[Context]:

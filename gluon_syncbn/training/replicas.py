@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import os
 import threading
 import warnings
 import weakref
@@ -22,7 +20,7 @@ from ..exchange.base import Exchange
 from ..exchange.job import JobExchange
 from ..exchange.pooling import MODES, Pooling
 from ..exchange.store import ProcessStore
-from ..system import arguments, cuda, locks
+from ..system import arguments, cuda, kinds, locks
 from ..system.identity import OfEach
 from .session import session
 
@@ -101,6 +99,7 @@ def unfollow(mean: Parameter, gamma: Parameter, replicas: Replicas) -> None:
 
 class _OfThread(threading.local):
     records: Optional[List[Replicas]] = None  # those in a graph that a block is recording, which keeps them itself
+    issues = False  # the operators of a replica
 
 
 _of_thread = _OfThread()
@@ -143,8 +142,25 @@ def store_of(kvstore: Any, parameters: Iterable[Any] = ()) -> Optional[ProcessSt
     return exchange if isinstance(exchange, ProcessStore) else None
 
 
-@functools.lru_cache(maxsize=None)
-def _make_room_for_errors(process: int) -> None:
+def for_replica(call: Callable, block: Any, *args: Any) -> Any:
+    """For layers on several CPU contexts: the outermost block that is called in training issues the operators of a
+    replica. These draw from random states of their own (csrc/native/resources.cc).
+    """
+    if _of_thread.issues or not autograd.is_training():
+        return call(block, *args)
+    contexts = (x.ctx for x in kinds.arrays_of(args) if isinstance(x, mx.nd.NDArray))
+    context = next((one for one in contexts if one.device_type == "cpu"), None)
+    if context is None:
+        return call(block, *args)
+    _of_thread.issues = True
+    try:
+        with setting(_native.issue_on, context.device_id):
+            return call(block, *args)
+    finally:
+        _of_thread.issues = False
+
+
+def _make_room_for_errors() -> None:
     """Lets MXNet's list of errors grow before it has one.
 
     MXNet keeps the errors of operators in a list that has no lock (`AddToGlobalExceptions` in
@@ -164,8 +180,6 @@ class Replicas:
     #: By the tokens that nodes of graphs have: those of this process that still exist.
     creating: ClassVar[threading.Lock]  # held by who changes `calls` and `attributes`
     by_token: ClassVar[weakref.WeakValueDictionary[str, Replicas]] = weakref.WeakValueDictionary()
-    #: Those with contexts, in the order in which they got them first, which is that of the net.
-    placed: ClassVar[weakref.WeakValueDictionary[int, Replicas]] = weakref.WeakValueDictionary()
 
     def __init__(
         self,
@@ -185,6 +199,7 @@ class Replicas:
         self.kwargs = kwargs
         self.channels = 0
         self.contexts: List[Context] = []
+        self.order = 0  # in which layers got contexts first, which is that of the net; 0: it has none yet
         self.on_cpus = True  # some of them may be
         self.calls: Dict[Any, str] = {}  # the numbers of eager ones in the core, by their settings
         self.attributes: Dict[str, Dict[str, str]] = {}  # of these, by their numbers
@@ -203,10 +218,18 @@ class Replicas:
         # At exit a daemon thread may still use it.
         weakref.finalize(self, _native.layer_drop, self.id).atexit = False
 
+    @classmethod
+    def placed(cls) -> List[Replicas]:
+        """Returns those with contexts, in the order in which they got them."""
+        return sorted((one for one in list(cls.by_token.values()) if one.order), key=lambda one: one.order)
+
     @property
     def settings(self) -> Tuple[Any, ...]:
         """What a copy of the layer is made of."""
         return self.pooling, self.num_devices, self.exchange, self.timeout, self.computes
+
+    def __reduce__(self) -> Any:
+        return tuple, (self.settings,)  # of which the copy of a layer makes its own
 
     def spread_running(self, trained: Sequence[Context]) -> None:
         """After steps on some contexts, gives the others their running statistics, if all share one statistic."""
@@ -242,9 +265,9 @@ class Replicas:
                     "MXNET_GPU_TEMP_COPY and MXNET_CPU_PARALLEL_RAND_COPY are large",
                     stacklevel=2,
                 )
-        self.placed[self.id] = self
-        if len(contexts) > 1:
-            _make_room_for_errors(os.getpid())
+        self.order = self.order or 1 + max(one.order for one in list(self.by_token.values()))
+        if len(contexts) > 1 and session.first("room for errors"):
+            _make_room_for_errors()
         _native.layer_place(self.id, [str(context) for context in contexts], misplaced)
 
     def problem_on(self, contexts: List[Context]) -> str:
@@ -285,11 +308,12 @@ class Replicas:
             self.check(self.contexts)
         meets = bool(self.contexts) and self.pooling.mode != "local" and not self.kwargs["use_global_stats"]
         between = store is not None and store.spans_processes
-        session.ran[tuple(self.contexts) if meets and not between else ()] += self.ran == NEVER
+        if self.ran == NEVER:
+            session.notes(self.contexts if meets and not between else ())
         self.ran = how
         while between and meets and self.store is not store:
             more = any(not one.contexts and one.pooling.mode != "local" for one in list(self.by_token.values()))
-            counted = [one for one in list(self.placed.values()) if one.pooling.mode != "local"]
+            counted = [one for one in self.placed() if one.pooling.mode != "local"]
             store.agree(self, [one for one in counted if (one.exchange or session.exchange) is store], more)
         if meets:
             self.store = store

@@ -1,12 +1,12 @@
-"""Holds the state of the process: its defaults, layers, exchanges to other processes, and open scopes."""
+"""Holds the state of the process: its defaults, its exchanges, and what `install` has asked for."""
 
 from __future__ import annotations
 
+import os
 import threading
 import typing
-import weakref
 from collections import Counter, defaultdict
-from typing import Any, Callable, DefaultDict, Dict, List, Literal, Optional, Tuple
+from typing import Any, Callable, DefaultDict, Dict, Iterable, List, Literal, Optional, Sequence, Set, Tuple
 
 from mxnet.context import Context
 
@@ -48,17 +48,19 @@ class Session:
         self.chosen = False  # `configure` has set it
         self.stores = named.stores
         self._issuing: DefaultDict[Tuple[int, int], threading.Lock]  # by context
-        self.open: Dict[threading.Thread, int] = {}  # scopes, of threads that have any
-        self.beginning: Any  # held by a thread that enters its first scope, or forgets a failed step
         self.tracing: Any  # held by a thread that records the graph of a net
-        locks.give(self, beginning=threading.RLock, tracing=threading.RLock)
-        locks.give(self, _issuing=lambda: defaultdict(threading.Lock))
-        self.training_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # or bound a Module to train
+        locks.give(self, tracing=threading.RLock, _issuing=lambda: defaultdict(threading.Lock))
         #: How many layers have trained, by the contexts on which they met first; none for several processes.
         self.ran: typing.Counter[Tuple[Context, ...]] = Counter()
+        #: The names of the layers and operators that are not synchronised, although others are, or were to be.
+        self.unsynchronised: Dict[str, None] = {}
         self.trainers = OfEach(OfTrainer)  # of Gluon
-        self.raised = ""  # the last failure that went through a scope as an exception
-        self.ending = False  # exit handlers have begun
+        #: What runs before MXNet records a block, and behind the construction of a Trainer.
+        self.before_recording: List[Callable[[Any], None]] = []
+        self.after_construction: List[Callable[[Any], None]] = []
+        #: Operators of MXNet whose nodes in a `Module` are also synchronised.
+        self.operators: Set[str] = set()
+        self._done: Dict[str, int] = {}  # the process that has asked `first`
 
     def set_exchange(self, exchange: Optional[Exchange]) -> None:
         self.exchange = exchange
@@ -83,18 +85,32 @@ class Session:
         parameters = {id(one): one for trainer in self.trainers.objects() for one in trainer._params}
         return [one for one in parameters.values() if one._grad is not None]
 
-    def depth(self) -> int:
-        """Number of scopes that this thread has open."""
-        return self.open.get(threading.current_thread(), 0)
+    def notes(self, contexts: Sequence[Context]) -> None:
+        """Notes that a layer has trained."""
+        self.ran[tuple(contexts)] += 1
 
-    def inside(self) -> List[threading.Thread]:
-        """Returns the threads that are in a step."""
-        return [thread for thread in list(self.open) if thread.is_alive()]
+    def misses(self, names: Iterable[str]) -> None:
+        """Notes which layers and operators do not meet others."""
+        self.unsynchronised.update(dict.fromkeys(names))
 
-    def forked(self) -> None:
-        """Resets the scopes in the child of a fork, which has one thread."""
-        thread = threading.current_thread()
-        self.open = {one: depth for one, depth in self.open.items() if one is thread}
+    def first(self, what: str) -> bool:
+        """Whether nobody has asked for this in this process, which is another one after a fork."""
+        before, self._done[what] = self._done.get(what), os.getpid()
+        return before != self._done[what]
+
+    def also(
+        self, recording: Sequence[Callable] = (), constructing: Sequence[Callable] = (), operators: Sequence[str] = ()
+    ) -> None:
+        """Adds to what runs, and to what is synchronised."""
+        self.before_recording += recording
+        self.after_construction += constructing
+        self.operators.update(operators)
+
+    def no_longer(self, *hooks: Callable, operators: Sequence[str] = ()) -> None:
+        """Undoes `also`."""
+        for kept in (self.before_recording, self.after_construction):
+            kept[:] = [one for one in kept if one not in hooks]
+        self.operators.difference_update(operators)
 
 
 session = Session()

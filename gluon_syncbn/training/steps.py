@@ -1,6 +1,6 @@
 """Marks where a step begins and ends, so that a failed step harms neither its replicas nor the next step.
 
-Scopes are ``with autograd.record()`` and ``with autograd.train_mode()``; `patches` calls what is here. A ``Module`` has
+Scopes are ``with autograd.record()`` and ``with autograd.train_mode()``; `scopes` calls what is here. A ``Module`` has
 none: there a training forward begins a step, unless the one before has failed and nobody has been told.
 """
 
@@ -8,18 +8,43 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from typing import Any, Callable, Dict, Iterable, List, Optional, TypeVar
 
 import mxnet as mx
 
 from .. import _native
-from ..system import kinds, logs
+from ..system import kinds, locks, logs
 from .replicas import Replicas
 from .session import session
 
 ArraysT = TypeVar("ArraysT")
 
+
+class Scope:
+    """The scopes that a thread has open: the step that it is in."""
+
+    def __init__(self) -> None:
+        self.depth = 1
+        self.called: Dict[Any, Any] = {}  # graphs whose operators MXNet keeps; see mxnet_side/recording.py
+
+
+class Steps:
+    """The steps of this process."""
+
+    def __init__(self) -> None:
+        self.open: Dict[threading.Thread, Scope] = {}
+        self.beginning: Any  # held by a thread that enters its first scope, or forgets a failed step
+        locks.give(self, beginning=threading.RLock)
+        self.training_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self.raised = ""  # the last failure that went through a scope as an exception
+        self.ending = False  # exit handlers have begun
+
+
+_steps = Steps()
+
 MOST_WAITS = 10
+_LOST = "failed before %s, so reading the result no longer raises this error: %s"
 
 
 def drain(before: str = "") -> List[str]:
@@ -32,7 +57,7 @@ def drain(before: str = "") -> List[str]:
     src/engine/threaded_engine.cc). So after `MOST_WAITS` errors every wait fails, and another one would fail too.
     """
     errors: List[str] = []
-    raised = session.raised
+    raised = _steps.raised
     while len(errors) < MOST_WAITS:
         try:
             mx.nd.waitall()
@@ -40,8 +65,8 @@ def drain(before: str = "") -> List[str]:
         except mx.MXNetError as error:
             errors.append(str(error))
             if before and not isinstance(error, _native.StepError):
-                logs.log.error("failed before %s, so reading the result no longer raises this error: %s", before, error)
-    session.raised = raised
+                logs.log.error(_LOST, before, error)
+    _steps.raised = raised
     return errors
 
 
@@ -49,14 +74,14 @@ def settle(arrays: Iterable[Any]) -> bool:
     """Waits for arrays, and takes the error of a failed step from them. Returns whether one had it. The program has not
     seen it. MXNetError: another one, because what is in the array then is no value.
     """
-    raised, found = session.raised, False
+    raised, found = _steps.raised, False
     for array in arrays:
         try:
             mx.nd.NDArray.wait_to_read(array)
         except _native.StepError:
             if not _native.failure():
                 raise
-            session.raised, found = raised, True
+            _steps.raised, found = raised, True
     return found
 
 
@@ -76,7 +101,7 @@ def watch() -> None:
 
     These would have written the running statistics, and their backwards gradients.
     """
-    running = [one for replicas in list(Replicas.placed.values()) for one in list(replicas.running.values())]
+    running = [one for replicas in Replicas.placed() for one in list(replicas.running.values())]
     arrays = [array for one in running for array in one._data or ()]
     for array in [*arrays, *(array for one in session.trained() for array in one._grad)]:
         _native.watch(str(array.ctx), [array])
@@ -96,8 +121,8 @@ def tell() -> None:
     none went through a scope or a reader. It comes once.
     """
     reason = _native.failure()
-    if reason and reason != session.raised and sys.exc_info()[0] is None:
-        session.raised = reason
+    if reason and reason != _steps.raised and sys.exc_info()[0] is None:
+        _steps.raised = reason
         raise _native.StepError(reason)
 
 
@@ -112,56 +137,57 @@ def reset() -> None:
     MXNetError
         If MXNet fails at every wait, for example with an unknown engine.
     """
-    with session.beginning:  # otherwise half of a step that begins meanwhile would be gone
+    with _steps.beginning:  # otherwise half of a step that begins meanwhile would be gone
         reason = _native.failure()
         if reason:
-            if reason != session.raised:  # a caller that reads no results has not seen it
+            if reason != _steps.raised:  # a caller that reads no results has not seen it
                 logs.log.warning("starting a new step after a failed one: %s", reason)
             session.tell_others(reason)
         # A healthy step that is in flight ends too: its replicas could not find each other any more.
         errors = drain("a new step")
         _native.reset()
-        session.raised = ""
+        _steps.raised = ""
     if len(errors) == MOST_WAITS:
         raise mx.MXNetError(f"no step can begin, because MXNet fails at every wait: {errors[-1]}")
 
 
 def scope_entered() -> None:
-    if session.ending:
+    if _steps.ending:
         if threading.current_thread().daemon:
             raise SystemExit  # as Python ends it
         raise mx.MXNetError(
             "the process is running its exit handlers, so no step can begin; join training threads before the main "
             "thread ends"
         )
-    thread, depth = threading.current_thread(), session.depth()
-    if depth:
-        session.open[thread] = depth + 1
+    scope = current()
+    if scope is not None:
+        scope.depth += 1
         return
-    with session.beginning:
-        if _native.failure() and not session.inside():
+    thread = threading.current_thread()
+    with _steps.beginning:
+        if _native.failure() and not inside():
             reset()
-        session.open[thread] = 1
-        session.training_threads.add(thread)
+        _steps.open[thread] = Scope()
+        _steps.training_threads.add(thread)
         _native.scope_enter(thread.name)
 
 
 def scope_left(kind: Optional[type], value: Any) -> None:
     """``kind`` and ``value`` describe the exception that leaves the scope."""
-    thread, left = threading.current_thread(), session.depth() - 1
-    if left > 0:
-        session.open[thread] = left
-    else:
-        session.open.pop(thread, None)
-    if left != 0:  # below 0, a generator has opened the scope in another thread
+    scope = current()
+    if scope is None:  # a generator has opened it in another thread
         return
-    current, ended = _native.scope_is_current(), _native.scope_leave()
+    scope.depth -= 1
+    if scope.depth:
+        return
+    _steps.open.pop(threading.current_thread(), None)
+    is_current, ended = _native.scope_is_current(), _native.scope_leave()
     # StopIteration and GeneratorExit end loops, not steps.
     if kind is None or issubclass(kind, (StopIteration, GeneratorExit)):
         if ended:  # ended by another thread, whose replicas have met this thread's replicas
-            session.raised = ended
+            _steps.raised = ended
             raise _native.StepError(ended)
-    elif current and (_native.layers() or session.stores):  # else another thread has begun a new step since then
+    elif is_current and (_native.layers() or session.stores):  # else another thread has begun a new step since then
         try:
             break_off("the recorded step", value)
         finally:
@@ -169,20 +195,60 @@ def scope_left(kind: Optional[type], value: Any) -> None:
 
 
 def break_off(where: str, error: BaseException) -> None:
-    """MXNetError: the error of an operator that writes a weight, and that is not the step's."""
+    """MXNetError: the error of an operator that writes a weight, and that is not the step's. Ctrl-C and the end of the
+    program come before it.
+    """
     try:
         # The step before may be in flight, and its update would be lost. A job of processes ends, and must not wait.
         if not session.stores:
             settle(array for one in session.trained() for array in one._data)
+    except mx.MXNetError as other:
+        if isinstance(error, Exception):
+            raise
+        logs.log.error(_LOST, type(error).__name__, other)
     finally:
         what = f"{type(error).__name__} left {where}" + (f" ({error})" if str(error) else "")
-        session.raised = f"{what}, so the replicas that had been called cannot finish it. The next step starts afresh."
-        _native.fail(session.raised)
-        session.tell_others(session.raised)
+        _steps.raised = f"{what}, so the replicas that had been called cannot finish it. The next step starts afresh."
+        _native.fail(_steps.raised)
+        session.tell_others(_steps.raised)
 
 
 def failure_seen(error: BaseException) -> None:
     """An error reaches the program: if it is the step's failure, the next step does not report it."""
     reason = _native.failure()
     if reason and reason in str(error):
-        session.raised = reason
+        _steps.raised = reason
+
+
+# ---- what others ask --------------------------------------------------------------------------------------------
+
+
+def current() -> Optional[Scope]:
+    """Returns the scope of this thread, if it has one open."""
+    return _steps.open.get(threading.current_thread())
+
+
+def inside() -> List[threading.Thread]:
+    """Returns the threads that are in a step."""
+    return [thread for thread in list(_steps.open) if thread.is_alive()]
+
+
+def training_threads() -> List[threading.Thread]:
+    """Returns the threads that have been in a step."""
+    return list(_steps.training_threads)
+
+
+def told() -> None:
+    """The program sees the step's failure as an exception that is being raised."""
+    _steps.raised = _native.failure()
+
+
+def end() -> None:
+    """Lets no further step begin."""
+    _steps.ending = True
+
+
+def forked() -> None:
+    """Forgets the scopes of the threads that the child of a fork does not have."""
+    thread = threading.current_thread()
+    _steps.open = {one: scope for one, scope in _steps.open.items() if one is thread}

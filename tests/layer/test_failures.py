@@ -36,7 +36,7 @@ from replicas import (
 
 import gluon_syncbn
 from gluon_syncbn import StepError, SyncBatchNorm
-from gluon_syncbn.mxnet_side import lifetime
+from gluon_syncbn.mxnet_side import callers
 from gluon_syncbn.mxnet_side.nodes import json_of
 from gluon_syncbn.training import steps
 
@@ -157,10 +157,10 @@ def test_a_read_between_replicas_ends_soon(contexts, rng, way):
 @pytest.mark.parametrize("where", ["filter", "frames"])
 def test_an_error_in_the_thread_that_logs_and_answers(where, contexts, rng, monkeypatch, caplog, capsys):
     """A filter of the program's raises, or what reads the frames of its threads: that is reported, and no more."""
-    layer, own = a_layer(contexts[:2], timeout=100), lifetime._frames
+    layer, own = a_layer(contexts[:2], timeout=100), callers._frames
 
     def broken(of):
-        monkeypatch.setattr(lifetime, "_frames", own)
+        monkeypatch.setattr(callers, "_frames", own)
         raise KeyError("a mistake")
 
     if where == "filter":
@@ -171,7 +171,7 @@ def test_an_error_in_the_thread_that_logs_and_answers(where, contexts, rng, monk
             ys = [layer(x * np.nan) for x in shards(rng, contexts[:2])]
         autograd.backward(ys)
     else:
-        monkeypatch.setattr(lifetime, "_frames", broken)
+        monkeypatch.setattr(callers, "_frames", broken)
     with pytest.raises(StepError, match="waits in asnumpy"), autograd.record():
         for x in shards(rng, contexts[:2]):
             layer(x).asnumpy()
@@ -575,14 +575,17 @@ def test_the_error_of_another_operator_after_a_failed_step(contexts, rng, tmp_pa
     assert path.read_bytes() == before
 
 
-def test_an_exception_and_the_error_of_an_update(contexts):
-    """Who leaves the scope waits for the weights, and meets an error that nobody has seen."""
+@pytest.mark.parametrize("left", [OutOfData, KeyboardInterrupt])
+def test_an_exception_and_the_error_of_an_update(left, contexts, caplog):
+    """Who leaves the scope waits for the weights, and meets an error that nobody has seen. Ctrl-C goes on."""
     layer = a_layer(contexts[:2])
     gluon.Trainer(layer.collect_params(), "sgd")
     spoil(layer.gamma.data(contexts[1]))
-    with pytest.raises(mx.MXNetError, match="potrf"), autograd.record():
-        raise OutOfData
-    assert "OutOfData left the recorded step, so" in gluon_syncbn._native.failure()
+    with pytest.raises((mx.MXNetError, KeyboardInterrupt)) as error, autograd.record():
+        raise left
+    assert error.type is (KeyboardInterrupt if left is KeyboardInterrupt else mx.MXNetError)
+    assert "potrf" in f"{error.value}{caplog.text}"
+    assert f"{left.__name__} left the recorded step, so" in gluon_syncbn._native.failure()
 
 
 def test_the_error_of_another_operator_before_the_next_step(contexts, caplog):
@@ -797,7 +800,7 @@ def test_room_for_errors_in_the_list_of_mxnet(contexts, rng, monkeypatch):
     made = []
     fail_arrays = gluon_syncbn._native.fail_arrays
     monkeypatch.setattr(gluon_syncbn._native, "fail_arrays", lambda arrays: fail_arrays(made.append(arrays) or arrays))
-    gluon_syncbn.training.replicas._make_room_for_errors.cache_clear()
+    monkeypatch.setattr(gluon_syncbn.training.session.session, "_done", {})
     for _ in range(2):
         SyncBatchNorm(in_channels=3).initialize(ctx=contexts[:1])
         assert not made
@@ -920,7 +923,7 @@ def test_an_error_that_stays(contexts, rng, monkeypatch):
             pytest.fail("the step has begun")
         assert steps.drain() == ["no engine"] * steps.MOST_WAITS
     assert len(waits) == 3 * steps.MOST_WAITS
-    assert steps.session.depth() == 0
+    assert steps.current() is None
     assert_next_step_is_right(layer, contexts[:2], rng)
 
 

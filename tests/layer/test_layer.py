@@ -236,7 +236,7 @@ def test_a_layer_that_is_gone_leaves_nothing(contexts, hybridized):
     def count():
         mx.nd.waitall()
         gc.collect()
-        return gluon_syncbn._native.layers(), len(Replicas.by_token), len(Replicas.placed)
+        return gluon_syncbn._native.layers(), len(Replicas.by_token), len(Replicas.placed())
 
     before = count()
     layer = gluon_syncbn.SyncBatchNorm()

@@ -299,6 +299,23 @@ class WithoutCudnn(BatchNormCudnnOff):
     pass
 
 
+class WithState(nn.BatchNorm):
+    """Says itself what a copy has."""
+
+    note = "mine"
+
+    def __getstate__(self):
+        return {name: value for name, value in vars(self).items() if name != "cache"}
+
+
+class WithWholeState(WithState):
+    def __getstate__(self):
+        return [super().__getstate__()]
+
+    def __setstate__(self, state):
+        vars(self).update(*state)
+
+
 def test_other_layers_are_untouched():
     net = nn.HybridSequential()
     others = [nn.GroupNorm(), nn.LayerNorm(), nn.InstanceNorm(), nn.Dense(3), Scaled()]
@@ -316,6 +333,8 @@ def test_other_layers_are_untouched():
         lambda **kwargs: BatchNormCudnnOff(in_channels=3, epsilon=1e-3, scale=False, **kwargs),
         lambda **kwargs: WithoutCudnn(in_channels=3, momentum=0.75, **kwargs),
         lambda **kwargs: ByAnotherName(3, momentum=0.75, **kwargs),
+        lambda **kwargs: WithState(in_channels=3, **kwargs),
+        lambda **kwargs: WithWholeState(in_channels=3, **kwargs),
     ],
 )
 def test_subclasses_that_compute_the_same_are_converted(make):

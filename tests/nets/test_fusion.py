@@ -15,7 +15,7 @@ from replicas import WAYS, forward_and_backward, step_of_net
 from gluon_syncbn import _native, convert, revert, summary
 from gluon_syncbn.mxnet_side.fusion import fuse
 from gluon_syncbn.mxnet_side.nodes import json_of, symbol_of
-from gluon_syncbn.mxnet_side.patches import running_graph
+from gluon_syncbn.mxnet_side.recording import running_graph
 
 
 class Residual(nn.HybridBlock):

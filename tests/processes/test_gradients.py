@@ -15,7 +15,7 @@ from thread_transport import Job as ThreadJob
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
 from gluon_syncbn.mxnet_side.optimizers import alike
-from gluon_syncbn.mxnet_side.trainer import _warn_once, update_of
+from gluon_syncbn.mxnet_side.trainer import update_of
 from gluon_syncbn.training.session import session
 
 WORKER = SUPPORT / "gradients_worker.py"
@@ -186,7 +186,7 @@ def test_a_process_that_meets_nobody(mode, variables, chosen, store_of_one, monk
     own = {"kvstore": "device"} if chosen == "for the layer" else {}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    _warn_once.cache_clear()
+    monkeypatch.setattr(session, "_done", {})
     with caplog.at_level(logging.WARNING, "gluon_syncbn"):
         for _ in range(2):
             layer = gluon_syncbn.SyncBatchNorm(in_channels=3, mode=mode, **own)

@@ -199,13 +199,12 @@ def test_a_daemon_thread_that_trains_while_the_process_ends():
 def work():
     while True:
         train()
-from gluon_syncbn.training.session import session
 thread = threading.Thread(target=work, daemon=True)
 from gluon_syncbn.training import steps as ends
 drain = ends.drain
 ends.drain = lambda: (print("the thread is alive:", thread.is_alive(), file=sys.stderr), drain())[1]
 thread.start()
-while thread.is_alive() and not session.training_threads:
+while thread.is_alive() and not ends.training_threads():
     time.sleep(0.001)
 time.sleep(0.5 * np.random.RandomState(os.getpid()).rand())
 assert thread.is_alive()

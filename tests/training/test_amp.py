@@ -209,7 +209,7 @@ for fuse in (False, True):
     gluon_syncbn.convert(net, fuse=fuse)
     net.initialize()
     net.hybridize()
-    nodes = gluon_syncbn.mxnet_side.patches.running_graph(net, nd.ones((2, 4, 8, 8)))[2]["nodes"]
+    nodes = gluon_syncbn.mxnet_side.recording.running_graph(net, nd.ones((2, 4, 8, 8)))[2]["nodes"]
     answers.append([node["op"] for node in nodes if node["op"] not in ("null", "SwapAxis")])
 print(json.dumps(answers))
 """

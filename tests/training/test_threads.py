@@ -15,7 +15,7 @@ from replicas import TOLERANCE, WAYS, Batch, assert_next_step_is_right, make_bat
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
-from gluon_syncbn.mxnet_side import lifetime
+from gluon_syncbn.mxnet_side import callers
 
 IN_A_STEP = r"thread '{}' calls the layer while it is in a step of thread '{}'"
 
@@ -403,7 +403,7 @@ def answer(wanted=None):
     def ask():
         end = time.monotonic() + 30
         while not said or (wanted is not None and wanted not in said[-1][0] and time.monotonic() < end):
-            said.append(lifetime._what_callers_wait_for())
+            said.append(callers.what_callers_wait_for())
 
     thread = threading.Thread(target=ask)
     thread.start()

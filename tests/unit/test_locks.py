@@ -10,6 +10,7 @@ from places import PACKAGE, SOURCES, SUPPORT
 
 import gluon_syncbn  # noqa: F401
 from gluon_syncbn.exchange.base import DeviceExchange
+from gluon_syncbn.training import steps
 from gluon_syncbn.training.session import session
 
 
@@ -35,7 +36,7 @@ def test_those_of_python():
     held, end = threading.Event(), threading.Event()
 
     def all_locks():
-        return [session.beginning, session.tracing, session.issuing(mx.cpu()), store._lock]
+        return [steps._steps.beginning, session.tracing, session.issuing(mx.cpu()), store._lock]
 
     def hold():
         for lock in all_locks():

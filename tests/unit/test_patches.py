@@ -17,7 +17,7 @@ from gluon_syncbn.training.session import session
 
 def test_install_and_remove():
     SyncBatchNorm()  # whose first one changes more
-    changed = list(patches._originals)
+    changed = [place for place, (_, *original) in patches._changes.items() if original]
     ours = [getattr(*place) for place in changed]
     patches.install()
     assert [getattr(*place) for place in changed] == ours, "changed twice"
@@ -31,13 +31,13 @@ def test_install_and_remove():
         assert [getattr(*place) for place in changed] == plain, "a new layer changes MXNet again"
     finally:
         patches.install()
-    assert set(patches._originals) == set(changed)
+    assert all(patches._changes[place][1:] for place in changed)
 
 
 def test_arguments():
     """Each function takes what MXNet's takes, by position and, where a program calls it, by name."""
     SyncBatchNorm()  # whose first one changes more
-    for (owner, name), around in patches._wanted.items():
+    for (owner, name), (around, *_) in patches._changes.items():
         if owner is _LIB or not isinstance(around, FunctionType):
             continue
         original = inspect.unwrap(getattr(owner, name))
@@ -87,4 +87,4 @@ def test_what_is_kept_of_a_trainer_ends_with_it():
     assert len(session.trainers.objects()) == before + 2
     del trainers, layers, layer
     gc.collect()
-    assert len(session.trainers.objects()) == len(session.trainers.values()) == before
+    assert len(session.trainers.objects()) == len(session.trainers._kept) == before

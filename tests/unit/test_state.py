@@ -133,13 +133,13 @@ def test_functions(stages):
 
 
 def test_classes():
-    """Only these change their class, as the page says: a layer, a graph, executors and their group."""
+    """Only these change their class, as the page says: a layer and a graph."""
     assigned = {}
     for path in PACKAGE.rglob("*.py"):
         found = len(re.findall(r"\.__class__\b.*=", path.read_text(encoding="utf-8")))
         if found:
             assigned[path.relative_to(PACKAGE).as_posix()] = found
-    assert assigned == {"nets/convert.py": 2, "nets/graphs.py": 2, "nets/executors.py": 3}
+    assert assigned == {"nets/convert.py": 2, "nets/graphs.py": 2}
 
 
 def test_state_of_modules():
@@ -161,25 +161,35 @@ def test_state_of_modules():
     assert found == {
         "_native.py": {"_adding", "_functions", "_why_custom"},
         "symbol.py": {"_written"},
-        "command/replacements.py": {"_installed", "_settings"},
+        "command/replacements.py": {"_installed"},
         "exchange/base.py": {"_keys"},
         "exchange/dist_sync.py": {"_made"},
         "exchange/horovod.py": {"exchange", "_result_of"},
         "exchange/named.py": {"_adding", "stores"},
         "exchange/store.py": {"numbered"},
         "mxnet_side/blocks.py": {"with_graph"},
-        "mxnet_side/lifetime.py": {"_pid"},
-        "mxnet_side/patches.py": {"_of_thread", "_originals", "_wanted", "before_recording"},
-        "mxnet_side/trainer.py": {"_warn_once", "after_construction", "unsynchronised"},
-        "nets/convert.py": {"_with_addition"},
-        "nets/executors.py": {"operators"},
-        "nets/recompute.py": {"_of_thread", "_seeds", "_thread"},
-        "system/classes.py": {"derived"},
-        "system/cuda.py": {"gpu"},
-        "training/devices.py": {"_active", "_marks"},
-        "training/replicas.py": {"_layers", "_make_room_for_errors", "_of_thread", "by_token", "placed"},
+        "mxnet_side/patches.py": {"_changes"},
+        "nets/recompute.py": {"_forwards"},
+        "training/devices.py": {"_marks"},
+        "training/replicas.py": {"_layers", "_of_thread", "by_token"},
         "training/session.py": {"session"},
+        "training/steps.py": {"_steps"},
     }
+
+
+def test_the_session_is_written_by_its_own_module():
+    """Fields of an object of a module's are its module's to write, and their lists and dictionaries too."""
+    fields = r"\b(?:session|_steps)\.\w+"
+    writes = (
+        rf"{fields}(\[[^\]]*\])? [-+|]?= |{fields}\.(add|append|clear|extend|insert|pop|remove|setdefault|update)\("
+    )
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        hits = [hit.group() for hit in re.finditer(writes, path.read_text(encoding="utf-8"))]
+        if hits:
+            found[path.relative_to(PACKAGE).as_posix()] = hits
+    assert not found.keys() - {"training/session.py", "training/steps.py"}, found
+    assert not any(hit.startswith("session.") for hit in found.get("training/steps.py", ()))
 
 
 def test_everything_is_taken_back(stages):
