@@ -140,7 +140,7 @@ struct Resource {
 constexpr int kTempSpace = 1;
 
 // mxnet::Storage::Handle
-struct Memory {
+struct StorageHandle {
     void* values = nullptr;
     size_t size = 0;
     Context context{Context::kCpu, 0};
@@ -150,7 +150,7 @@ struct Memory {
 // mxnet::resource::SpaceAllocator of src/resource.cc, which no header has: what a Resource of temporary space points to.
 struct Space {
     Context context{Context::kCpu, 0};
-    Memory memory, host;
+    StorageHandle memory, host;
 };
 
 struct Engine;  // mxnet::Engine
