@@ -76,9 +76,7 @@ def recompute(block: BlockT, active: bool = True) -> BlockT:
     ValueError
         If an argument is not as described above. In a recorded call, if the second forward could not repeat a
         part of the block. Such parts are plain BatchNorm in training, a graph with ``static_alloc``, and Dropout on a
-        GPU, where its seed cannot be set. `convert` plain BatchNorm: mode ``'local'`` computes the same. A BatchNorm
-        operator is found in the graph of a ``HybridBlock`` or a ``SymbolBlock``. In other blocks its running statistics
-        would not move.
+        GPU, where its seed cannot be set. `convert` plain BatchNorm: mode ``'local'`` computes the same.
     MXNetError
         In a call, if a hybridized block contains this block. Reading a gradient raises it if the second forward failed,
         or differed from the first.
@@ -138,7 +136,8 @@ def _forward(block: Block, replaced: Optional[Callable[..., Any]], *args: Any) -
     _forwards.install()  # after an `uninstall`
     _check(block, within, operators, context)
     call = _Call(forward, context, seed)
-    outputs, inputs = call.compute(args)
+    of_layers = [one for layer in filter(blocks.is_batch_norm, within) for one in layer._reg_params.values()]
+    outputs, inputs = call.compute(args, {id(one) for one in of_layers})
     # An output may be one of the inputs, or be returned twice.
     outputs = map_arrays(lambda array: array.detach() if is_float(array) else array, outputs)
     if not _floats(outputs):
@@ -172,7 +171,7 @@ class _Call:
         self._arrays: Arrays = {}
         self._trained: List[Parameter] = []  # which gradients are asked for is known at the first forward
 
-    def compute(self, args: Any) -> Tuple[Any, List[NDArray]]:
+    def compute(self, args: Any, of_layers: Set[int]) -> Tuple[Any, List[NDArray]]:
         """Runs the first forward, and records nothing. Returns its outputs, and the arrays that get gradients."""
         used: Arrays = {}
         with _Recording(False, self._training):
@@ -181,7 +180,9 @@ class _Call:
             self._args = map_arrays(lambda array: array.copy(), args)
             with _frame(self.context, self._seed, used), self._tape.running(again=False):
                 outputs = self._forward(*args)
-            self._arrays = {parameter: array.copy() for parameter, array in used.items()}
+            # Others are running statistics, which MXNet's operator moves in its backward on a CPU.
+            copied = (p for p in used if p._differentiable or id(p) in of_layers or self.context.device_type == "gpu")
+            self._arrays = {**used, **{parameter: used[parameter].copy() for parameter in copied}}
         self._trained = [parameter for parameter in used if parameter.grad_req != "null"]
         return outputs, _floats(args) + [used[parameter] for parameter in self._trained]
 

@@ -653,3 +653,35 @@ def test_a_failure_releases_the_other_replicas(contexts):
     block.calls = 3
     forward_and_backward(block, xs, heads)  # the next step is none the worse
     assert all(np.isfinite(x.grad.asnumpy()).all() for x in xs)
+
+
+def test_an_operator_that_a_plain_block_calls():
+    """It moves its running statistics as it does without `recompute`."""
+
+    class Calls(gluon.Block):
+        def __init__(self):
+            super().__init__()
+            for name, init in (
+                ("gamma", "ones"),
+                ("beta", "zeros"),
+                ("running_mean", "zeros"),
+                ("running_var", "ones"),
+            ):
+                differentiable = not name.startswith("running")
+                given = dict(shape=(3,), init=init, differentiable=differentiable)
+                setattr(self, name, self.params.get(name, **given))
+
+        def forward(self, x):
+            return nd.BatchNorm(x, *[one.data() for one in self._reg_params.values()], fix_gamma=False)
+
+    def trained(block):
+        block.initialize()
+        for seed in range(3):
+            with autograd.record():
+                y = block(nd.array(np.random.RandomState(seed).randn(4, 3, 5)))
+            y.backward(nd.array(np.random.RandomState(9).randn(4, 3, 5)))
+            nd.waitall()
+        return [one.data().asnumpy() for one in block.params.values()] + [block.gamma.grad().asnumpy()]
+
+    for got, want in zip(trained(recompute(Calls())), trained(Calls())):
+        np.testing.assert_array_equal(got, want)
