@@ -120,6 +120,18 @@ class SyncBatchNorm(nn.BatchNorm):
 
     with means over all devices. Each device has its own part of dgamma and dbeta, and ``gluon.Trainer`` adds the parts.
 
+    ::
+
+        import gluon_syncbn
+        import mxnet as mx
+        from mxnet import autograd, gluon
+
+        contexts = [mx.cpu(0), mx.cpu(1)]
+        layer = gluon_syncbn.SyncBatchNorm(in_channels=3)
+        layer.initialize(ctx=contexts)
+        with autograd.record():  # call all devices before you read a result
+            ys = [layer(x) for x in gluon.utils.split_and_load(mx.nd.random.normal(shape=(6, 3, 8, 8)), contexts)]
+
     In training, the forward sets ``running = momentum * running + (1 - momentum) * batch``, the same on every device.
     The variance is biased unless ``running_variance`` says otherwise. (MXNet's BatchNorm updates in the backward on a
     CPU, and takes the unbiased variance on a GPU.) One device, predict mode and ``use_global_stats`` wait for no other

@@ -45,7 +45,16 @@ def convert(
     in the graph of a ``SymbolBlock``, whose class changes then.
 
     Layers are found among the children of blocks, in their attributes and slots, and in lists, tuples, sets and
-    dictionaries there.
+    dictionaries there. So those of a net that a plain list hides, such as a teacher, are converted too, unless
+    ``select`` leaves them out.
+
+    ::
+
+        import gluon_syncbn
+        from mxnet import gluon
+
+        net = gluon.model_zoo.vision.resnet18_v1(classes=10)
+        gluon_syncbn.convert(net, select=".*stage", fuse=True)  # the layers of the stages alone, with their ReLUs
 
     Parameters stay the same objects, also those whose initialisation is pending. Each layer keeps its settings, hooks
     and hybridize flags. Recorded graphs are dropped and rebuilt at the next call. Other normalisation layers stay as
@@ -54,8 +63,8 @@ def convert(
     Parameters
     ----------
     net : gluon.Block
-        A network, a part of one or a single BatchNorm, changed in place and returned. Hybridized blocks *around* it
-        drop their graphs, too.
+        A network, a part of one or a single BatchNorm, changed in place. Hybridized blocks *around* it drop their
+        graphs, too.
     norm_layer : type
         `SyncBatchNorm` or a subclass of it, such as `ShuffleBatchNorm`.
     select : str, optional
@@ -69,6 +78,11 @@ def convert(
     **kwargs
         Further arguments of each new layer: ``num_devices``, ``mode``, ``virtual_devices``, ``group_size``, ``groups``,
         ``running_variance``, ``kvstore``, ``timeout``.
+
+    Returns
+    -------
+    gluon.Block
+        ``net``.
 
     Raises
     ------
@@ -165,10 +179,23 @@ def revert(net: NetT) -> NetT:
     A layer gets the class that it had before `convert`. A layer that was never converted, or was contrib's, becomes
     ``nn.BatchNorm``. The parameters stay the same objects, and layers keep all settings that ``nn.BatchNorm`` knows.
 
+    ::
+
+        import gluon_syncbn
+        from mxnet import gluon
+
+        net = gluon_syncbn.convert(gluon.model_zoo.vision.resnet18_v1(classes=10))
+        gluon_syncbn.revert(net)  # as it was
+
     Parameters
     ----------
     net : gluon.Block
-        A network or a single layer, changed in place and returned.
+        A network or a single layer, changed in place.
+
+    Returns
+    -------
+    gluon.Block
+        ``net``.
 
     Raises
     ------
@@ -192,18 +219,32 @@ def freeze(net: NetT, select: Optional[str] = None, active: bool = True) -> NetT
     """Makes BatchNorm layers normalise with their running statistics, in training too, without updates.
 
     It sets ``use_global_stats``, and ``grad_req`` of gamma and beta to ``'null'``, of plain and synchronised layers.
-    Recipes for detection and the last phase of DeepLabV3 do so. Frozen layers wait for no replica.
+    Recipes for detection and the last phase of DeepLabV3 do so. Frozen layers wait for no replica. Layers are found
+    where `convert` finds them, in a plain list too.
+
+    ::
+
+        import gluon_syncbn
+        from mxnet import gluon
+
+        net = gluon_syncbn.convert(gluon.model_zoo.vision.resnet18_v1(classes=10))
+        gluon_syncbn.freeze(net, select=".*stage[12]")  # active=False thaws them
 
     Parameters
     ----------
     net : gluon.Block
-        A network or a single layer, changed in place and returned.
+        A network or a single layer, changed in place.
     select : str, optional
         As in `convert`.
     active : bool
         False undoes what `freeze` has changed: its layers normalise with their batch again, and gamma and beta get the
         ``grad_req`` that they had. What something else has frozen stays frozen, and what you have thawed since stays
         as you have set it.
+
+    Returns
+    -------
+    gluon.Block
+        ``net``.
 
     Raises
     ------

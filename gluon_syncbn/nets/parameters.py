@@ -25,7 +25,17 @@ def broadcast_parameters(params: Any, kvstore: Any = None, root_rank: int = 0) -
 
     Call it before the first step, in every process, with the same net. Then all start from the same weights and running
     statistics. Gluon's names may differ between processes. Within one process, all contexts get the parameters of the
-    first.
+    first. A net that a plain list hides, such as a teacher, is among the blocks of its net.
+
+    ::
+
+        # mpiexec -n 2 python train.py
+        import gluon_syncbn
+        from mxnet import gluon
+
+        net = gluon.nn.Dense(2, in_units=3)
+        net.initialize()
+        gluon_syncbn.broadcast_parameters(net, gluon_syncbn.kvstore("mpi"))
 
     Parameters
     ----------
@@ -114,9 +124,14 @@ def from_torch(net: NetT, module: Any) -> NetT:
     Parameters
     ----------
     net : gluon.Block
-        A net on which ``initialize`` was called, changed in place and returned. Channels are axis 1, as in PyTorch.
+        A net on which ``initialize`` was called, changed in place. Channels are axis 1, as in PyTorch.
     module : torch.nn.Module or dict
         The module or its ``state_dict()``. Arrays of NumPy may stand for tensors.
+
+    Returns
+    -------
+    gluon.Block
+        ``net``.
 
     Raises
     ------
@@ -152,7 +167,12 @@ def to_torch(net: Block, module: ModuleT) -> ModuleT:
     net : gluon.Block
         An initialised net.
     module : torch.nn.Module
-        The module, changed in place and returned.
+        The module, changed in place.
+
+    Returns
+    -------
+    torch.nn.Module
+        ``module``.
 
     Raises
     ------

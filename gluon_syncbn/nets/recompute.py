@@ -64,12 +64,17 @@ def recompute(block: BlockT, active: bool = True) -> BlockT:
     Parameters
     ----------
     block : gluon.Block
-        A part of a network, changed in place and returned. Names of parameters and files stay as they were. Its forward
+        A part of a network, changed in place. Names of parameters and files stay as they were. Its forward
         takes arrays on one context, also within lists, tuples and dictionaries. A second call must compute the same:
         the forward keeps no state between calls, does not ask whether ``autograd`` records, and uses no arrays but its
         arguments and the ``data()`` of parameters. The block may hold other such blocks.
     active : bool
         False restores the block.
+
+    Returns
+    -------
+    gluon.Block
+        ``block``.
 
     Raises
     ------

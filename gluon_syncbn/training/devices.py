@@ -27,6 +27,20 @@ def only_on(contexts: Sequence[Context]) -> Iterator[None]:
     ``grad_req='add'``, it is there what earlier batches have left. A loop that updates weights without a
     ``gluon.Trainer`` calls ``zero_grad`` before the block.
 
+    ::
+
+        import gluon_syncbn
+        import mxnet as mx
+        from mxnet import autograd
+
+        contexts = gluon_syncbn.cpu_devices(2)
+        layer = gluon_syncbn.SyncBatchNorm(in_channels=3)
+        layer.initialize(ctx=contexts)
+        with gluon_syncbn.only_on(contexts[:1]):
+            with autograd.record():
+                y = layer(mx.nd.random.normal(shape=(2, 3), ctx=contexts[0]))
+            y.backward()
+
     Parameters
     ----------
     contexts : list of Context

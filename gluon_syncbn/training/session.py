@@ -128,6 +128,13 @@ def configure(
     They reach models that call ``norm_layer`` without ``norm_kwargs``, too. A call that has begun keeps its KVStore.
     Without arguments, nothing changes.
 
+    ::
+
+        import gluon_syncbn
+
+        gluon_syncbn.configure(timeout=60, nonfinite="skip")
+        print(gluon_syncbn.configure()["timeout"])  # 60.0
+
     Parameters
     ----------
     kvstore : str, KVStore or None
@@ -191,6 +198,14 @@ def kvstore(name: Literal["mpi"] = "mpi") -> ProcessStore:
 
     The processes must build and initialise the same net; Gluon's names may differ. If a process ends, hangs or fails,
     the step of all processes ends in a `StepError` that names the layer and the rank. The job ends too.
+
+    ::
+
+        # mpiexec -n 2 python train.py
+        import gluon_syncbn
+
+        kv = gluon_syncbn.kvstore("mpi")
+        print(f"rank {kv.rank} of {kv.num_workers}")
 
     Parameters
     ----------

@@ -1,5 +1,6 @@
 """What the pages and the docstrings say to paste runs, and what they link to is there."""
 
+import inspect
 import json
 import re
 import sys
@@ -117,6 +118,16 @@ def anchors(page):
 def test_each_block_says_what_it_is():
     """``python`` runs, as what a ``diff`` leads to does; ``sh`` is looked through, ``text`` is neither."""
     assert not [block.name for block in PAGED if block.language not in ("python", "sh", "text")]
+
+
+def test_a_docstring_has_an_example_and_what_is_returned():
+    shown = {block.page for block in SHOWN}
+    with_example = "SyncBatchNorm broadcast_parameters configure convert freeze kvstore only_on revert"
+    assert {f"gluon_syncbn.{name}" for name in with_example.split()} <= shown
+    for name in set(gluon_syncbn.__all__) - MODULES:
+        one = getattr(gluon_syncbn, name)
+        if inspect.isfunction(one) and inspect.signature(one).return_annotation not in ("None", "Iterator[None]"):
+            assert one.__doc__.startswith("Returns") or "\n    Returns\n" in one.__doc__, name
 
 
 def test_the_reference_has_all_public_names():
