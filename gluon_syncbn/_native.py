@@ -258,9 +258,6 @@ def _forget(key: int) -> int:
 # ---- exchanges -------------------------------------------------------------------------------------------------
 
 
-_adding: List[Any] = []  # functions, which stay, because the core may call one at any time
-
-
 def python_exchange(store: Any, processes: int = 0) -> int:
     """Returns an exchange that calls ``store.add(contexts, rows, timeout, call)``: see `DeviceExchange`, or
     `JobExchange` for so many processes.
@@ -284,7 +281,7 @@ def python_exchange(store: Any, processes: int = 0) -> int:
             _core.syncbn_failed_in_python(f"{told}{error}")
             return False
 
-    _adding.append(run)
+    store.in_core = run  # lives as long, because the core may call it at any time
     exchange: int = _core.syncbn_python_exchange(run, processes)
     return exchange
 
