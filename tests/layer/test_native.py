@@ -97,7 +97,8 @@ SAME(sizeof(mxnet::engine::Var), sizeof(n::Variable)); LIKE(mxnet::engine::Var, 
 LIKE(mxnet::Resource, req, n::Resource, kind);
 LIKE(mxnet::Resource, id, n::Resource, id); LIKE(mxnet::Resource, var, n::Resource, variable);
 SAME(int(mxnet::ResourceRequest::kTempSpace), n::kTempSpace);
-SAME(sizeof(mxnet::Storage::Handle), sizeof(n::StorageHandle)); LIKE(mxnet::Storage::Handle, ctx, n::StorageHandle, context);
+SAME(sizeof(mxnet::Storage::Handle), sizeof(n::StorageHandle));
+LIKE(mxnet::Storage::Handle, ctx, n::StorageHandle, context);
 LIKE(mxnet::Storage::Handle, size, n::StorageHandle, size);
 SAME(sizeof(mxnet::Context), sizeof(n::Context)); LIKE(mxnet::Context, dev_type, n::Context, type);
 LIKE(mxnet::Context, dev_id, n::Context, number);
