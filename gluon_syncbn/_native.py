@@ -65,7 +65,7 @@ _RESULTS = {
     "void": ctypes.c_int,
     "bool": ctypes.c_int,
     "const char*": ctypes.c_char_p,
-    **dict.fromkeys(("Asked", "std::string", "Bytes", "std::optional<Bytes>"), ctypes.c_void_p),
+    **dict.fromkeys(("Asked", "std::string", "Bytes"), ctypes.c_void_p),
 }
 _GIVEN: Dict[str, Any] = {
     **_NUMBERS,
@@ -128,11 +128,10 @@ def _checked(result: Any, function: Any, given: Any) -> Any:
 
 def _bytes_at(*result: Any) -> Any:
     span = _Span.from_address(_checked(*result))
-    return ctypes.string_at(span.values, span.count) if span.count >= 0 else None
+    return ctypes.string_at(span.values, span.count)
 
 
-_READ = {"Bytes": _bytes_at, "std::optional<Bytes>": _bytes_at}
-_READ["std::string"] = lambda *result: _bytes_at(*result).decode(errors="replace")
+_READ = {"Bytes": _bytes_at, "std::string": lambda *result: _bytes_at(*result).decode(errors="replace")}
 _core = _load()
 
 

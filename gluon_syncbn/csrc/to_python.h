@@ -4,7 +4,6 @@
 
 #include <exception>
 #include <new>
-#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -33,15 +32,14 @@ inline thread_local std::string kept_problem;
 inline thread_local const char* problem = "";  // of this thread's last call that returned null or -1
 
 // What Python gets of a result: -1 or null after an exception. Texts and bytes stay until this thread's next call,
-// exchanges as long as the process. Without bytes, the count is -1.
-inline const Span<const char>* handed(std::optional<std::string> bytes) {
+// exchanges as long as the process.
+inline const Span<const char>* handed(std::string bytes) {
     static thread_local std::string kept;
     static thread_local Span<const char> span;
-    kept = bytes.value_or("");
-    span = {bytes ? static_cast<int64_t>(kept.size()) : -1, kept.data()};
+    kept = std::move(bytes);
+    span = {static_cast<int64_t>(kept.size()), kept.data()};
     return &span;
 }
-inline const Span<const char>* handed(std::string text) { return handed(std::optional(std::move(text))); }
 inline int handed(bool value) { return value; }
 template <typename Value>
 auto handed(Value value) {

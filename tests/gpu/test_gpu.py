@@ -663,67 +663,44 @@ def test_nothing_is_posted_where_replicas_differ(rng):
 # ---- what a step asks of a GPU -----------------------------------------------------------------------------
 
 
-# (replicas, pooling, way, extents): the way changes nothing, nor does the mode where the moments come in chunks.
-COSTS = [(replicas, pooling, "eager", (4, 6)) for replicas in (1, 4) for pooling in ["sync", *POOLINGS]]
-COSTS += [(4, pooling, "static_shape", (4, 6)) for pooling in ("sync", "named groups", "local, 2 slots", "shuffle")]
-COSTS += [(replicas, "sync", "eager", (180, 190)) for replicas in (1, 2, 4)]
-COSTS = [case for case in COSTS if fits(POOLINGS.get(case[1], {}), case[0])]
-
-
-@on_the_emulator
-@pytest.mark.parametrize("replicas, pooling, way, spatial", COSTS)
-def test_what_a_step_costs(rng, replicas, pooling, way, spatial):
-    settings = POOLINGS.get(pooling, {})
-    contexts, batch = gpus(replicas), make_batch(rng, replicas, spatial=spatial, dtype="float32")
-    layer = prepare(SyncBatchNorm(in_channels=5, **settings), batch, contexts, "float32", WAYS[way])
-    xs, heads = (on_devices(arrays, contexts, "float32") for arrays in (batch.shards, batch.heads))
-    for x in xs:
-        x.attach_grad()
-
-    directions = counted_step(lambda: [layer(x) for x in xs], heads, 3)
-    for group in settings.get("groups", ()):
-        for rank in group:  # the numbers of replicas that are no neighbours do not travel with a launch
-            directions[0][rank]["to device"] -= group != [*range(group[0], group[-1] + 1)]
-    assert_costs(directions, replicas, settings, spatial)
-
-
-def assert_costs(directions, replicas, settings, spatial):
-    shared = replicas > 1 and settings.get("mode") != "local"
-    want = {"launches": 2, "to device": 0, "to host": 0, "within": 0, "waits": 1, "collectives": int(shared)}
-    if spatial != (4, 6):
-        want["launches"] = 3
-    for each in directions:
-        for numbers in each[:replicas]:
-            del numbers["allocations"]
-            assert numbers == want
-        assert not any(any(numbers.values()) for numbers in each[replicas:])
-
-
-#: Of a layer with something behind it: its class and arguments. All activations are one kernel's.
-EPILOGUE = {
+#: A layer with something behind it: its class and arguments. All activations are one kernel's.
+BEHIND = {
+    "nothing": (SyncBatchNorm, {}),
     "relu": (SyncBatchNorm, {"activation": "relu"}),
     "add": (SyncBatchNormAdd, {"activation": None}),
     "add, leaky": (SyncBatchNormAdd, {"activation": "leaky", "slope": 0.1}),
 }
+# (replicas, pooling, way, extents, what is behind): neither the way changes anything, nor the mode of moments in
+# chunks, nor what is behind.
+COSTS = [(replicas, pooling, "eager", (4, 6), "nothing") for replicas in (1, 4) for pooling in ["sync", *POOLINGS]]
+COSTS += [(4, one, "static_shape", (4, 6), "nothing") for one in ("sync", "named groups", "local, 2 slots", "shuffle")]
+COSTS += [(replicas, "sync", "eager", (180, 190), "nothing") for replicas in (1, 4)]
+COSTS += [(2, "sync", "eager", extents, behind) for extents in ((4, 6), (180, 190)) for behind in BEHIND]
+COSTS = [case for case in COSTS if fits(POOLINGS.get(case[1], {}), case[0])]
 
 
 @on_the_emulator
-@pytest.mark.parametrize("spatial", [(4, 6), (180, 190)], ids=["whole", "in chunks"])
-@pytest.mark.parametrize("behind", EPILOGUE)
-def test_what_an_activation_costs(rng, behind, spatial):
-    """Nothing: no launch, copy or wait is added."""
-    contexts, batch = gpus(2), make_batch(rng, 2, spatial=spatial, dtype="float32")
-    kind, arguments = EPILOGUE[behind]
-    layer = prepare(kind(in_channels=5, **arguments), batch, contexts, "float32")
-    addends = [rng.randn(*x.shape) for x in batch.shards]
-    given = [batch.shards, addends] if kind is SyncBatchNormAdd else [batch.shards]
-    inputs = [on_devices(arrays, contexts, "float32") for arrays in given]
-    heads = on_devices(batch.heads, contexts, "float32")
+@pytest.mark.parametrize("replicas, pooling, way, spatial, behind", COSTS)
+def test_what_a_step_costs(rng, replicas, pooling, way, spatial, behind):
+    settings, (kind, arguments) = POOLINGS.get(pooling, {}), BEHIND[behind]
+    contexts, batch = gpus(replicas), make_batch(rng, replicas, spatial=spatial, dtype="float32")
+    layer = prepare(kind(in_channels=5, **settings, **arguments), batch, contexts, "float32", WAYS[way])
+    given = [batch.shards, batch.heads] if kind is SyncBatchNormAdd else [batch.shards]
+    *inputs, heads = (on_devices(arrays, contexts, "float32") for arrays in (*given, batch.heads))
     for x in chain(*inputs):
         x.attach_grad()
 
-    directions = counted_step(lambda: [layer(*arrays) for arrays in zip(*inputs)], heads, 2)
-    assert_costs(directions, 2, {}, spatial)
+    directions = counted_step(lambda: [layer(*arrays) for arrays in zip(*inputs)], heads, 3)
+    shared = replicas > 1 and settings.get("mode") != "local"
+    want = {"launches": 2 if spatial == (4, 6) else 3, "to device": 0, "to host": 0, "within": 0, "waits": 1}
+    for group in settings.get("groups", ()):
+        for rank in group:  # the numbers of replicas that are no neighbours do not travel with a launch
+            directions[0][rank]["to device"] -= group != [*range(group[0], group[-1] + 1)]
+    for each in directions:
+        for numbers in each[:replicas]:
+            del numbers["allocations"]
+            assert numbers == {**want, "collectives": int(shared)}
+        assert not any(any(numbers.values()) for numbers in each[replicas:])
 
 
 @on_the_emulator
