@@ -37,9 +37,9 @@ _Node = Tuple[List[str], Replicas]
 def _grouping(group: Callable, symbol: mx.sym.Symbol, contexts: List[Context], *args: Any, **kwargs: Any) -> Any:
     places = executor_group._prepare_group2ctxs(kwargs.get("group2ctxs"), len(contexts))
     graph, layers = _synchronised(symbol, contexts, places)
-    if not layers:
-        return group(graph, contexts, *args, **kwargs)
-    made = _Group(layers, graph, contexts, *args, **kwargs)
+    made = _Group(layers, graph, contexts, *args, **kwargs) if layers else group(graph, contexts, *args, **kwargs)
+    if made.for_training:
+        steps.trains()
     if made.for_training and any(replicas.reaches_other_processes() for _, replicas in layers):
         warnings.warn(
             "the gradients of a Module stay in this process, and its layers share their statistics with others: "

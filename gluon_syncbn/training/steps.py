@@ -168,7 +168,7 @@ def scope_entered() -> None:
         if _native.failure() and not inside():
             reset()
         _steps.open[thread] = Scope()
-        _steps.training_threads.add(thread)
+        trains()
         _native.scope_enter(thread.name)
 
 
@@ -233,8 +233,13 @@ def inside() -> List[threading.Thread]:
     return [thread for thread in list(_steps.open) if thread.is_alive()]
 
 
+def trains() -> None:
+    """Notes that this thread is in a step, or has made a ``Module`` for some."""
+    _steps.training_threads.add(threading.current_thread())
+
+
 def training_threads() -> List[threading.Thread]:
-    """Returns the threads that have been in a step."""
+    """Returns the threads that have been in a step, or have made a ``Module`` for some."""
     return list(_steps.training_threads)
 
 
