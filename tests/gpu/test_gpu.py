@@ -43,8 +43,8 @@ from replicas import (
     step,
     step_in_any_order,
 )
-from soak.layers.case import CONTEXTS, draw_for_emulator
-from soak.layers.trial import run as random_case
+from soak.case import CONTEXTS, draw_for_emulator
+from soak.trial import run as random_case
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, _native
@@ -91,7 +91,7 @@ def side_by_side(programs, **variables):
 
 @pytest.mark.parametrize("first", range(0, 120, 20))
 def test_random_cases(first):
-    """Those of `make soak ARGS="--kind layers"`, without the operators of MXNet's own that may stand in a case: every
+    """Those of `make soak`, without the events and the operators of MXNet's own that may stand in a case: every
     layout, type, setting and request for gradients, with and without an activation, an addition, a mask of any type and
     empty shards."""
     gpus(CONTEXTS)

@@ -1,7 +1,7 @@
-"""Random layers against an implementation of the tests' own; `make soak ARGS="--kind layers"` runs more of them."""
+"""Random layers against an implementation of the tests' own; `make soak` runs more of them."""
 
 import pytest
-from soak.layers.runner import Runner
+from soak.runner import Runner
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -10,6 +10,5 @@ def test_120_cases():
     """The same at every run, half of them through each door."""
     found = []
     Runner(found.append, hang=120).run(range(120))
-    assert not [outcome.text for outcome in found if outcome.kind not in ("right", "refused")]
-    assert sum(outcome.kind == "refused" for outcome in found) < 5
+    assert not [outcome.text for outcome in found if outcome.kind != "right"]
     assert sorted(outcome.seed for outcome in found) == list(range(120))

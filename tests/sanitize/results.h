@@ -1,4 +1,4 @@
-// What the arrays of a call have to hold. That the numbers are right, random layers show (tests/soak/layers).
+// What the arrays of a call have to hold. That the numbers are right, random layers show (tests/soak).
 #pragma once
 
 #include <cmath>

@@ -1,392 +1,317 @@
-"""A case on its way: one step after the other, each checked against the specification."""
+"""A case on its way through MXNet, each step checked against `truth`."""
 
-import faulthandler
-import functools
-import os
-import signal
-import sys
-import tempfile
-import time
-import traceback
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import Any, Callable, Dict, List, NamedTuple, NoReturn, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 
 import mxnet as mx
 import numpy as np
-from mxnet import autograd, gluon, nd
-from replicas import TOLERANCE, WAYS, on_devices
+from mxnet import autograd, nd
+from mxnet.gluon import nn
+from permutations import derangement
+from replicas import WAYS, in_threads
 
 import gluon_syncbn
+from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd
+from gluon_syncbn.mxnet_side import blocks
 
-from .case import Case
-from .nets import build, convert
-from .specification import Specification, Values
+from . import events
+from .case import CONTEXTS, Case
+from .events import Wrong
+from .tape import Value
+from .truth import Gradients, Truth
 
-TIMEOUT = 60.0  # seconds that a replica waits for the others where nothing is meant to fail
-NET_TOLERANCE = {"float32": 1e-3, "float64": 1e-8}  # of nets, whose layers hand on each other's rounding
-RATE, BATCH = 2**-10, 4  # of the trainer, which keeps both in float32
+TIMEOUT = 30.0  # seconds that a replica waits for the others
+#: Another order of the same operations has other roundings: the error may be this many times the bound.
+TIMES = 4.0
 START = 0.5  # of a gradient to which others are added
-CHILD = 90  # seconds that the child of a fork may take
-CHILD_ENDS = 5  # its exit code
 
 
-class Wrong(Exception):
-    """What the layer does is not what it promises."""
+class Plain(nn.HybridBlock):
+    """Plain BatchNorm with what stands behind it, for `convert(fuse=True)`."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self._case = case
+        self.norm = nn.BatchNorm(in_channels=case.channels, **case.settings)
+
+    def hybrid_forward(self, F: Any, x: Any, addend: Any = None) -> Any:
+        z = self.norm(x)
+        z = z if addend is None else z + addend
+        kind = self._case.activation
+        if kind == "leaky":
+            return F.LeakyReLU(z, act_type="leaky", slope=self._case.slope)
+        if kind == "relu6":
+            return F.clip(z, 0, 6)
+        return z if kind is None else F.Activation(z, act_type="relu")
 
 
-class Crew:
-    """Threads that live on, one for each replica: MXNet frees nothing of what a thread has used when that ends."""
+class Batch(NamedTuple):
+    """One array for each replica."""
 
-    def __init__(self, size: int) -> None:
-        self._lanes = [ThreadPoolExecutor(1) for _ in range(size)]
-        self.run([time.monotonic] * size)  # which starts them
-
-    def run(self, tasks: Sequence[Callable[[], Any]]) -> None:
-        """Each task in its own thread; once all have ended, raises what one of them raised."""
-        futures = [lane.submit(task) for lane, task in zip(self._lanes, tasks)]
-        for error in [future.exception() for future in futures]:
-            if error is not None:
-                raise error
-
-
-class Call(NamedTuple):
-    """A batch on its devices."""
-
-    shards: Values
-    heads: Values
+    shards: List[np.ndarray]
+    addends: Optional[List[np.ndarray]]
     xs: List[nd.NDArray]
-    dys: List[nd.NDArray]
+    others: Optional[List[nd.NDArray]]  # the addends; the data itself where that is added
+    masks: List[Optional[np.ndarray]]
+    marks: List[Optional[nd.NDArray]]  # the masks
 
-
-class Expected(NamedTuple):
-    name: str
-    got: Callable[[], np.ndarray]
-    want: np.ndarray
-    least: float = 0.0  # that counts as the largest value: sums may cancel
+    def inputs(self, i: int) -> List[nd.NDArray]:
+        """Of the layer in replica i."""
+        given = [self.xs[i], None if self.others is None else self.others[i], self.marks[i]]
+        return [array for array in given if array is not None]
 
 
 class Trial:
-    """``interrupt`` sends this process a SIGINT whose handler only takes note."""
-
-    def __init__(self, case: Case, crew: Crew, interrupt: Callable[[], None]) -> None:
-        self.case, self.rng, self.crew, self._interrupt = case, case.rng, crew, interrupt
-        self.threads = case.threads
-        self.counted: Counter = Counter()
-        # MXNet's LeakyReLU, which predicts, multiplies in float32 (`xelu` in src/operator/mshadow_op.h).
-        dtype = "float32" if case.settings["activation"] == "leaky" else case.dtype
-        self._tolerance = (TOLERANCE if case.net == "layer" else NET_TOLERANCE)[dtype]
-        gluon_syncbn.configure(kvstore=None, timeout=TIMEOUT, seed=case.seed)
-        with mx.util.np_shape(False):  # with which MXNet's Conv2D looks for the shape of its weight
-            self.net = build(case)
+    def __init__(self, case: Case, contexts: Sequence[mx.Context]) -> None:
+        self.case, self.rng, self.happens = case, case.rng, case.rng_of_events
+        self.contexts = {i: contexts[i] for i in case.contexts}
+        self.places = [contexts[i] for i in case.contexts]
+        self.strain = 0.0  # the largest error, in what is allowed
+        gluon_syncbn.configure(kvstore=None)
+        self.start_over(case.seed)
+        self.net = self._build()
+        self.layer = next(block for block in blocks.iterate(self.net) if isinstance(block, SyncBatchNorm))
         self.net.cast(case.dtype)
-        self.net.initialize(ctx=case.contexts)
+        self.net.initialize(ctx=self.places)
         if WAYS[case.way] is not None:
             self.net.hybridize(**WAYS[case.way])
-        self._trace()
-        self.parameters = list(self.net.collect_params().values())
-        for p in self.trained():
-            p.grad_req = case.grad_req
-            value = self.rng.rand(*p.shape) + 0.5 if p.name.endswith("gamma") else 0.5 * self.rng.randn(*p.shape)
+        gamma, beta = self.rng.uniform(0.5, 2, case.channels), 0.7 * self.rng.randn(case.channels)
+        self.parameters = {"gamma": self.layer.gamma, "beta": self.layer.beta}
+        values = []
+        for (name, p), value in zip(self.parameters.items(), (gamma * self.rng.choice((-1, 1), case.channels), beta)):
+            p.grad_req = case.reqs[name]
             p.set_data(nd.array(value, dtype=p.dtype))
-        self.trainer = None
-        if case.trainer is not None:
-            settings = {"learning_rate": RATE, "wd": 0}
-            self.trainer = gluon.Trainer(self.net.collect_params(), "sgd", settings, **case.trainer)
-        self.specification = Specification(self.net, case.contexts, case.way == "eager", case.seed)
+            values.append(p.data(self.places[0]).asnumpy().astype("float64"))
+            if case.reqs[name] == "add":
+                for context in self.contexts.values():
+                    fill(p.grad(context), START)
+        self.truth = Truth(case, *values)
+        if case.predicts:
+            self.predict(0)  # which makes the graph
 
-    def trained(self) -> List[gluon.Parameter]:
-        return [p for p in self.parameters if p.grad_req != "null"]
+    def _build(self) -> nn.HybridBlock:
+        case = self.case
+        own = {**case.pooling, "running_variance": "unbiased" if case.unbiased else "biased"}
+        if case.fused:
+            return gluon_syncbn.convert(Plain(case), fuse=True, **own)
+        kind = SyncBatchNorm if case.addend is None else SyncBatchNormAdd
+        epilogue = {"activation": case.activation, "slope": case.slope}
+        return kind(in_channels=case.channels, **case.settings, **epilogue, **own)
 
-    def _trace(self) -> None:
-        """Makes the graph, and the parameters that wait for the first batch. Threads may not do so at once."""
-        shard = next(x for x in self.case.shards(len(self.case.contexts)) if x.size)
-        self.net(nd.array(shard, ctx=self.case.contexts[0], dtype=self.case.dtype)).wait_to_read()
+    def run(self) -> None:
+        for number, kind in enumerate(self.case.steps):
+            try:
+                getattr(self, kind)() if hasattr(self, kind) else getattr(events, kind)(self)
+            except Wrong as error:
+                raise Wrong(f"step {number}, {kind}: {error}") from None
+        mx.nd.waitall()
 
-    # ---- what happens in a step --------------------------------------------------------------------------------
-
-    def calls(self, places: Sequence[mx.Context], count: int = 1) -> List[Call]:
-        calls = []
-        for _ in range(count):
-            shards = self.case.shards(len(places))
-            heads = self.case.heads(shards)
-            xs, dys = on_devices(shards, places, self.case.dtype), on_devices(heads, places, self.case.dtype)
-            for x in xs:
-                x.attach_grad(self.case.grad_req)
-                x.grad[:] = START
-            calls.append(Call(shards, heads, xs, dys))
-        return calls
-
-    def issue(
-        self,
-        calls: Sequence[Call],
-        scope: Callable[[], Any] = autograd.record,
-        meanwhile: Optional[Callable[[], None]] = None,
-        fails: bool = False,
-    ) -> List[List[nd.NDArray]]:
-        """The outputs of each call, of which none has been read. ``meanwhile`` runs after the first replica. Where the
-        step fails, it has one scope, as the next one would forget the failure."""
-        case, replicas = self.case, len(calls[0].xs)
-        ys: List[List[Any]] = [[None] * replicas for _ in calls]
-
-        def work(turns: Sequence[Any], inner: Callable[[], Any]) -> None:
-            for k, i in turns:
-                with inner(), mx.util.np_shape(case.empty):  # which is each thread's own
-                    ys[k][i] = self.net(calls[k].xs[i])
-                if meanwhile is not None and (k, i) == turns[0]:
-                    meanwhile()
-
-        if self.threads:
-            with scope():
-                turns = [[(k, i) for k in range(len(calls))] for i in range(replicas)]
-                self.crew.run([functools.partial(work, turns[i], scope) for i in range(replicas)])
-            return ys
-        turns = self._turns(range(len(calls)), replicas)
-        inner = scope if not fails and self.rng.rand() < 0.2 else nullcontext
-        with scope() if inner is nullcontext else nullcontext():
-            work(turns, inner)
-        if self.case.way == "static_shape":
-            mx.nd.waitall()  # reading running statistics does not wait until such a graph has written them
-        return ys
-
-    def _turns(self, calls: Sequence[int], replicas: int) -> List[Tuple[int, int]]:
-        """(call, replica) in the order in which they are issued, the calls of each replica in the order given."""
-        turns = [(k, i) for k in calls for i in self.rng.permutation(replicas)]
-        if self.rng.rand() < 0.3:
-            turns.sort(key=lambda turn: turn[1])  # all calls of a replica, then those of the next
-        return turns
-
-    def backward(self, calls: Sequence[Call], ys: Sequence[Sequence[nd.NDArray]]) -> None:
-        replicas = len(ys[0])
-        one_by_one = len(calls) == 1 and self.rng.rand() < 0.2
-        # In one backward, MXNet bundles the end of a replica's call with the beginning of its next. Where one replica
-        # has them in another order than its peer, each bundle would wait for the other.
-        turns = self._turns(self.rng.permutation(len(calls)), replicas)
-        outputs, heads = [ys[k][i] for k, i in turns], [calls[k].dys[i] for k, i in turns]
-        if one_by_one:
-            for y, dy in zip(outputs, heads):
-                y.backward(dy)
-        else:
-            autograd.backward(outputs, heads)
-
-    def _in_flight(self) -> int:
-        """Calls before anything is read."""
-        once = self.case.dropout or self.case.way == "static_shape"
-        return 1 if once else self.rng.choice([1, 1, 1, 2, 3])
+    def start_over(self, seed: int) -> None:
+        self.seed, self.calls = seed, 0
+        gluon_syncbn.configure(timeout=TIMEOUT, seed=seed)
 
     # ---- steps -------------------------------------------------------------------------------------------------
 
-    def choices(self) -> Dict[Callable[[], None], float]:
-        """The kinds of step that this case can have, and how often."""
-        case = self.case
-        kinds: Dict[Callable[[], None], float] = {
-            self.train: 100,
-            self.run_forward: 10,
-            self.predict: 10,
-            self.change_store: 3,
-            self.change_seed: 2,
-            self.fork: 1,
-        }
-        if len(case.contexts) > 1:
-            kinds[self.train_on_some] = 6
-        if not case.empty:
-            kinds.update({self.save_and_load: 2, self.revert_and_convert: 2})
-        if not self.threads:
-            kinds.update({self.change_store_in_mid_step: 3, self.interrupt: 1})
-        return kinds
-
     def train(
-        self,
-        places: Optional[Sequence[mx.Context]] = None,
-        meanwhile: Optional[Callable[[], None]] = None,
-        unread: Optional[Callable[[], None]] = None,
+        self, meanwhile: Optional[Callable[[], None]] = None, unread: Optional[Callable[[], None]] = None
     ) -> None:
-        """On these replicas; ``unread`` runs when everything is issued and nothing has been read."""
-        case, specification = self.case, self.specification
-        trainer = self.trainer if places is None and self.rng.rand() < 0.8 else None
-        places = case.contexts if places is None else places
-        calls = self.calls(places, self._in_flight())
-        ys = self.issue(calls, meanwhile=meanwhile)
-        self.backward(calls, ys)
-        predicted = self._predicted() if self.rng.rand() < 0.2 else []
-        first = trainer is not None and bool(trainer._params_to_init)
-        if trainer is not None:
-            trainer.step(BATCH)
-
-        forwards = [specification.forward(call.shards, places) for call in calls]
-        if case.grad_req == "write":
-            specification.forget_gradients(places)
-        expected = []
-        for call, outputs, (want, back) in zip(calls, ys, forwards):
-            before = START if case.grad_req == "add" else 0
-            expected += self._arrays("output", outputs, want)
-            expected += self._arrays("dx", [x.grad for x in call.xs], [before + dx for dx in back(call.heads)])
-        expected += [Expected("prediction", y.asnumpy, specification.predict(x, place)) for x, place, y in predicted]
-        if trainer is not None:
-            adds = trainer._kvstore is not None
-            if first and adds:
-                specification.spread_running()
-            specification.descend(RATE / BATCH, everywhere=adds and not trainer._update_on_kvstore)
+        """``meanwhile`` runs after the first replica, ``unread`` when all is issued and nothing has been read."""
+        case, truth, batch = self.case, self.truth, self.batch()
+        with autograd.record():
+            ys = self.issue(batch, meanwhile)
+        forward = truth.forward(batch.shards, batch.addends, batch.masks, self._permutation(batch))
+        whole = [np.ones(y.data.shape) for y in forward.ys]
+        for mask, z in zip(whole, forward.zs):
+            mask[truth.undecided(z, TIMES)] = 0
+        heads = [head * kept for head, kept in zip(case.like(batch.shards), self._joined(whole, batch))]
+        gradients, heads = self._backward(forward, heads)
+        order = self.rng.permutation(len(ys))
+        dys = [nd.array(head, ctx=place, dtype=case.dtype) for head, place in zip(heads, self.places)]
+        if self.rng.rand() < 0.3:
+            for i in order:
+                ys[i].backward(dys[i])
+        else:
+            autograd.backward([ys[i] for i in order], [dys[i] for i in order])
+        truth.move(forward)
         if unread is not None:
             unread()
-        self.check(expected + self._gradients() + self._running() + self._weights())
-        if trainer is not None:
-            specification.read_weights()
+        self._waits()
+        self._check_all("y", ys, self._joined(self._stored(forward.ys), batch))
+        self._check_inputs(batch, gradients)
+        self._check_parameters(gradients)
+        self.check_running()
 
-    def train_on_some(self) -> None:
-        contexts = self.case.contexts
-        group = self.case.pooling.get("group_size", 1)
-        slots = self.case.pooling.get("virtual_devices", 1)
-        least = 2 if self.case.mode == "shuffle" and slots == 1 else 1  # replicas
-        sizes = [n for n in range(1, len(contexts)) if n % group == 0 and n >= least]
-        some = sorted(self.rng.permutation(len(contexts))[: self.rng.choice(sizes or [len(contexts)])])
-        with gluon_syncbn.only_on([contexts[i] for i in some]):
-            self.train([contexts[i] for i in some])
-        shares = self.case.mode == "sync" and "group_size" not in self.case.pooling
-        zeroes = self.case.grad_req == "write" and self.trainer is not None
-        self.specification.leave_out([contexts[i] for i in some], shares, zeroes)
-        self.check(self._gradients() + self._running())
-
-    def run_forward(self) -> None:
+    def forward(self) -> None:
         """Training without a backward: the running statistics move on."""
-        recorded = self.rng.rand() < 0.3
-        places = self.case.contexts
-        calls = self.calls(places, self._in_flight())
-        ys = self.issue(calls, autograd.record if recorded else autograd.train_mode)
-        wants = [self.specification.forward(call.shards, places)[0] for call in calls]
-        expected = [e for outputs, want in zip(ys, wants) for e in self._arrays("output", outputs, want)]
-        self.check(expected + self._running())
+        batch = self.batch()
+        with autograd.train_mode():
+            ys = self.issue(batch)
+        forward = self.truth.forward(batch.shards, batch.addends, batch.masks, self._permutation(batch))
+        self.truth.move(forward)
+        self._waits()
+        self._check_all("y", ys, self._joined(self._stored(forward.ys), batch))
+        self.check_running()
 
-    def predict(self) -> None:
-        self.check([Expected("prediction", y.asnumpy, self.specification.predict(*at)) for *at, y in self._predicted()])
+    def predict(self, replica: Optional[int] = None) -> None:
+        batch = self.batch()
+        full = [i for i, x in enumerate(batch.shards) if x.size]
+        i = full[0] if replica == 0 else full[self.rng.randint(len(full))]
+        y = self.net(*batch.inputs(i))
+        addend = None if batch.addends is None else batch.addends[i]
+        want = self.truth.predicted(batch.shards[i], addend, self.case.contexts[i]).stored(self.case.dtype)
+        self._check("prediction", self.truth.flat(y.asnumpy()), want)
 
-    def _predicted(self) -> List[Any]:
-        at = []
-        for i in self.rng.permutation(len(self.case.contexts))[: self.rng.randint(1, 4)]:
-            place, shard = self.case.contexts[i], next(x for x in self.case.shards(2) if x.size)
-            at.append((shard, place, self.net(nd.array(shard, ctx=place, dtype=self.case.dtype))))
-        return at
+    # ---- parts of a step ---------------------------------------------------------------------------------------
 
-    def save_and_load(self) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            path = os.path.join(folder, "net.params")
-            self.net.save_parameters(path)
-            self.net.load_parameters(path, ctx=self.case.contexts)
-        self.specification.average_running()
-        self.check(self._running() + self._weights())
+    def batch(self) -> Batch:
+        case = self.case
+        shards = case.shards()
+        addends = {None: None, "x": shards, "own": case.like(shards)}[case.addend]
+        xs = self._inputs(shards, "x")
+        others = xs if case.addend == "x" else None if addends is None else self._inputs(addends, "addend")
+        masks = case.masks(shards)
+        marks = [None if m is None else nd.array(m, ctx=place, dtype=m.dtype) for m, place in zip(masks, self.places)]
+        return Batch(shards, addends, xs, others, masks, marks)
 
-    def revert_and_convert(self) -> None:
-        gluon_syncbn.revert(self.net)
-        self.predict()
-        convert(self.net, self.case)
-        self._trace()
-        self.train()
+    def _inputs(self, arrays: Sequence[np.ndarray], name: str) -> List[nd.NDArray]:
+        inputs = [nd.array(a, ctx=place, dtype=a.dtype) for a, place in zip(arrays, self.places)]
+        for array in inputs:
+            if self.case.reqs[name] != "null":
+                array.attach_grad(self.case.reqs[name])
+                fill(array.grad, START)
+        return inputs
 
-    def change_store(self) -> None:
-        gluon_syncbn.configure(kvstore=[None, "device", "local"][self.rng.randint(3)])
+    def issue(self, batch: Batch, meanwhile: Optional[Callable[[], None]] = None) -> List[nd.NDArray]:
+        ys: Dict[int, nd.NDArray] = {}
+        order = self.rng.permutation(len(self.places))
+        mode = autograd.record if autograd.is_recording() else autograd.train_mode
 
-    def change_store_in_mid_step(self) -> None:
-        self.train(meanwhile=self.change_store)
+        def replica(k: int) -> None:
+            with mode(), mx.util.np_shape(self.case.empty):  # which are each thread's own
+                ys[order[k]] = self.net(*batch.inputs(order[k]))
 
-    def change_seed(self) -> None:
-        self.start_over(self.rng.randint(2**31))
+        if self.case.threads and meanwhile is None:
+            in_threads(replica, len(order))
+        else:
+            for k in range(len(order)):
+                replica(k)
+                if meanwhile is not None and k == 0:
+                    meanwhile()
+        return [ys[i] for i in range(len(ys))]
 
-    def start_over(self, seed: int) -> None:
-        gluon_syncbn.configure(seed=seed)
-        self.specification.start_over(seed)
+    def _permutation(self, batch: Batch) -> Sequence[int]:
+        """The package's draw; what becomes of it is the truth's own."""
+        if self.case.mode != "shuffle" or self.case.settings["use_global_stats"]:
+            return []
+        filled = 0
+        for shard, mask in zip(batch.shards, batch.masks):
+            for part, where in zip(self.truth.cut(shard), self.truth.counting(shard, mask)):
+                filled += part.size > 0 if where is None else bool(where.any())
+        node = -1 if self.case.way == "eager" else 0
+        call, self.calls = self.calls, self.calls + 1
+        return derangement(self.seed, self.layer._replicas.id, node, call, filled)
 
-    def interrupt(self) -> None:
-        """Ctrl-C while a replica waits, which looks for it after a while."""
+    def _backward(self, forward: Any, heads: List[np.ndarray]) -> Any:
+        """With heads so small that the gradients do not overflow the type."""
+        while True:
+            heads = [head.astype(self.case.dtype) for head in heads]
+            gradients = self.truth.backward(forward, [part for head in heads for part in self.truth.cut(head)])
+            largest = max(float(np.abs(g.data).max(initial=0)) for g in gradients.xs)
+            if largest < np.finfo(self.case.dtype).max / 8:
+                return gradients, heads
+            heads = [head / 16 for head in heads]
 
-        def wait_and_interrupt() -> None:
-            time.sleep(0.15)
-            self._interrupt()
-
-        self.counted["interrupts"] += 1
-        self.train(meanwhile=wait_and_interrupt)
-
-    def fork(self) -> None:
-        """While a step is in flight. The child trains, and ends with a step in flight of its own."""
-        self.counted["forks"] += 1
-        self.train(unread=self._fork)
-
-    def _fork(self) -> None:
-        child = os.fork()
-        if child == 0:
-            self._be_the_child()
-        wait_for(child, CHILD_ENDS)
-
-    def _be_the_child(self) -> NoReturn:
-        try:
-            faulthandler.dump_traceback_later(CHILD - 10, exit=True)
-            self.threads = False  # those of the crew are not here
-            self.trainer = None  # its store may be one of the parent's threads
-            self.train()
-            calls = self.calls(self.case.contexts)
-            self.backward(calls, self.issue(calls))
-        except BaseException:
-            traceback.print_exc()
-            sys.exit(1)
-        sys.exit(CHILD_ENDS)
+    def _waits(self) -> None:
+        if self.case.way == "static_shape":
+            mx.nd.waitall()  # reading running statistics does not wait until such a graph has written them
 
     # ---- checks ------------------------------------------------------------------------------------------------
 
-    def unchanged(self) -> None:
-        """No parameter is another than it was."""
-        self.check(self._running() + self._weights())
+    def _stored(self, values: Sequence[Value]) -> List[Value]:
+        return [value.stored(self.case.dtype) for value in values]
 
-    def check(self, expected: Sequence[Expected]) -> None:
-        """In any order: whoever reads first finds the step still on its way."""
-        for i in self.rng.permutation(len(expected)):
-            name, read, want, least = expected[i]
-            got = read().astype("float64")
-            if got.shape != want.shape:
-                raise Wrong(f"{name} has shape {got.shape}, expected {want.shape}")
-            error, scale = np.abs(got - want).max(initial=0), max(np.abs(want).max(initial=0), least)
-            if not error <= self._tolerance * scale:
-                raise Wrong(f"{name}: off by {error:.2e} where the largest is {scale:.2e}\n got {got}\nwant {want}")
+    def _joined(self, parts: Sequence[Any], batch: Batch) -> List[Any]:
+        """From one for each slot to one for each replica: arrays in the shape of its data, values as ``[C, M]``."""
+        slots, joined = self.case.slots, []
+        for i, shard in enumerate(batch.shards):
+            some = parts[i * slots : (i + 1) * slots]
+            if isinstance(some[0], Value):
+                joined.append(
+                    Value(np.concatenate([v.data for v in some], 1), np.concatenate([v.slack for v in some], 1))
+                )
+            else:
+                moved = np.moveaxis(shard, self.case.axis, 0).shape
+                joined.append(np.moveaxis(np.concatenate(some, 1).reshape(moved), 0, self.case.axis))
+        return joined
 
-    def _arrays(self, name: str, got: Sequence[nd.NDArray], want: Values) -> List[Expected]:
-        return [Expected(f"{name} of replica {i}", g.asnumpy, w) for i, (g, w) in enumerate(zip(got, want))]
+    def _check_inputs(self, batch: Batch, gradients: Gradients) -> None:
+        dxs, addends = self._joined(self._stored(gradients.xs), batch), []
+        if batch.addends is not None:
+            addends = self._joined(self._stored(gradients.addends), batch)
+        if self.case.addend == "x":
+            dxs = self._stored([dx + addend for dx, addend in zip(dxs, addends)])
+        for name, arrays, wants in (("x", batch.xs, dxs), ("addend", batch.others, addends)):
+            req = self.case.reqs[name]
+            if req == "null":
+                continue
+            wants = [self.truth.accumulated(req, Value(START), want, self.case.dtype) for want in wants]
+            self._check_all(f"gradient of {name}", [array.grad for array in arrays], wants)
 
-    def _gradients(self) -> List[Expected]:
-        return [
-            Expected(
-                f"gradient of {p.name} on {context}",
-                lambda p=p, context=context: p.grad(context).asnumpy(),
-                self.specification.gradients.get((p.name, context), np.zeros(p.shape)),
-                least=1.0,
+    def _check_parameters(self, gradients: Gradients) -> None:
+        for name, parts in (("gamma", gradients.gammas), ("beta", gradients.betas)):
+            req = self.case.reqs[name]
+            if req == "null":
+                continue
+            for i, context in self.contexts.items():
+                before = self.truth.gradients.get((name, i), Value(START))
+                own = [part.stored(self.truth.parameters) for part, at in zip(parts, self.case.contexts) if at == i]
+                total = own[0]
+                for part in own[1:]:
+                    total = (total + part).stored(self.truth.parameters)
+                want = self.truth.accumulated(req, before, total, self.truth.parameters)
+                self.truth.gradients[name, i] = want
+                self._check(f"gradient of {name} on {context}", self.parameters[name].grad(context).asnumpy(), want)
+
+    def check_running(self) -> None:
+        for i, context in self.contexts.items():
+            for p, want in zip((self.layer.running_mean, self.layer.running_var), self.truth.running[i]):
+                self._check(f"{p.name} on {context}", p.data(context).asnumpy(), want)
+
+    def _check_all(self, name: str, arrays: Sequence[nd.NDArray], wants: Sequence[Value]) -> None:
+        for i, (array, want) in enumerate(zip(arrays, wants)):
+            self._check(f"{name} of replica {i}", self.truth.flat(array.asnumpy()), want)
+
+    def _check(self, name: str, got: np.ndarray, want: Value) -> None:
+        # Where the bound is larger than the type, an overflow is within it.
+        got = np.clip(got.reshape(want.data.shape), np.finfo(got.dtype).min, np.finfo(got.dtype).max)
+        if not got.size:
+            return
+        allowed = TIMES * want.slack
+        error = np.abs(got - want.data)
+        strains = np.nan_to_num(error / np.maximum(allowed, 1e-300), nan=np.inf)
+        strain = float(strains.max())
+        if strain > 1:
+            where = np.unravel_index(np.argmax(strains), error.shape)
+            raise Wrong(
+                f"{name} at {where}: {got[where]} where {float(want.data[where])} was expected, "
+                f"off by {float(error[where]):.2e}, allowed {allowed[where]:.2e}"
             )
-            for p in self.trained()
-            for context in self.case.contexts
-        ]
-
-    def _running(self) -> List[Expected]:
-        return self._data(self.specification.running)
-
-    def _weights(self) -> List[Expected]:
-        weights = self.specification.weights
-        return self._data({(name, context): w for name, w in weights.items() for context in self.case.contexts})
-
-    def _data(self, wanted: Any) -> List[Expected]:
-        of = {p.name: p for p in self.parameters}
-        return [
-            Expected(f"{name} on {context}", lambda n=name, c=context: of[n].data(c).asnumpy(), want)
-            for (name, context), want in wanted.items()
-        ]
+        self.strain = max(self.strain, strain)
 
 
-def wait_for(child: int, code: int) -> None:
-    """Wrong where the child of a fork does not end in time with this exit code."""
-    deadline = time.monotonic() + CHILD
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            if os.WIFEXITED(status) and os.WEXITSTATUS(status) == code:
-                return
-            raise Wrong(f"the child of a fork ended with status {status}, expected exit code {code}")
-        time.sleep(0.005)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    raise Wrong(f"the child of a fork had not ended after {CHILD} s")
+def fill(array: nd.NDArray, value: float) -> None:
+    """By a copy, which the emulator of GPUs can do."""
+    if array.size:
+        nd.array(np.full(array.shape, value), ctx=mx.cpu(), dtype=array.dtype).copyto(array)
+
+
+def contexts() -> List[mx.Context]:
+    return gluon_syncbn.cpu_devices(CONTEXTS)
+
+
+def run(case: Case, places: Sequence[mx.Context]) -> float:
+    """The strain of a case; raises what is wrong with it."""
+    with mx.util.np_shape(True) if case.empty else nullcontext():
+        trial = Trial(case, places)
+        trial.run()
+        return trial.strain

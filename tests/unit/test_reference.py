@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from permutations import derangement
-from soak.layers.case import draw
-from soak.layers.tape import Value
-from soak.layers.truth import Truth
+from soak.case import draw
+from soak.tape import Value
+from soak.truth import Truth
 
 from gluon_syncbn import reference
 
@@ -102,7 +102,7 @@ def assert_same_layers(seeds):
 
 @pytest.mark.parametrize("first", range(0, 400, 100))
 def test_random_layers_are_those_of_the_second_implementation(first):
-    """tests/soak/layers/truth.py, which shares no code with the specification; its gradients come from a tape."""
+    """tests/soak/truth.py, which shares no code with the specification; its gradients come from a tape."""
     assert_same_layers(range(first, first + 100))
 
 

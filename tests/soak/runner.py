@@ -65,7 +65,7 @@ class Runner:
 
     def _process(self, seeds: Sequence[int]) -> Iterator[Outcome]:
         """As far as a process comes with them, which is one case at least."""
-        command = [sys.executable, "-W", "ignore", "-m", "soak.layers.child", self._hang, *seeds]
+        command = [sys.executable, "-W", "ignore", "-m", "soak.child", self._hang, *seeds]
         with tempfile.TemporaryFile("w+") as errors, subprocess.Popen(
             list(map(str, command)), env=_environment(seeds[0]), stdout=subprocess.PIPE, stderr=errors, text=True
         ) as process:
@@ -98,8 +98,8 @@ def _environment(seed: int) -> dict:
     return {**settings, **({"GLUON_SYNCBN_OPERATOR": "custom"} if seed % 2 else {})}
 
 
-class Layers:
-    """What `make soak ARGS="--kind layers"` runs and prints."""
+class Soak:
+    """What `make soak` runs and prints."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -127,6 +127,6 @@ class Layers:
             self._bar.update()
             self._bar.set_postfix_str(", ".join(f"{self._counted[kind]} {kind}" for kind in KINDS))
             if outcome.kind != "right":
-                again = f'again: make soak ARGS="--kind layers --seed {outcome.seed} --cases 1"'
+                again = f'again: make soak ARGS="--seed {outcome.seed} --cases 1"'
                 with tqdm.external_write_mode(sys.stdout):
                     print(f"{outcome.kind.upper()} {outcome.text}\n  {again}", flush=True)

@@ -228,6 +228,13 @@ class Truth:
                 for old, new in zip(self.running[context], batch)
             )
 
+    def average_running(self) -> None:
+        """What `save_parameters` writes: MXNet's average over the contexts, in the type of the parameters."""
+        unit = 2**-53 if self.parameters == "float64" else SINGLE
+        copies = [[value.at(Rounding(unit, unit)) for value in pair] for pair in self.running.values()]
+        means = [(added(parts) * (1 / np.longdouble(len(parts)))).stored(self.parameters) for parts in zip(*copies)]
+        self.running = dict.fromkeys(self.running, (means[0], means[1]))
+
     def accumulated(self, req: str, before: Value, gradient: Value, dtype: str) -> Value:
         """What is in the array of a gradient, which is of this type."""
         return (before + gradient).stored(dtype) if req == "add" else gradient

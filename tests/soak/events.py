@@ -1,0 +1,180 @@
+"""What happens to a layer between its steps, or in the middle of one, and what ends a step. The next step is right."""
+
+import faulthandler
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from contextlib import suppress
+from typing import Any, List
+
+import mxnet as mx
+from mxnet import autograd, nd
+
+import gluon_syncbn
+
+from .case import Case
+
+SHORT = 0.4  # seconds that a replica waits for one that does not come
+CHILD, CHILD_ENDS = 90, 5  # seconds that the child of a fork may take, and its exit code
+LEFT = "OutOfData left the recorded step"
+
+
+class Wrong(Exception):
+    """What the layer does is not what it promises."""
+
+
+class OutOfData(Exception):
+    pass
+
+
+def choices(case: Case) -> List[str]:
+    """Those that a case can have."""
+    kinds = ["change_store", "change_seed", "save_and_load"]
+    if case.reqs["gamma"] != "add" and case.reqs["beta"] != "add":
+        kinds.append("fork")
+    if case.mode == "local" or len(case.contexts) == 1 or case.settings["use_global_stats"] or case.empty:
+        return kinds
+    kinds.append("interrupt")
+    if case.way != "static_shape" and not case.threads:
+        kinds += ["an_exception", "a_replica_that_is_never_called", "a_fork_between_replicas"]
+        if case.way == "eager" and case.dtype != "float64" and case.addend is None and not case.fused:
+            kinds.append("another_type")
+    return kinds
+
+
+# ---- what a step survives --------------------------------------------------------------------------------------
+
+
+def change_store(trial: Any) -> None:
+    gluon_syncbn.configure(kvstore=[None, "device", "local"][trial.happens.randint(3)])
+
+
+def change_seed(trial: Any) -> None:
+    trial.start_over(int(trial.happens.randint(2**31)))
+
+
+def save_and_load(trial: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "net.params")
+        trial.net.save_parameters(path)
+        trial.net.load_parameters(path, ctx=trial.places)
+    trial.truth.average_running()
+    trial.check_running()
+
+
+def interrupt(trial: Any) -> None:
+    """Ctrl-C while a replica waits, whose handler only takes note: `child` has one."""
+
+    def wait_and_interrupt() -> None:
+        time.sleep(0.15)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    trial.train(meanwhile=wait_and_interrupt)
+
+
+def fork(trial: Any) -> None:
+    """While a step is in flight. The child trains, and ends with a step in flight of its own."""
+
+    def be_two() -> None:
+        child = os.fork()
+        if child:
+            return wait_for(child, CHILD_ENDS)
+        try:
+            faulthandler.dump_traceback_later(CHILD - 10, exit=True)
+            trial.train()
+            with autograd.record():
+                ys = trial.issue(trial.batch())
+            autograd.backward([y for y in ys if y.size])
+        except BaseException:
+            traceback.print_exc()
+            sys.exit(1)
+        sys.exit(CHILD_ENDS)
+
+    trial.train(unread=be_two)
+
+
+# ---- what ends a step ------------------------------------------------------------------------------------------
+
+
+def an_exception(trial: Any) -> None:
+    batch, ys = trial.batch(), []
+    with suppress(OutOfData), autograd.record():
+        ys.append(trial.net(*batch.inputs(0)))
+        raise OutOfData
+    if trial.happens.rand() < 0.5:  # otherwise the next step finds what nobody has read
+        fails(ys[0], LEFT)
+    recover(trial)
+
+
+def a_replica_that_is_never_called(trial: Any) -> None:
+    batch = trial.batch()
+    some = trial.happens.permutation(len(trial.places))[: trial.happens.randint(1, len(trial.places))]
+    gluon_syncbn.configure(timeout=SHORT)
+    with autograd.record():
+        ys = [trial.net(*batch.inputs(i)) for i in some]
+    for y in ys:
+        fails(y, "replicas arrived")
+    recover(trial)
+
+
+def another_type(trial: Any) -> None:
+    batch = trial.batch()
+    i = trial.happens.randint(len(batch.xs))
+    batch.xs[i] = batch.xs[i].astype("float16" if trial.case.dtype == "float32" else "float32")
+    with autograd.record():
+        ys = trial.issue(batch)
+    for y in ys:
+        fails(y, "on data of the same type")
+    recover(trial)
+
+
+def a_fork_between_replicas(trial: Any) -> None:
+    batch = trial.batch()
+    with autograd.record():
+        trial.net(*batch.inputs(0))
+        child = os.fork()
+        if child == 0:
+            os._exit(CHILD_ENDS)
+        wait_for(child, CHILD_ENDS)
+        fails(trial.net(*batch.inputs(1)), "the process was forked")
+    recover(trial)
+
+
+def fails(array: nd.NDArray, text: str) -> None:
+    try:
+        array.asnumpy()
+    except mx.MXNetError as error:
+        if text not in str(error):
+            raise Wrong(f"expected an error with {text!r}") from error
+    else:
+        raise Wrong(f"a step that cannot be finished gave a result, expected an error with {text!r}")
+
+
+def recover(trial: Any) -> None:
+    """The next step starts afresh; nothing has changed."""
+    again = [gluon_syncbn.reset, autograd.record, autograd.train_mode][trial.happens.randint(3)]
+    if again is gluon_syncbn.reset:
+        again()
+    else:
+        with again():
+            pass
+    trial.start_over(trial.case.seed)  # a call that failed may have taken a permutation, or not
+    trial.check_running()
+
+
+def wait_for(child: int, code: int) -> None:
+    """Wrong where the child of a fork does not end in time with this exit code."""
+    deadline = time.monotonic() + CHILD
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            if os.WIFEXITED(status) and os.WEXITSTATUS(status) == code:
+                return
+            raise Wrong(f"the child of a fork ended with status {status}, expected exit code {code}")
+        time.sleep(0.005)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise Wrong(f"the child of a fork had not ended after {CHILD} s")
