@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .ONESHELL:
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help docs quickstart demo demo-contrastive demo-distributed check test test-newest test-custom test-openmpi test-horovod test-torch test-gpu-emulated test-cu112 gpu-day gpu-day-files sanitize gluoncv lint format bench compare slow nightly soak clean core dev dist test-dist
+.PHONY: help docs quickstart demo demo-contrastive demo-distributed check test test-newest test-custom test-openmpi test-horovod test-torch mutants stress test-gpu-emulated test-cu112 gpu-day gpu-day-files sanitize gluoncv lint format bench compare slow nightly soak clean core dev dist test-dist
 
 VENV ?= .venv
 PYTHON ?=
@@ -43,9 +43,10 @@ help:
 	make bench    speed of the layer and of whole models, against plain BatchNorm and contrib's SyncBatchNorm
 	make compare  plain BatchNorm against SyncBatchNorm: accuracy over several seeds (about 30 minutes)
 	make slow     the tests that take minutes each
-	make nightly  what CI leaves out: all of slow, test-custom, test-openmpi, test-horovod, test-torch, test-dist and soak (two hours)
-	make soak     random nets in random ways for 10 minutes, each step checked; ARGS="--minutes 1"
-	              ARGS="--kind layers": 3,000 random layers against a second implementation in NumPy (about 5 minutes)
+	make nightly  what CI leaves out: all of slow, test-custom, test-openmpi, test-horovod, test-torch, test-dist, soak, mutants and stress (hours)
+	make soak     3,000 random layers in random ways, each step checked by a second implementation in NumPy (about 5 minutes)
+	make mutants  puts more than a hundred faults into a copy of the sources, of which the tests named for them find each (an hour)
+	make stress   the tests of threads, races, forks and processes 50 times, with 1 to 8 engine threads, beside a busy loop (hours)
 	make clean    remove what was built and .venv; results in runs/ stay
 
 	ARGS="..." is passed on:       make test ARGS="-k layer"
@@ -165,10 +166,27 @@ slow: dev
 soak: dev
 	@PYTHONPATH=tests/support:tests $(PY) -m soak $(ARGS)
 
+# One that was interrupted goes on where it was; ARGS="--again" begins anew.
+mutants: dev
+	@$(PY) tests/cuda_emulator/build.py --out build/cuda_emulator
+	PYTHONPATH=tests/support:tests $(PY) -m mutants $(ARGS)
+
+# The first seed of what is random is the number of the round.
+ROUNDS ?= 50
+STRESSED := tests/training/test_threads.py tests/unit/test_transport.py tests/unit/test_locks.py tests/processes/test_process.py
+stress: dev
+	@while :; do :; done & trap "kill $$!" EXIT
+	for ((round = 1; round <= $(ROUNDS); round++)); do
+	    for threads in 1 2 4 8; do
+	        echo "== round $$round with $$threads engine threads"
+	        MXNET_CPU_WORKER_NTHREADS=$$threads GLUON_SYNCBN_TEST_SEED=$$round $(PY) -m pytest -q -x $(STRESSED) $(ARGS)
+	    done
+	done
+
 # Each runs to its end, so that one failure does not hide the next.
 nightly:
 	@failed=
-	for target in slow test-custom test-openmpi test-horovod test-torch test-dist soak; do
+	for target in slow test-custom test-openmpi test-horovod test-torch test-dist soak mutants stress; do
 	    if $(MAKE) --no-print-directory "$$target"; then echo "== $$target passed"; else failed="$$failed $$target"; fi
 	done
 	if [ -n "$$failed" ]; then echo "== failed:$$failed"; exit 1; fi

@@ -20,6 +20,9 @@ CONTEXTS = gluon_syncbn.cpu_devices(8)
 if os.environ.get("GLUON_SYNCBN_TEST_DEVICE") == "gpu":
     CONTEXTS = [mx.gpu(i) for i in range(mx.context.num_gpus())]
 
+#: Of what is random: `make stress` gives each round another one.
+SEED = int(os.environ.get("GLUON_SYNCBN_TEST_SEED", 0))
+
 # Where a test does hang, show where: pytest's own time limit sees Python frames only.
 faulthandler.enable()
 
@@ -35,7 +38,7 @@ def rng(request):
     """Random numbers that follow from the parameters of a test, whatever its name is."""
     case = request.node.callspec.id if hasattr(request.node, "callspec") else ""
     assert " at 0x" not in case, "an address among the parameters would seed other numbers at each run"
-    return np.random.RandomState(sum(map(ord, case)))
+    return np.random.RandomState(SEED + sum(map(ord, case)))
 
 
 @pytest.fixture(autouse=True)
@@ -98,4 +101,4 @@ def pytest_terminal_summary(terminalreporter):
 def pytest_report_header():
     from gluon_syncbn import _native
 
-    return f"gluon_syncbn: {_native.instruction_set()} kernels, {os.cpu_count()} cores"
+    return f"gluon_syncbn: {_native.instruction_set()} kernels, {os.cpu_count()} cores, seed {SEED}"

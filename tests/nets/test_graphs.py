@@ -362,6 +362,8 @@ def test_attributes_of_a_symbol():
     assert of_any[0] == of_any[1] and of_any[0]["bn_gamma"]["__lr_mult__"] == "2.0"
     (node,) = (each for each in ours.attr_dict().values() if "eps" in each)
     assert (node["eps"], node["fix_gamma"], np.float32(node["momentum"])) == ("0.0001", "0", np.float32(0.8))
+    stays = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("data"), name="bn", fix_gamma=True).attr_dict()
+    assert stays["bn_gamma"]["__wd_mult__"] == "0"  # a gamma that does not count has no decay
 
 
 def test_a_node_beside_a_replaced_one_keeps_what_serves_it():
