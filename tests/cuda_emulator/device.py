@@ -1,4 +1,4 @@
-"""Kernels on emulated devices, without MXNet: NumPy arrays in, NumPy arrays out, all checks on.
+"""Kernels on emulated devices, without MXNet: NumPy arrays in, NumPy arrays out.
 
 device = Device(out, source, index=1)
 x, y = device.upload(numpy_array), device.empty(10, "float32")

@@ -18,7 +18,7 @@ constexpr size_t kStack = 64 << 10, kPage = 4096;
 
 // Where shim.h finds threadIdx and its kin: `struct EmulatedIndex` there has the same members.
 struct ThreadIndex {
-    Dimensions thread, block, block_size, grid_size;
+    Dimensions thread, block, grid_size;
 };
 
 enum ThreadState { kReady, kAtBarrier, kEnded };
@@ -127,7 +127,7 @@ void run_block(Block* block, unsigned number) {
     for (unsigned i = 0; i < block->size; ++i) {
         Thread& thread = *block->threads[i];
         thread.state = kReady;
-        thread.index = {position(launch.block, i), position(launch.grid, number), launch.block, launch.grid};
+        thread.index = {position(launch.block, i), position(launch.grid, number), launch.grid};
         thread.entered = false;
         makecontext(&thread.entry, thread_main, 0);
     }

@@ -22,7 +22,7 @@ struct EmulatedDimensions {
     unsigned x, y, z;
 };
 struct EmulatedIndex {
-    EmulatedDimensions thread, block, block_size, grid_size;
+    EmulatedDimensions thread, block, grid_size;
 };
 extern "C" {
 __attribute__((const)) const EmulatedIndex* emulated_index();  // const: each thread has its own
@@ -31,7 +31,6 @@ void emulated_barrier(int line);
 
 #define threadIdx (emulated_index()->thread)
 #define blockIdx (emulated_index()->block)
-#define blockDim (emulated_index()->block_size)
 #define gridDim (emulated_index()->grid_size)
 
 #define __syncthreads() emulated_barrier(__LINE__)
@@ -76,9 +75,6 @@ inline unsigned short emulated_float_to_half(float value) {
 
 // ---- arithmetic ----------------------------------------------------------------------------------------------
 
-extern "C" double sqrt(double);
-extern "C" double fabs(double);
-inline float fabs(float x) { return __builtin_fabsf(x); }
 inline double rsqrt(double x) { return 1 / __builtin_sqrt(x); }
 template <typename T>
 inline bool isfinite(T x) {
