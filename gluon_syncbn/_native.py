@@ -74,6 +74,7 @@ _GIVEN: Dict[str, Any] = {
     "const syncbn::Mpi*": SimpleNamespace(from_param=lambda words: (ctypes.c_int64 * len(words))(*words)),
     "const Span<const char*>&": _List(ctypes.c_char_p, _bytes),
     "const Span<const int>&": _List(ctypes.c_int),
+    "const Span<const double>&": _List(ctypes.c_double, float),
     "const Span<const size_t>&": _List(ctypes.c_size_t),
     "const Span<NDArrayHandle>&": _List(ctypes.c_void_p, lambda array: array.handle.value),
 }

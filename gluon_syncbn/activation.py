@@ -1,4 +1,4 @@
-"""Defines what a layer computes, and the activations and additions behind batch normalisation.
+"""Defines the activations and additions behind batch normalisation.
 
 The layers here compute these without synchronisation. `revert` turns synchronised layers into them.
 """
@@ -56,48 +56,6 @@ def of_arguments(activation: Any, slope: Any) -> Activation:
     if activation is not None:
         arguments.one_of("activation", activation, ("relu", "relu6", "leaky"))
     return _NAMED.get(activation, Activation(slope))
-
-
-class Computation(NamedTuple):
-    """What a layer or one of its calls computes. The first five are those of ``nn.BatchNorm``. For a layer, its
-    ``_kwargs`` have them, because anybody may change these.
-    """
-
-    axis: int = 1
-    eps: float = 1e-5
-    momentum: float = 0.9
-    fix_gamma: bool = False
-    use_global_stats: bool = False
-    activation: Activation = NONE
-    unbiased: bool = False  # the variance that updates the running one
-    adds: bool = False  # a second input comes before the activation
-    masks: bool = False  # where the mask is 0, a position does not count in the statistics
-    fuses: bool = False  # what stands behind it in a graph: see mxnet_side/fusion.py
-
-    def __str__(self) -> str:
-        return ", ".join(text for text in ("addition" if self.adds else "", str(self.activation)) if text)
-
-    def arguments(self) -> Dict[str, Any]:
-        """Returns the arguments of a layer that ``nn.BatchNorm`` does not have."""
-        return {**self.activation.arguments(), "running_variance": "unbiased" if self.unbiased else "biased"}
-
-    def attributes(self) -> Dict[str, str]:
-        """Returns the attributes of a node. An activation has a name of csrc/activation.h."""
-        given = {**self._asdict(), **self.activation._asdict()}
-        del given["activation"]
-        given.update(eps=float(self.eps), momentum=float(np.float32(self.momentum)))  # as MXNet's BatchNorm keeps it
-        texts = {name: repr(value if isinstance(value, float) else int(value)) for name, value in given.items()}
-        return {**texts, "activation": "identity" if self.activation == NONE else "rectifier"}
-
-    @classmethod
-    def of_attributes(cls, attributes: Dict[str, str]) -> Computation:
-        numbers = int(attributes["axis"]), float(attributes["eps"]), float(attributes["momentum"])
-        flags = {name: attributes[name] == "1" for name, usual in cls._field_defaults.items() if usual is False}
-        return cls(*numbers, activation=Activation(float(attributes["slope"]), float(attributes["ceiling"])), **flags)
-
-
-#: What ``nn.BatchNorm`` computes.
-PLAIN = Computation()
 
 
 class BatchNormActivation(nn.BatchNorm):

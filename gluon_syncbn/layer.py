@@ -5,24 +5,23 @@ from __future__ import annotations
 import functools
 import inspect
 import numbers
-import sys
 import warnings
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Callable, Dict, Literal, Optional, Sequence, TypedDict
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Callable, Dict, Literal, Optional, Sequence
 
 import mxnet as mx
 from mxnet import autograd
 from mxnet.gluon import Block, nn
 from mxnet.gluon.parameter import Parameter
 
-from .activation import PLAIN, Computation, of_arguments
 from .exchange import named
 from .mxnet_side import export, op, patches
+from .settings import Mode, Settings
 from .system import arguments, kinds
 from .training.replicas import (
     EAGER,
     UNFUSED,
-    Pooling,
     Replicas,
     follow,
     followers_of,
@@ -38,21 +37,6 @@ if TYPE_CHECKING:
     from typing_extensions import Concatenate, ParamSpec
 
     P = ParamSpec("P")
-
-Mode = Literal["sync", "local", "shuffle"]
-
-
-class Settings(TypedDict, total=False):
-    """The arguments of a layer that `convert` takes too; `SyncBatchNorm` explains them."""
-
-    num_devices: Optional[int]
-    mode: Mode
-    virtual_devices: int
-    group_size: Optional[int]
-    groups: Optional[Sequence[Sequence[int]]]
-    running_variance: Literal["biased", "unbiased"]
-    kvstore: Any
-    timeout: Optional[float]
 
 
 def _checked_names(construct: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
@@ -272,57 +256,65 @@ class SyncBatchNorm(nn.BatchNorm):
         prefix: Optional[str] = None,
         params: Any = None,
     ) -> None:
-        axis = arguments.whole("axis", axis, -5, 4)
-        momentum = arguments.number("momentum", momentum, 0, 1, "a number from 0 to 1")
-        epsilon = arguments.number("epsilon", epsilon, 0, sys.float_info.max, "a finite number of at least 0")
-        center, scale = arguments.flag("center", center), arguments.flag("scale", scale)
-        use_global_stats = arguments.flag("use_global_stats", use_global_stats)
+        center = arguments.flag("center", center)
         in_channels = arguments.whole("in_channels", in_channels, 0, 2**31 - 1)
-        num_devices = None if num_devices is None else arguments.devices("num_devices", num_devices)
-        arguments.one_of("running_variance", running_variance, ("biased", "unbiased"))
-        computes = Computation(
-            activation=of_arguments(activation, slope),
-            unbiased=running_variance == "unbiased",
+        settings = Settings.of_arguments(
+            axis=axis,
+            momentum=momentum,
+            epsilon=epsilon,
+            scale=scale,
+            use_global_stats=use_global_stats,
+            num_devices=num_devices,
+            activation=activation,
+            slope=slope,
             adds=isinstance(self, SyncBatchNormAdd),
+            mode=mode,
+            virtual_devices=virtual_devices,
+            group_size=group_size,
+            groups=groups,
+            running_variance=running_variance,
+            timeout=timeout,
         )
-        pooling = Pooling.checked(mode, virtual_devices, group_size, groups, axis, num_devices)
-        timeout = None if timeout is None else arguments.seconds("timeout", timeout)
-        exchange = named.exchange(kvstore)
-        flags = center, scale, use_global_stats
-        initializers = beta_initializer, gamma_initializer, running_mean_initializer, running_variance_initializer
-        super().__init__(axis, momentum, epsilon, *flags, *initializers, in_channels, prefix=prefix, params=params)
+        settings = replace(settings, exchange=named.exchange(kvstore))
+        initializers = dict(
+            beta_initializer=beta_initializer,
+            gamma_initializer=gamma_initializer,
+            running_mean_initializer=running_mean_initializer,
+            running_variance_initializer=running_variance_initializer,
+        )
+        own = dict(settings.batch_norm(), center=center, in_channels=in_channels, prefix=prefix, params=params)
+        super().__init__(**own, **initializers)
         self._origin: Any = None  # class and settings before `convert`
-        self._adopt_parameters(pooling, num_devices, exchange, timeout, computes)
+        self._adopt_parameters(settings)
 
-    mode = property(lambda self: self._replicas.pooling.mode)
-    virtual_devices = property(lambda self: self._replicas.pooling.virtual_devices)
-    group_size = property(lambda self: self._replicas.pooling.group_size)
-    groups = property(lambda self: self._replicas.pooling.groups)
-    num_devices = property(lambda self: self._replicas.num_devices)
+    mode = property(lambda self: self._replicas.settings.mode)
+    virtual_devices = property(lambda self: self._replicas.settings.virtual_devices)
+    group_size = property(lambda self: self._replicas.settings.group_size)
+    groups = property(lambda self: self._replicas.settings.groups)
+    num_devices = property(lambda self: self._replicas.settings.num_devices)
     kvstore = property(lambda self: self._replicas.exchange and self._replicas.exchange.name)
-    timeout = property(lambda self: self._replicas.timeout)
-    activation = property(lambda self: self._replicas.computes.arguments()["activation"])
-    slope = property(lambda self: self._replicas.computes.arguments().get("slope"))
-    running_variance = property(lambda self: self._replicas.computes.arguments()["running_variance"])
+    timeout = property(lambda self: self._replicas.settings.timeout)
+    activation = property(lambda self: self._activation.arguments()["activation"])
+    slope = property(lambda self: self._activation.arguments().get("slope"))
+    running_variance = property(lambda self: "unbiased" if self._replicas.settings.unbiased else "biased")
 
-    _activation = property(lambda self: self._replicas.computes.activation)  # as `BatchNormActivation` has it
+    _activation = property(lambda self: self._replicas.settings.activation)  # as `BatchNormActivation` has it
 
     def __repr__(self) -> str:
         """Adds those settings to the text of ``nn.BatchNorm`` that a layer need not have."""
-        usual = {**Pooling._field_defaults, "activation": None, "slope": None, **PLAIN.arguments()}
-        usual.update(dict.fromkeys(("num_devices", "kvstore", "timeout")))
-        own = {name: getattr(self, name) for name, value in usual.items() if getattr(self, name) != value}
-        return f"{super().__repr__()[:-1]}{''.join(f', {name}={value!r}' for name, value in own.items())})"
+        own = "".join(f", {name}={getattr(self, name)!r}" for name in self._replicas.settings.arguments())
+        return f"{super().__repr__()[:-1]}{own})"
 
     def cast(self, dtype: Any) -> None:
         """Casts as ``nn.BatchNorm`` does: for float16 and bfloat16, parameters stay float32."""
         super().cast("float32" if kinds.is_bfloat16(dtype) else dtype)
 
     def infer_shape(self, *args: Any) -> None:
-        if self._kwargs["use_global_stats"]:
+        settings = self._replicas.settings
+        if settings.use_global_stats:
             # The graph of running statistics does not use a mask, and Gluon refuses an input without a use.
             for parameter in self._reg_params.values():
-                parameter.shape = (args[0].shape[self._kwargs["axis"]],)
+                parameter.shape = (args[0].shape[settings.axis],)
         else:
             with setting(records, []):
                 super().infer_shape(*args)
@@ -330,9 +322,9 @@ class SyncBatchNorm(nn.BatchNorm):
     def _alias(self) -> str:
         return "batchnorm"  # parameters get the names that they have in a net with plain BatchNorm
 
-    def _adopt_parameters(self, *settings: Any) -> None:
+    def _adopt_parameters(self, settings: Optional[Settings] = None) -> None:
         """Makes the contexts of ``running_mean`` this layer's replicas; by default with the settings as before."""
-        self._replicas: Replicas = Replicas(self.name, self._kwargs, *(settings or self._replicas.settings))
+        self._replicas: Replicas = Replicas(self.name, self._kwargs, settings or self._replicas.settings)
         self._replicas.running.update({id(one): one for one in (self.running_mean, self.running_var)})
         patches.replace(_initialising, Parameter, "_init_impl")
         patches.replace(export.of_plain_graph, mx.base._LIB, "MXSymbolRemoveAmpCast")
@@ -350,7 +342,7 @@ class SyncBatchNorm(nn.BatchNorm):
         for name, value in slots.items():
             setattr(self, name, value)
         given: Any = self._replicas  # its settings, or the original's in a shallow copy
-        self._adopt_parameters(*getattr(given, "settings", given))
+        self._adopt_parameters(getattr(given, "settings", given))
 
     def hybrid_forward(
         self,
@@ -374,19 +366,18 @@ class SyncBatchNorm(nn.BatchNorm):
                 mask = rest.pop(0)
             parameters = [rest.pop(0) if one is None else one for one in parameters]
         replicas, training, eager = self._replicas, autograd.is_training(), F is mx.nd
-        computes = replicas.computes
+        settings = replicas.settings
         # MXNet's BatchNorm fails in 5 dimensions behind a convolution ("Check failed: !is_view").
-        frozen = self._kwargs["use_global_stats"] or (eager and not training)
+        frozen = settings.use_global_stats or (eager and not training)
         if eager and training:
-            replicas.runs(UNFUSED if computes.fuses and not frozen else EAGER)
+            replicas.runs(UNFUSED if settings.fuses and not frozen else EAGER)
         if not eager:
             traced(self.running_mean, replicas)
         if training and not frozen and replicas.problem:
             replicas.check(replicas.contexts)
-        call = op.call(replicas, eager, frozen, masks=mask is not None and not frozen)
         data = [x] if addend is None else [x, addend]
         with session.issuing(mx.current_context()) if eager else nullcontext():  # that of x, by HybridBlock.forward
-            y = op.sync_batch_norm(F, replicas, call, data, parameters, None if frozen else mask)
+            y = op.sync_batch_norm(F, replicas, data, parameters, mask, frozen)
         return y if type(x) is mx.nd.NDArray else kinds.like(y, x)
 
 

@@ -10,7 +10,7 @@ from mxnet.gluon import HybridBlock
 
 from . import _native, layer
 from .mxnet_side import blocks, op
-from .mxnet_side.nodes import json_of, layers_of, value_of
+from .mxnet_side.nodes import json_of, layers_of
 from .nets.graphs import close_graph, open_graph, plain_graphs
 from .system import arguments
 from .training.session import session
@@ -114,7 +114,7 @@ def _value(argument: Any) -> Any:
     """Returns a number or a truth value that may be written as text. Other text stays."""
     if not isinstance(argument, str):
         return argument
-    value = value_of(argument)
+    value = arguments.value_of(argument)
     return value if isinstance(value, (bool, int, float)) else argument
 
 

@@ -111,14 +111,14 @@ class JobExchange(Exchange):
         with self._lock:
             if layer.store is self:  # another thread has been faster
                 return
-            self.check(layer.pooling)
+            self.check(layer.settings)
             name, settings, replicas = described(layer)
             text = f"{kind_of(name)} {settings}"
             row = np.zeros(WORDS)
             row[0] = replicas
             row[1:].view(np.uint8)[: len(text)] = np.frombuffer(text.encode(errors="replace")[:_TEXT], np.uint8)
             what = f"SyncBatchNorm '{layer.name}': the agreement on layer {self.layers + 1}"
-            everyone = self._brought((-1, 0, self.layers, 0), row, layer.timeout or _native.timeout_of(), what)
+            everyone = self._brought((-1, 0, self.layers, 0), row, layer.settings.timeout or _native.timeout_of(), what)
             texts = [theirs[1:].tobytes().rstrip(b"\0").decode(errors="replace") for theirs in everyone]
             for rank, theirs in enumerate(texts):
                 if theirs != texts[self.rank]:

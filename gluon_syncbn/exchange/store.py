@@ -362,7 +362,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             log.info("the statistics of %d layers meet over %r: %d replicas", len(everyone[0]), self, self.replicas)
             for one, *of_ranks in zip(new, *everyone):
                 replicas = [count for _, _, count in of_ranks]
-                problem = one.pooling.problem(sum(replicas))
+                problem = one.settings.problem(sum(replicas))
                 if problem:
                     raise ValueError(problem)
                 one.agrees(self, self.layers, replicas)
@@ -371,5 +371,5 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
 
 def described(layer: Any) -> Tuple[str, str, int]:
     """Returns the name of a layer, what has to be equal in all processes, and the number of replicas in this one."""
-    text = "".join(f", {name} {value!r}" for name, value in layer.compared().items())
+    text = "".join(f", {name} {value!r}" for name, value in layer.settings.compared().items())
     return f"SyncBatchNorm '{layer.name}'", f"({layer.channels} channels{text})", len(layer.contexts)

@@ -29,7 +29,7 @@ _LAUNCHERS = (
 
 def tell_who_meets(parameters: Iterable[gluon.Parameter]) -> None:
     """Says with whom the layers of a Trainer meet; warns if a launcher has started processes that do not meet."""
-    meeting = [replicas for replicas in followers_of(parameters) if replicas.pooling.mode != "local"]
+    meeting = [replicas for replicas in followers_of(parameters) if replicas.settings.mode != "local"]
     exchanges: List[Any] = [replicas.exchange or session.exchange for replicas in meeting]
     if not meeting or any(one is not None and one.spans_processes and one.num_workers > 1 for one in exchanges):
         return  # the store tells what the processes have agreed on
@@ -61,7 +61,7 @@ def surprises(trainer: gluon.Trainer) -> Iterator[str]:
     """Says in what a net computes something else than it was asked for, which is rarely intended."""
     parameters = trainer._params
     replicas, layers = followers_of(parameters), _layers(parameters)
-    apart = [one.name for one in replicas if one.reaches_other_processes() and one.pooling.mode != "local"]
+    apart = [one.name for one in replicas if one.reaches_other_processes() and one.settings.mode != "local"]
     several = any(store.num_workers > 1 for store in stores_of(parameters))
     by_horovod = any(cls.__module__.startswith("horovod.") for cls in type(trainer).__mro__)
     adds = by_horovod or isinstance(trainer._kvstore, ProcessStore) or named.is_of_workers(trainer._kvstore)

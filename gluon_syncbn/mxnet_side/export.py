@@ -9,19 +9,20 @@ from a checkpoint of a ``Module``.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Callable, Dict, List, Mapping, Optional, Set
 
 import mxnet as mx
-import numpy as np
 from mxnet.gluon import ParameterDict
 from mxnet.gluon.nn import BatchNorm  # by name, because a script may put ours into its place in `nn`
 
-from ..activation import NONE, BatchNormActivation, BatchNormAdd, Computation
+from ..activation import NONE, BatchNormActivation, BatchNormAdd
+from ..settings import Settings
 from ..system import arguments, kinds
 from ..training.replicas import Replicas
 from . import blocks
-from .nodes import Json, attribute, bypass, is_guard, is_ours, json_of, symbol_of, walk
+from .nodes import Json, bypass, is_guard, is_ours, json_of, symbol_of, walk
 from .op import SYMBOLS
 
 #: Attribute of a ``BatchNorm`` in a file that was a synchronised node: the arguments of the layer, in JSON.
@@ -37,17 +38,17 @@ def of_plain_graph(remove: Callable[..., int], handle: Any, copy: Any) -> int:
     if not ours:
         return remove(handle, copy)
     marks = {number: json.dumps(_arguments(attributes)) for number, attributes in ours.items()}
-    layers = {number: _plain_layer(attributes) for number, attributes in ours.items()}
+    layers = {number: _plain_layer(Settings.from_node(attributes)) for number, attributes in ours.items()}
     plain = with_layers(recorded, layers, marks)
     return remove(plain.handle, copy)
 
 
-def _plain_layer(attributes: Dict[str, str]) -> BatchNorm:
-    """Creates the layer that `revert` would leave. In a node, a momentum has all its digits (op.py)."""
-    momentum, computes = str(np.float32(attributes["momentum"])), Computation.of_attributes(attributes)
-    cls = BatchNormAdd if computes.adds else BatchNorm if computes.activation == NONE else BatchNormActivation
-    layer = cls(**settings_of("norm_", {**attributes, "momentum": momentum}))
-    layer._activation = computes.activation
+def _plain_layer(settings: Settings) -> BatchNorm:
+    """Creates the layer that `revert` would leave."""
+    activation = settings.activation
+    cls = BatchNormAdd if settings.adds else BatchNorm if activation == NONE else BatchNormActivation
+    layer = cls(**unshared("norm_"), **settings.batch_norm())
+    layer._activation = activation
     return layer
 
 
@@ -115,25 +116,15 @@ def _write(nodes: List[Json], node: Json, layer: BatchNorm, mark: Optional[str])
 _DATA = [f"input {number} of the layer" for number in range(3)]
 
 
-def settings_of(prefix: str, attributes: Dict[str, str]) -> Json:
-    """Arguments of ``nn.BatchNorm`` for what a node of batch normalisation computes, with MXNet's defaults."""
-    return dict(
-        axis=attribute(attributes, "axis", 1),
-        momentum=attribute(attributes, "momentum", 0.9),
-        epsilon=attribute(attributes, "eps", 1e-3),
-        scale=not attribute(attributes, "fix_gamma", True),
-        use_global_stats=bool(attribute(attributes, "use_global_stats", False)),
-        prefix=prefix,
-        params=ParameterDict(),  # nothing to share: the constructor's own parameters are thrown away
-    )
+def unshared(prefix: str) -> Json:
+    """Arguments of a layer whose own parameters are thrown away."""
+    return {"prefix": prefix, "params": ParameterDict()}
 
 
 def _arguments(attributes: Dict[str, str]) -> Json:
-    """Returns the arguments that create the layer again, except a KVStore, which a file cannot hold."""
-    written: Json = {}
-    replicas = Replicas.by_token.get(attributes["layer"])
-    if replicas is not None:
-        written.update(replicas.pooling._asdict(), num_devices=replicas.num_devices, timeout=replicas.timeout)
-    if int(attributes["unbiased"]):
-        written["running_variance"] = "unbiased"
-    return {key: value for key, value in written.items() if value is not None}
+    """Returns the arguments that create the layer again, except a KVStore, which a file cannot hold. What stands behind
+    the normalisation is in nodes of its own.
+    """
+    replicas = Replicas.of_node(attributes)
+    settings = Settings.from_node(attributes, replicas.settings if replicas else None)
+    return replace(settings, **NONE._asdict(), exchange=None).arguments()

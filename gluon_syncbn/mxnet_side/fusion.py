@@ -6,11 +6,13 @@ the operator that follows.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Dict, List, Optional, Set
 
 import mxnet as mx
 
-from ..activation import RELU, RELU6, SLOPES, Activation, Computation
+from ..activation import RELU, RELU6, SLOPES, Activation
+from ..settings import Settings
 from ..system import kinds
 from ..training.replicas import Replicas
 from .nodes import Entry, Json, attribute, bypass, is_guard, is_ours, json_of, symbol_of, uses
@@ -56,14 +58,14 @@ def fuse(symbol: mx.sym.Symbol, graph: Json, inputs: Dict[str, mx.nd.NDArray]) -
                 if guard is not None and not is_guard(nodes[addend[0]]):
                     addend = added({**guard, "name": f"{layer['name']}_addend"}, [addend])
                 entries = [*entries[:3], addend, *entries[3:]]
-            computes = Computation.of_attributes(layer["attrs"])
-            computes = computes._replace(activation=activation, adds=addition is not None, fuses=False)
-            attributes = {**layer["attrs"], **computes.attributes()}
+            adds = addition is not None
+            settings = replace(Settings.from_node(layer["attrs"]), **activation._asdict(), adds=adds, fuses=False)
+            attributes = {**layer["attrs"], **settings.to_node()}
             whole = {**layer, "attrs": attributes, "inputs": entries}
             nodes[number] = whole if guard is None else {**guard, "inputs": [added(whole, entries)]}
-            replicas = Replicas.by_token.get(attributes["layer"])
+            replicas = Replicas.of_node(attributes)
             if replicas is not None:
-                replicas.taken_in = str(computes)
+                replicas.taken_in = settings.behind
             break
     return True
 

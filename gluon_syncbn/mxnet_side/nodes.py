@@ -4,15 +4,14 @@ that no output needs.
 
 from __future__ import annotations
 
-import ast
 import itertools
 import json
-import re
 from collections import Counter
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Set, Tuple
 
 import mxnet as mx
 
+from ..system import arguments
 from ..training.replicas import Replicas
 from .op import NAME
 
@@ -43,11 +42,13 @@ def json_of(symbol: mx.sym.Symbol) -> Json:
         node.setdefault("attrs", {})
         if is_ours(node) and "call" in node["attrs"]:  # an eager call; see op.py
             number = node["attrs"].pop("call")
-            layer = next((one for one in list(Replicas.by_token.values()) if number in one.attributes), None)
-            if layer is None:
-                gone = "a SyncBatchNorm that this graph has recorded is gone. Keep the layer as long as the graph."
-                raise mx.MXNetError(gone)
-            node["attrs"].update(layer.attributes[number])
+            found = [call for one in list(Replicas.by_id.values()) for call in one.calls() if call.number == number]
+            if not found:
+                raise mx.MXNetError(
+                    "a SyncBatchNorm that this graph has recorded is gone, or has other settings now. Keep both as "
+                    "long as the graph."
+                )
+            node["attrs"].update(found[0].node)
     return recorded
 
 
@@ -101,7 +102,7 @@ def bypass(graph: Json, numbers: Set[int]) -> None:
 def layers_of(graph: Json) -> List[Tuple[Replicas, Dict[str, str]]]:
     """Returns the layers of this process in a graph, each with the attributes of its node."""
     given = [node["attrs"] for _, _, node in walk(graph) if is_ours(node)]
-    found = [(Replicas.by_token.get(attributes["layer"]), attributes) for attributes in given]
+    found = [(Replicas.of_node(attributes), attributes) for attributes in given]
     return [(layer, attributes) for layer, attributes in found if layer is not None]
 
 
@@ -130,18 +131,5 @@ def gives_moments(graph: Json, node: Json) -> bool:
 
 
 def attribute(attributes: Mapping[str, str], name: str, default: Any = None) -> Any:
-    """Returns the value of an attribute, whose text is read as `value_of` does."""
-    return value_of(attributes.get(name, default))
-
-
-def value_of(text: Any) -> Any:
-    """Returns the number, truth value, tuple or None that MXNet reads in a text. Other text stays.
-
-    MXNet takes ``true`` as ``True``. Files of Python 2 have tuples such as ``(3L, 3L)``.
-    """
-    if not isinstance(text, str):
-        return text
-    try:
-        return ast.literal_eval(re.sub(r"(?<=\d)l", "", text.strip().capitalize()))
-    except (ValueError, SyntaxError):
-        return text
+    """Returns the value of an attribute, which may be a text."""
+    return arguments.value_of(attributes.get(name, default))

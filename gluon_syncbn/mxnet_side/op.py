@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Callable, Dict, Iterable, List
+from dataclasses import replace
+from typing import Any, Callable, Iterable, List
 
 import mxnet as mx
 from mxnet.base import _LIB, OpHandle, c_str, check_call
@@ -12,7 +13,7 @@ from mxnet.symbol.register import _make_symbol_function
 
 from .. import _native
 from ..system import kinds
-from ..training.replicas import Replicas
+from ..training.replicas import EagerCall, Replicas
 
 #: MXNet's ``op_type``.
 NAME = "gluon_syncbn"
@@ -44,44 +45,32 @@ SYMBOLS = Operators(mx.sym, _make_symbol_function)
 ARRAYS = Operators(mx.nd, _make_ndarray_function)
 
 
-def call(replicas: Replicas, eager: bool, frozen: bool = False, masks: bool = False) -> Any:
-    """Returns the attributes of a call of a layer, by what it computes now.
-
-    An eager call has a number in their place: as texts, they would be parsed at each call. ``frozen`` selects the
-    running statistics, in training too.
-    """
-    key = replicas.computes, frozen, masks, replicas.on_cpus, *replicas.kwargs.values()
-    number = replicas.calls.get(key) if eager else None
-    if number is not None:
-        return {"call": number}
-    computes = replicas.computes._replace(**replicas.kwargs)
-    fuses = computes.fuses and not frozen
-    computes = computes._replace(use_global_stats=frozen, masks=masks, fuses=fuses)
-    # The graph numbers its nodes when it is built.
-    place = {"layer": replicas.token, "node": "-1" if eager else "0", "on_cpus": str(int(replicas.on_cpus))}
-    attributes = {**place, **computes.attributes()}
-    if not eager:
-        return {**attributes, "name": "fwd"}
-    return {"call": replicas.new_call(key, attributes)}
-
-
 def sync_batch_norm(
-    F: Any, replicas: Replicas, call: Dict[str, str], data: List[Any], parameters: Iterable[Any], mask: Any = None
+    F: Any, replicas: Replicas, data: List[Any], parameters: Iterable[Any], mask: Any = None, frozen: bool = False
 ) -> Any:
-    """Normalises the first of ``data``, before an addend, as `call` says; ``F`` is ``mx.nd`` or ``mx.sym``.
+    """Normalises the first of ``data``, before an addend; ``F`` is ``mx.nd`` or ``mx.sym``.
 
-    ``parameters``: gamma, beta and the running statistics.
+    ``parameters``: gamma, beta and the running statistics. ``frozen`` selects the latter, in training too.
     """
-    F = ARRAYS if F is mx.nd else SYMBOLS
+    eager, (settings, calls) = F is mx.nd, replicas.now()
+    masks = mask is not None and not frozen
+    call = calls.get((frozen, masks)) if eager else None  # it lives until MXNet has its node
+    if call is None:
+        fuses = settings.fuses and not frozen
+        settings = replace(settings, use_global_stats=frozen, masks=masks, fuses=fuses)
+        if eager:
+            call = calls[frozen, masks] = EagerCall(replicas, settings)
+    attributes = {"call": call.number} if call else {**replicas.to_node(settings), "name": "fwd"}
+    F = ARRAYS if eager else SYMBOLS
     guards = replicas.on_cpus and _native.why_custom()
-    ends_bundle = bool(guards) and "call" in call and replicas.reaches_other_processes()
-    if mask is not None:
+    ends_bundle = bool(guards) and eager and replicas.reaches_other_processes()
+    if masks:
         data = [*data, F.Cast(kinds.classic(mask), dtype="float64") if guards else mask]  # SwapAxis takes no bool
     inputs = [one if type(one) is mx.nd.NDArray else kinds.classic(kinds.dense(one)) for one in (*data, *parameters)]
     data, (gamma, beta, *running) = inputs[: len(data)], inputs[len(data) :]
     if guards:
         data = [_copied(F, one, ends_bundle) for one in data]
-    y = F.Custom(data[0], gamma, beta, *data[1:], *running, op_type=NAME, **call)
+    y = F.Custom(data[0], gamma, beta, *data[1:], *running, op_type=NAME, **attributes)
     return _copied(F, y, ends_bundle) if guards else y
 
 

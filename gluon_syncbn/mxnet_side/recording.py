@@ -39,7 +39,7 @@ class _Issuing(mx.nd.CachedOp):
         loops = [node for node in graph["nodes"] if node["op"] in ("_foreach", "_while_loop", "_cond")]
         bodies = [body for node in loops for body in node["subgraphs"]]
         self.in_bodies = [layer.name for body in bodies for layer, _ in layers_of(body)]
-        may_meet = [(layer, of) for layer, of in found if layer.pooling.mode != "local"]
+        may_meet = [(layer, of) for layer, of in found if layer.settings.mode != "local"]
         meeting = [(layer, int(of["node"])) for layer, of in may_meet if of["use_global_stats"] != "1"]
         # An operator takes the call that was announced first: one call must not overtake another on its context.
         moving = dict.fromkeys(layer for layer, of in found if of["use_global_stats"] != "1")

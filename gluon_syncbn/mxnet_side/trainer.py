@@ -210,7 +210,7 @@ def update_of(trainer: gluon.Trainer) -> List[str]:
     pooled = followers_of(ordered)
     if pooled:
         lines.append(f"nonfinite {NONFINITE[_native.nonfinite_of()]!r}")
-    if any(one.pooling.mode == "shuffle" for one in pooled):
+    if any(one.settings.mode == "shuffle" for one in pooled):
         lines.append(f"seed {_native.seed_of()}")
     special: Dict[Tuple[Any, ...], List[int]] = {}
     usual = tuple(_USUAL.values())

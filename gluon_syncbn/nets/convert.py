@@ -9,20 +9,22 @@ from __future__ import annotations
 import inspect
 import warnings
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Mapping, Optional, Tuple, Type, TypeVar
 
-from mxnet.gluon import Block, HybridBlock, ParameterDict, SymbolBlock
+from mxnet.gluon import Block, HybridBlock, SymbolBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from mxnet.gluon.nn import BatchNorm  # by name, because a script may put ours into its place in `nn`
 
-from ..activation import NONE, PLAIN, RELU, BatchNormActivation, BatchNormAdd, Computation
-from ..layer import Settings, SyncBatchNorm, SyncBatchNormAdd
+from ..activation import NONE, RELU, Activation, BatchNormActivation, BatchNormAdd
+from ..layer import SyncBatchNorm, SyncBatchNormAdd
 from ..mxnet_side import blocks
-from ..mxnet_side.export import settings_of
+from ..mxnet_side.export import unshared
 from ..mxnet_side.op import NAME
+from ..settings import Arguments, Settings
 from ..system import arguments
 from ..system.classes import derived
-from ..training.replicas import Pooling, counts_as_1
+from ..training.replicas import counts_as_1
 from .graphs import close_graph, open_graph
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ def convert(
     norm_layer: Type[SyncBatchNorm] = SyncBatchNorm,
     select: Optional[str] = None,
     fuse: bool = False,
-    **kwargs: Unpack[Settings],
+    **kwargs: Unpack[Arguments],
 ) -> NetT:
     """Makes the BatchNorm layers of a network synchronised layers.
 
@@ -113,13 +115,13 @@ def convert(
         if fuse:
             for block in chosen:
                 if isinstance(block, SyncBatchNorm):
-                    computes = block._replicas.computes
-                    fuses = computes.activation == NONE and not computes.adds  # nothing behind the layer is its own
-                    block._replicas.computes = computes._replace(fuses=fuses)
+                    settings = block._replicas.settings
+                    fuses = not settings.behind  # that is not the layer's own
+                    block._replicas.settings = replace(settings, fuses=fuses)
     return net
 
 
-def _reason_to_stay(layer: BatchNorm, norm_layer: Any, wanted: Pooling, kwargs: Mapping[str, Any]) -> str:
+def _reason_to_stay(layer: BatchNorm, norm_layer: Any, wanted: Settings, kwargs: Mapping[str, Any]) -> str:
     """Says in what a layer differs from one that was asked for, or that can be converted; empty if in nothing."""
     if not isinstance(layer, SyncBatchNorm):
         reason = blocks.difference(layer)
@@ -129,7 +131,8 @@ def _reason_to_stay(layer: BatchNorm, norm_layer: Any, wanted: Pooling, kwargs: 
             except TypeError as error:
                 reason = f"no class can be derived from its own: {error}"
         return reason
-    for name, value, other in zip(Pooling._fields, layer._replicas.pooling, wanted):
+    for name in ("mode", "virtual_devices", "group_size", "groups"):
+        value, other = getattr(layer._replicas.settings, name), getattr(wanted, name)
         if value != other and (name in kwargs or other == "shuffle"):  # of `ShuffleBatchNorm`
             return f"it has {name}={value!r} already; call revert on it before"
     return ""
@@ -290,34 +293,35 @@ def _thaw(layers: List[BatchNorm]) -> None:
             vars(parameter).pop(note, None)
 
 
-def _check_kwargs(norm_layer: Type[SyncBatchNorm], kwargs: Mapping[str, Any]) -> Pooling:
+def _check_kwargs(norm_layer: Type[SyncBatchNorm], kwargs: Mapping[str, Any]) -> Settings:
     """Refuses bad arguments, and returns what they mean."""
-    accepted = list(Settings.__annotations__)
+    accepted = list(Arguments.__annotations__)
     for name, value in kwargs.items():
         if name in inspect.signature(SyncBatchNorm).parameters and name not in accepted:
             raise ValueError(f"{name}: {value!r} was given, but each layer keeps its own; expected one of {accepted}")
     try:
-        layer = norm_layer(in_channels=1, prefix="check_", params=ParameterDict(), **kwargs)
-        return _taken_from(layer)["_replicas"].pooling
+        layer = norm_layer(in_channels=1, **unshared("check_"), **kwargs)
+        return _taken_from(layer)["_replicas"].settings
     except TypeError as error:
         raise ValueError(f"kwargs: {kwargs!r} was given, expected some of {accepted} ({error})") from error
 
 
 def _successor(block: BatchNorm, norm_layer: Type[SyncBatchNorm], kwargs: Mapping[str, Any]) -> SyncBatchNorm:
     """Returns a synchronised layer with the settings of a plain one, and parameters of its own."""
-    activation = getattr(block, "_activation", RELU if block.fuse_relu else NONE)
-    computes = Computation(activation=activation, adds=isinstance(block, BatchNormAdd))
-    if computes != PLAIN:  # a user's own class may lack the arguments that other layers do not need
-        kwargs = {**activation.arguments(), **kwargs}
-    settings = settings_of("", {name: str(value) for name, value in block._kwargs.items()})
-    if computes.adds:
+    activation: Activation = getattr(block, "_activation", RELU if block.fuse_relu else NONE)
+    own = dict(activation._asdict(), adds=isinstance(block, BatchNormAdd))
+    settings = replace(Settings.from_node(block._kwargs), **own)
+    # A user's own class may lack the arguments that other layers do not need.
+    kwargs = {**({"activation": None} if settings.adds else {}), **settings.arguments(), **kwargs}
+    if settings.adds:
         norm_layer = (
             derived(norm_layer, SyncBatchNormAdd, norm_layer) if norm_layer is not SyncBatchNorm else SyncBatchNormAdd
         )
     return norm_layer(
         center=block.beta._differentiable,
         in_channels=int(vars(block).get("in_channels", 0)),
-        **settings,
+        **unshared(""),
+        **settings.batch_norm(),
         **kwargs,
     )
 
@@ -339,7 +343,7 @@ class _Computes:
     def __setstate__(self: Any, state: Any) -> None:
         super().__setstate__(state)  # type: ignore[misc]
         if hasattr(self._own_class, "__setstate__"):
-            self._adopt_parameters(*getattr(self._replicas, "settings", self._replicas))
+            self._adopt_parameters(getattr(self._replicas, "settings", self._replicas))
 
 
 def _replace(block: BatchNorm, new: SyncBatchNorm, cls: Type[SyncBatchNorm]) -> None:

@@ -21,8 +21,9 @@ from mxnet.module.executor_group import DataParallelExecutorGroup
 
 from .. import _native
 from ..layer import SyncBatchNorm
-from ..mxnet_side.export import SYNCHRONISED, settings_of, with_layers
+from ..mxnet_side.export import SYNCHRONISED, unshared, with_layers
 from ..mxnet_side.nodes import Json, gives_moments, is_ours, json_of, number_nodes, symbol_of, walk
+from ..settings import Settings
 from ..system import arguments, kinds
 from ..training import steps
 from ..training.replicas import IN_GRAPH, Replicas, executing, setting
@@ -59,8 +60,9 @@ def _layer(node: Json) -> SyncBatchNorm:
     if not is_ours(node):
         written = json.loads(attributes.get(SYNCHRONISED, "{}"))
         given = {name: value for name, value in written.items() if name not in ("ndev", "key")}  # of version 0.3
-        return SyncBatchNorm(**settings_of(f"{node['name']}_", attributes), **given)
-    replicas = Replicas.by_token.get(attributes["layer"])
+        own = Settings.from_node(attributes).batch_norm()
+        return SyncBatchNorm(**unshared(f"{node['name']}_"), **own, **given)
+    replicas = Replicas.of_node(attributes)
     if replicas is None:
         raise mx.MXNetError(
             f"the SyncBatchNorm of '{node['name']}' no longer exists, or belongs to another process: keep the net of "
@@ -127,7 +129,7 @@ def _trains(executor: Executor, layers: Dict[Context, List[_Node]]) -> Executor:
                 calls, running = [], []
                 for names, replicas in nodes:
                     replicas.runs(IN_GRAPH)
-                    if not replicas.kwargs["use_global_stats"]:
+                    if not replicas.settings.use_global_stats:
                         calls.append(replicas.id)
                         running += [own.aux_dict[name] for name in names]
                 announced.enter_context(executing(context, calls, [0] * len(calls), running, repeats=True))

@@ -13,13 +13,13 @@ import mxnet as mx
 from mxnet.gluon import Block, Parameter, ParameterDict, SymbolBlock
 from mxnet.gluon.nn import BatchNorm, BatchNormReLU  # by name, because a script may put ours into their places in `nn`
 
-from ..activation import Computation
 from ..layer import SyncBatchNorm, SyncBatchNormAdd
 from ..mxnet_side import blocks
 from ..mxnet_side.blocks import Recorded
-from ..mxnet_side.export import settings_of, with_layers
+from ..mxnet_side.export import unshared, with_layers
 from ..mxnet_side.nodes import Json, gives_moments, json_of, walk
 from ..mxnet_side.op import NAME
+from ..settings import Settings
 from ..system import kinds
 from ..system.classes import derived
 from ..training.replicas import Replicas
@@ -89,11 +89,10 @@ def close_graph(block: SymbolBlock) -> None:
 
 def layer_of(prefix: str, attributes: Dict[str, str], replicas: Replicas) -> SyncBatchNorm:
     """Creates a layer for a synchronised node, with replicas of its own that have the settings of these."""
-    computes = Computation.of_attributes(attributes)
-    layer = (SyncBatchNormAdd if computes.adds else SyncBatchNorm)(**settings_of(prefix, attributes))
+    settings = Settings.from_node(attributes, replicas.settings)
+    layer = (SyncBatchNormAdd if settings.adds else SyncBatchNorm)(**unshared(prefix), **settings.batch_norm())
     layer._release_parameters()
-    *settings, _ = replicas.settings
-    layer._adopt_parameters(*settings, computes)
+    layer._adopt_parameters(settings)
     return layer
 
 
@@ -102,14 +101,14 @@ def _layer(node: Recorded, attributes: Dict[str, str], parameters: Sequence[Para
     gamma = parameters[0].name
     prefix = gamma[: -len("gamma")] if gamma.endswith("gamma") else f"{node.name}_"
     if node.operator == NAME:
-        replicas = Replicas.by_token.get(attributes["layer"])
+        replicas = Replicas.of_node(attributes)
         if replicas is None:
             return None
         layer = layer_of(prefix, attributes, replicas)
         layer._release_parameters()
     else:
         plain = BatchNormReLU if node.operator == "_contrib_BatchNormWithReLU" else BatchNorm
-        layer = plain(**settings_of(prefix, attributes))
+        layer = plain(**unshared(prefix), **Settings.from_node(attributes).batch_norm())
     for attribute, parameter in zip(blocks.PARAMETERS, parameters):
         layer.__dict__[attribute] = layer._reg_params[attribute] = parameter  # Gluon refuses to replace one
     layer._params = ParameterDict(layer.prefix)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Dict, Iterable, List, Mapping, Tuple, TypeVar
 
 import mxnet as mx
@@ -154,7 +155,7 @@ def from_torch(net: NetT, module: Any) -> NetT:
         if theirs is not None:
             block._kwargs.update(eps=theirs.eps, momentum=1 - theirs.momentum)
             if isinstance(block, SyncBatchNorm):
-                block._replicas.computes = block._replicas.computes._replace(unbiased=True)
+                block._replicas.settings = replace(block._replicas.settings, unbiased=True)
     forget_graphs(net)
     return net
 

@@ -18,10 +18,11 @@ from .._native import merge_moments
 from ..exchange.store import ProcessStore
 from ..layer import SyncBatchNorm, SyncBatchNormAdd
 from ..mxnet_side import blocks, op
+from ..settings import Settings
 from ..system import arguments, kinds
 from ..system.kinds import values
 from ..training import steps
-from ..training.replicas import Pooling, Replicas, store_of
+from ..training.replicas import Replicas, store_of
 from .parameters import await_values
 
 #: By the running mean, which several layers may share: the name of one of them, and the running variance.
@@ -216,7 +217,7 @@ def _population(
 ) -> Dict[Parameter, np.ndarray]:
     """Computes the moments over all values of all batches, for each of ``running``."""
     contexts = list(dict.fromkeys(context for mean in running for context in mean.list_ctx()))
-    each_by_itself = Replicas("update_bn_stats", {}, Pooling("local"))
+    each_by_itself = Replicas("update_bn_stats", {}, Settings(mode="local"))
     each_by_itself.set_contexts(contexts, 0)
     totals = {mean: np.zeros(1 + 2 * mean.shape[0]) for mean in running}
     seen: List[Tuple[nn.BatchNorm, int, Tuple[mx.nd.NDArray, mx.nd.NDArray], Optional[mx.nd.NDArray]]] = []
@@ -230,9 +231,8 @@ def _population(
         ones = mx.nd.ones((x.shape[axis],), x.ctx, np.float64 if x.dtype == np.float64 else np.float32)
         # With a momentum of 0, running statistics are those of the shard. The layer's own may be of slots, or of all.
         moments = mean, var = _NONE * ones, _NONE * ones
-        each_by_itself.kwargs = {"axis": axis, "momentum": 0}
-        call = op.call(each_by_itself, eager=True, masks=mask is not None)
-        op.sync_batch_norm(mx.nd, each_by_itself, call, [x], [ones, ones, mean, var], mask)
+        each_by_itself.settings = Settings(mode="local", axis=axis, momentum=0)
+        op.sync_batch_norm(mx.nd, each_by_itself, [x], [ones, ones, mean, var], mask)
         seen.append((layer, x.size // x.shape[axis], moments, mask))
 
     done = 0

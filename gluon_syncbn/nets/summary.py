@@ -131,13 +131,13 @@ _NO_BATCH = "plain, because it normalises each sample by itself"
 def _rows(block: Block) -> Iterator[Row]:
     if isinstance(block, SyncBatchNorm):
         replicas = block._replicas
-        mode = replicas.pooling.mode
-        if replicas.pooling.group_size:
-            mode += f", groups of {replicas.pooling.group_size}"
-        if replicas.pooling.groups:
-            mode += f", {len(replicas.pooling.groups)} named groups"
-        fused = replicas.taken_in or str(replicas.computes)
-        yield _row(block, _statistics(block), mode=mode, slots=replicas.pooling.virtual_devices, fused=fused)
+        mode = replicas.settings.mode
+        if replicas.settings.group_size:
+            mode += f", groups of {replicas.settings.group_size}"
+        if replicas.settings.groups:
+            mode += f", {len(replicas.settings.groups)} named groups"
+        fused = replicas.taken_in or replicas.settings.behind
+        yield _row(block, _statistics(block), mode=mode, slots=replicas.settings.virtual_devices, fused=fused)
     elif blocks.is_batch_norm(block):
         whose = "contrib's" if type(block) is ContribSyncBatchNorm else "BatchNorm"
         reason = blocks.difference(block) or f"it is {whose}; convert(net) changes it"
@@ -157,16 +157,16 @@ def _statistics(layer: SyncBatchNorm) -> str:
     replicas = layer._replicas
     if layer._kwargs["use_global_stats"]:
         return _FROZEN
-    if replicas.pooling.mode == "local":
+    if replicas.settings.mode == "local":
         return "plain, because mode 'local' shares nothing"
-    if replicas.pooling.group_size == 1 or {len(ranks) for ranks in replicas.pooling.groups or ()} == {1}:
+    if replicas.settings.group_size == 1 or {len(ranks) for ranks in replicas.settings.groups or ()} == {1}:
         return "plain, because each group has one device"
     contexts = _contexts(layer)
     if not contexts:
         return "not known before it is initialised"
     if replicas.problem_on(contexts):
         return f"an error in training: {replicas.problem_on(contexts)}"
-    if not replicas.reaches_other_processes() and len(contexts) * replicas.pooling.virtual_devices == 1:
+    if not replicas.reaches_other_processes() and len(contexts) * replicas.settings.virtual_devices == 1:
         return "plain, because it has one replica"
     return SYNCHRONISED
 

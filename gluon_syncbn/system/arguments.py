@@ -6,7 +6,9 @@ in Python, a boolean is not a number here.
 
 from __future__ import annotations
 
+import ast
 import numbers
+import re
 import sys
 from typing import Any, List, NoReturn, Sequence
 
@@ -101,3 +103,16 @@ def seed(name: str, value: Any) -> int:
 def some(texts: Sequence[str], separator: str) -> str:
     """Joins the first texts, and says how many more there are."""
     return separator.join(texts[:NAMED]) + (f"{separator}and {len(texts) - NAMED} more" if len(texts) > NAMED else "")
+
+
+def value_of(text: Any) -> Any:
+    """Returns the number, truth value, tuple or None that MXNet reads in a text. Other text stays.
+
+    MXNet takes ``true`` as ``True``. Files of Python 2 have tuples such as ``(3L, 3L)``.
+    """
+    if not isinstance(text, str):
+        return text
+    try:
+        return ast.literal_eval(re.sub(r"(?<=\d)l", "", text.strip().capitalize()))
+    except (ValueError, SyntaxError):
+        return text

@@ -77,7 +77,7 @@ def only_on(contexts: Sequence[Context]) -> Iterator[None]:
         _native.reset()
         settle_gradients(session.trained())
         _marks.clear()
-        for replicas in list(Replicas.by_token.values()):
+        for replicas in list(Replicas.by_id.values()):
             replicas.spread_running(chosen)
 
 

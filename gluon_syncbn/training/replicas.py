@@ -6,7 +6,8 @@ import threading
 import warnings
 import weakref
 from contextlib import contextmanager, suppress
-from typing import Any, Callable, ClassVar, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
+from dataclasses import replace
+from typing import Any, Callable, ClassVar, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import mxnet as mx
 from mxnet import autograd
@@ -14,20 +15,17 @@ from mxnet.context import Context
 from mxnet.gluon import Parameter
 
 from .. import _native
-from ..activation import PLAIN, Computation
 from ..exchange import named
-from ..exchange.base import Exchange
 from ..exchange.job import JobExchange
-from ..exchange.pooling import MODES, Pooling
 from ..exchange.store import ProcessStore
-from ..system import arguments, cuda, kinds, locks
+from ..settings import MODES, Settings
+from ..system import arguments, cuda, kinds
 from ..system.identity import OfEach
 from .session import session
 
 #: How a layer was called in training: not yet, by itself, by itself although it was to fuse operators, in a graph.
 NEVER, EAGER, UNFUSED, IN_GRAPH = "", "eager", "unfused", "graph"
 
-_CALLS = 64  # that differ in settings, before an eager layer makes all anew
 _ROOM = 256  # errors, before somebody calls `mx.nd.waitall`
 _ONE_EACH = (
     "A context has one replica, with one batch: give it the samples of several. virtual_devices has the statistics of "
@@ -79,7 +77,7 @@ def counts_as_1(parameter: Parameter) -> bool:
     """Whether a parameter is the gamma of layers with ``scale=False``, whose value nobody reads."""
     known = _layers.get(parameter)
     layers = list(known.as_gamma.values()) if known else []
-    return bool(layers) and all(one.kwargs["fix_gamma"] for one in layers)
+    return bool(layers) and all(one.settings.fix_gamma for one in layers)
 
 
 def followers_of(parameters: Iterable[Any]) -> List[Replicas]:
@@ -174,45 +172,42 @@ def _make_room_for_errors() -> None:
             array.wait_to_read()
 
 
+class EagerCall:
+    """What an eager call of a layer computes. The core knows it by its number, as long as this object lives."""
+
+    def __init__(self, layer: Replicas, settings: Settings) -> None:
+        self.node = {**layer.to_node(settings), "node": "-1"}  # if a graph is made of it
+        number = _native.call_create(layer.id, layer.on_cpus, settings.numbers())
+        self.number = str(number)
+        weakref.finalize(self, _native.call_drop, number).atexit = False
+
+
 class Replicas:
     """The replicas of one layer, as the native core sees them: one on each context of its parameters."""
 
-    #: By the tokens that nodes of graphs have: those of this process that still exist.
-    creating: ClassVar[threading.Lock]  # held by who changes `calls` and `attributes`
-    by_token: ClassVar[weakref.WeakValueDictionary[str, Replicas]] = weakref.WeakValueDictionary()
+    #: Those of this process that still exist.
+    by_id: ClassVar[weakref.WeakValueDictionary[int, Replicas]] = weakref.WeakValueDictionary()
 
-    def __init__(
-        self,
-        name: str,
-        kwargs: Dict[str, Any],
-        pooling: Pooling,
-        num_devices: Optional[int] = None,
-        exchange: Optional[Exchange] = None,
-        timeout: Optional[float] = None,
-        computes: Computation = PLAIN,
-    ) -> None:
-        self.name, self.pooling, self.num_devices = name, pooling, num_devices
-        self.exchange, self.timeout = exchange, timeout  # None is the setting of `configure`
-        if exchange is not None:
-            exchange.check(pooling)
-        self.computes = computes  # but for ``kwargs``, those of ``nn.BatchNorm``, which the layer shares and may change
-        self.kwargs = kwargs
+    def __init__(self, name: str, kwargs: Dict[str, Any], settings: Settings) -> None:
+        self.name, self.exchange = name, settings.exchange
+        if self.exchange is not None:
+            self.exchange.check(settings)
+        self._kwargs = kwargs  # of ``nn.BatchNorm``, which anybody may change
+        self.on_cpus = True  # some contexts may be
+        self._now: Tuple[Settings, Dict[Tuple[bool, bool], EagerCall]]
+        self.settings = settings
         self.channels = 0
         self.contexts: List[Context] = []
         self.order = 0  # in which layers got contexts first, which is that of the net; 0: it has none yet
-        self.on_cpus = True  # some of them may be
-        self.calls: Dict[Any, str] = {}  # the numbers of eager ones in the core, by their settings
-        self.attributes: Dict[str, Dict[str, str]] = {}  # of these, by their numbers
         self.problem = ""  # why these contexts cannot train, at least without other processes
         #: The parameters of the running statistics, by their `id`: their class may define ``==``.
         self.running: weakref.WeakValueDictionary[int, Parameter] = weakref.WeakValueDictionary()
         self.ran = NEVER  # how the last training call came
         self.taken_in = ""  # names the operators that the layer absorbed in the graph that was recorded last
-        numbers = MODES.index(pooling.mode), pooling.virtual_devices, pooling.group_size or 0
-        handle = None if exchange is None else exchange.handle
-        self.id = _native.layer_create(name, *numbers, pooling.group_of_each(), timeout or 0, handle)
-        self.token = f"{_native.PROCESS}{self.id}"
-        self.by_token[self.token] = self
+        numbers = MODES.index(settings.mode), settings.virtual_devices, settings.group_size or 0
+        handle = None if self.exchange is None else self.exchange.handle
+        self.id: int = _native.layer_create(name, *numbers, settings.group_of_each(), settings.timeout or 0, handle)
+        self.by_id[self.id] = self
         self.store: Any = ...  # that its last training call met by; None is the core's own
         self.key = self.id  # in that store, the same in all processes
         # At exit a daemon thread may still use it.
@@ -221,20 +216,45 @@ class Replicas:
     @classmethod
     def placed(cls) -> List[Replicas]:
         """Returns those with contexts, in the order in which they got them."""
-        return sorted((one for one in list(cls.by_token.values()) if one.order), key=lambda one: one.order)
+        return sorted((one for one in list(cls.by_id.values()) if one.order), key=lambda one: one.order)
+
+    @classmethod
+    def of_node(cls, attributes: Mapping[str, str]) -> Optional[Replicas]:
+        """Returns those of a node's layer, if it is in this process."""
+        process, number = attributes["layer"].split(":")
+        return cls.by_id.get(int(number)) if f"{process}:" == _native.PROCESS else None
+
+    def to_node(self, settings: Settings) -> Dict[str, str]:
+        """Returns the attributes of a node. The graph numbers its nodes when it is built."""
+        place = {"layer": f"{_native.PROCESS}{self.id}", "node": "0", "on_cpus": str(int(self.on_cpus))}
+        return {**place, **settings.to_node()}
+
+    def now(self) -> Tuple[Settings, Dict[Tuple[bool, bool], EagerCall]]:
+        """Returns the present settings, and the eager calls with these that the core knows."""
+        if self._kwargs != self._of_kwargs:
+            self.settings = replace(self._now[0], **self._kwargs)
+        return self._now
 
     @property
-    def settings(self) -> Tuple[Any, ...]:
-        """What a copy of the layer is made of."""
-        return self.pooling, self.num_devices, self.exchange, self.timeout, self.computes
+    def settings(self) -> Settings:
+        return self.now()[0]
+
+    @settings.setter
+    def settings(self, settings: Settings) -> None:
+        kwargs = dict(self._kwargs)
+        self._now = settings, {}  # calls of another thread go on with the pair that they have
+        self._of_kwargs = kwargs
+
+    def calls(self) -> List[EagerCall]:
+        return list(self._now[1].values())
 
     def __reduce__(self) -> Any:
-        return tuple, (self.settings,)  # of which the copy of a layer makes its own
+        return replace, (self.settings,)  # of which the copy of a layer makes its own
 
     def spread_running(self, trained: Sequence[Context]) -> None:
         """After steps on some contexts, gives the others their running statistics, if all share one statistic."""
         sources = [context for context in self.contexts if context in trained]
-        if not sources or self.pooling._replace(virtual_devices=1) != Pooling():
+        if not sources or not self.settings.one_pool:
             return
         with autograd.pause():
             have_values = [one for one in list(self.running.values()) if one._data]  # those of a Module have none
@@ -251,11 +271,12 @@ class Replicas:
             if context.device_type == "gpu":
                 cuda.check_architecture(context.device_id)
         misplaced = self._placement_problem(contexts)
-        self.problem = misplaced or self.pooling.problem(len(contexts))
-        if self.contexts != contexts and self.pooling._replace(virtual_devices=1) != Pooling():
+        self.problem = misplaced or self.settings.problem(len(contexts))
+        if self.contexts != contexts and not self.settings.one_pool:
             self.store = ...  # whom a replica needs depends on how many each process has: they agree again
         self.contexts, self.channels = list(contexts), channels
         self.on_cpus = any(context.device_type != "gpu" for context in contexts)
+        self.settings = self.settings  # calls depend on it
         if self.separates():
             problem = _native.separate_resources()
             if problem:
@@ -265,14 +286,14 @@ class Replicas:
                     "MXNET_GPU_TEMP_COPY and MXNET_CPU_PARALLEL_RAND_COPY are large",
                     stacklevel=2,
                 )
-        self.order = self.order or 1 + max(one.order for one in list(self.by_token.values()))
+        self.order = self.order or 1 + max(one.order for one in list(self.by_id.values()))
         if len(contexts) > 1 and session.first("room for errors"):
             _make_room_for_errors()
         _native.layer_place(self.id, [str(context) for context in contexts], misplaced)
 
     def problem_on(self, contexts: List[Context]) -> str:
         """Returns why the layer cannot train on these contexts; empty if it can."""
-        of_process = "" if self.reaches_other_processes() else self.pooling.problem(len(contexts))
+        of_process = "" if self.reaches_other_processes() else self.settings.problem(len(contexts))
         return self._placement_problem(contexts) or of_process
 
     def check(self, contexts: List[Context]) -> None:
@@ -288,12 +309,13 @@ class Replicas:
                 f"ctx: the parameters of SyncBatchNorm '{self.name}' are on {places}, expected each context once. "
                 f"{_ONE_EACH}"
             )
-        if self.num_devices is None or self.num_devices == len(contexts):
+        expected = self.settings.num_devices
+        if expected is None or expected == len(contexts):
             return ""
         more = f" contrib's layer would wait for ever for the missing ones. {_ONE_EACH}"
         return (
-            f"num_devices: {self.num_devices} was given, expected None or {len(contexts)}, because the parameters of "
-            f"SyncBatchNorm '{self.name}' are on {places}.{more if self.num_devices > len(contexts) else ''}"
+            f"num_devices: {expected} was given, expected None or {len(contexts)}, because the parameters of "
+            f"SyncBatchNorm '{self.name}' are on {places}.{more if expected > len(contexts) else ''}"
         )
 
     def runs(self, how: str) -> None:
@@ -304,23 +326,20 @@ class Replicas:
         store: Any = self.exchange or session.exchange
         if self.ran == how and self.store is store:
             return
-        if not self.kwargs["use_global_stats"]:
+        trains = not self.settings.use_global_stats
+        if trains:
             self.check(self.contexts)
-        meets = bool(self.contexts) and self.pooling.mode != "local" and not self.kwargs["use_global_stats"]
+        meets = bool(self.contexts) and self.settings.mode != "local" and trains
         between = store is not None and store.spans_processes
         if self.ran == NEVER:
             session.notes(self.contexts if meets and not between else ())
         self.ran = how
         while between and meets and self.store is not store:
-            more = any(not one.contexts and one.pooling.mode != "local" for one in list(self.by_token.values()))
-            counted = [one for one in self.placed() if one.pooling.mode != "local"]
+            more = any(not one.contexts and one.settings.mode != "local" for one in list(self.by_id.values()))
+            counted = [one for one in self.placed() if one.settings.mode != "local"]
             store.agree(self, [one for one in counted if (one.exchange or session.exchange) is store], more)
         if meets:
             self.store = store
-
-    def compared(self) -> Dict[str, Any]:
-        """Returns the settings that have to be equal in all processes."""
-        return {**self.pooling._asdict(), **self.kwargs, **self.computes.arguments()}
 
     def agrees(self, store: ProcessStore, key: int, replicas: List[int]) -> None:
         """Takes the agreement of the processes, of which each has so many replicas."""
@@ -331,22 +350,6 @@ class Replicas:
         """Whether the layer has several replicas."""
         return self.reaches_other_processes() or len(self.contexts) > 1
 
-    def new_call(self, key: Any, attributes: Dict[str, str]) -> str:
-        """Returns the number of an eager call with these settings. A schedule, say of the momentum, needs one at each
-        step. Those before the last `_CALLS` go, but not at once: another thread may be about to use one.
-        """
-        with self.creating:
-            if key in self.calls:
-                return self.calls[key]
-            if len(self.calls) >= _CALLS:
-                for old in self.attributes.keys() - self.calls.values():
-                    del self.attributes[old]
-                    _native.call_drop(int(old))
-                self.calls = {}
-            number = str(_native.call_create(list(attributes), list(attributes.values())))
-            self.attributes[number], self.calls[key] = attributes, number
-            return number
-
     def separates(self) -> bool:
         """Whether replicas of one process need temporary space and random states of their own."""
         return len(self.contexts) > 1
@@ -354,6 +357,3 @@ class Replicas:
     def reaches_other_processes(self) -> bool:
         exchange = self.exchange or session.exchange
         return exchange is not None and exchange.spans_processes
-
-
-locks.give(Replicas, creating=threading.Lock)

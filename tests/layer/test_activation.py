@@ -1,6 +1,7 @@
 """A layer with an activation, and with an addition before it."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import mxnet as mx
 import numpy as np
@@ -87,12 +88,12 @@ def expected(layer, batch, addends=None, mean=0.0, var=1.0, use_global_stats=Tru
 
 def specification_of_z(layer, batch, given, settings):
     """What the activation gets."""
-    computes = layer._replicas.computes
-    layer._replicas.computes = computes._replace(activation=gluon_syncbn.activation.NONE)
+    before = layer._replicas.settings
+    layer._replicas.settings = replace(before, **gluon_syncbn.activation.NONE._asdict())
     try:
         return specification(layer, batch, **given, **settings).outputs
     finally:
-        layer._replicas.computes = computes
+        layer._replicas.settings = before
 
 
 @pytest.mark.parametrize("behind, slope", [("relu", 1), ("relu6", 0), ("leaky", 1)])

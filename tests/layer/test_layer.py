@@ -188,7 +188,7 @@ def test_nets_that_share_parameters_leave_nothing(contexts, channels, hybrid):
     first = made()
     first.initialize(ctx=contexts[:2])
     gc.collect()
-    before = len(Replicas.by_token)
+    before = len(Replicas.by_id)
     for _ in range(3):
         net = made(first.collect_params())
         net.hybridize(hybrid)
@@ -199,7 +199,7 @@ def test_nets_that_share_parameters_leave_nothing(contexts, channels, hybrid):
     graph = made(first.collect_params())(data)
     del net, ys
     gc.collect()
-    assert len(Replicas.by_token) == before + 1, "that of the symbol, which has outlived its net"
+    assert len(Replicas.by_id) == before + 1, "that of the symbol, which has outlived its net"
     block = gluon.SymbolBlock(graph, [data], first.collect_params())
     with autograd.train_mode():
         ys = [block(mx.nd.ones((2, 3), ctx=context)) for context in contexts[:2]]
@@ -236,7 +236,7 @@ def test_a_layer_that_is_gone_leaves_nothing(contexts, hybridized):
     def count():
         mx.nd.waitall()
         gc.collect()
-        return gluon_syncbn._native.layers(), len(Replicas.by_token), len(Replicas.placed())
+        return gluon_syncbn._native.layers(), len(Replicas.by_id), len(Replicas.placed())
 
     before = count()
     layer = gluon_syncbn.SyncBatchNorm()
@@ -263,7 +263,7 @@ def test_eager_calls_have_a_number_in_place_of_their_attributes(monkeypatch):
         assert "Custom" not in nodes and nodes["BatchNorm"]["attrs"]["use_global_stats"] == str(frozen)
     assert all(set(kwargs) == {"op_type", "call"} for kwargs in given)
     first, second, third = [kwargs["call"] for kwargs in given]
-    assert first == third != second
+    assert len({first, second, third}) == 3, "each of its settings"
 
 
 def test_a_schedule_of_the_momentum_keeps_few_calls(rng):
@@ -279,7 +279,7 @@ def test_a_schedule_of_the_momentum_keeps_few_calls(rng):
         layer._kwargs["momentum"] = 0.9 - change / 1000
         with autograd.record():
             layer(x)
-    assert len(layer._replicas.attributes) <= 128
+    assert len(layer._replicas.calls()) == 1
     found = []
     for y in ys:  # that of the second layer is of a call that it has forgotten
         y.backward(head)

@@ -11,7 +11,7 @@ from environments import ended
 from masks import make_masks, masked_step
 from mxnet import autograd, nd
 from mxnet.gluon import nn
-from poolings import POOLINGS, filled_slots, fits, permutation, specification
+from poolings import POOLINGS, filled_slots, fits, permutation, pooling_of, specification
 from replicas import (
     ON_CPUS,
     WAYS,
@@ -208,7 +208,7 @@ def test_a_layer_used_twice_in_one_forward(contexts, rng, pooling, way):
     ys = forward_and_backward(net, xs, heads)
 
     eager = way == "eager"
-    settings = layer._replicas.pooling._asdict()
+    settings = pooling_of(layer)
     channels = np.zeros(5), np.ones(5)
     states, arrays = [], batch.shards
     for use in range(2):

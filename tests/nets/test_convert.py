@@ -350,7 +350,7 @@ def test_subclasses_that_compute_the_same_are_converted(make):
             one.cast("float16")
             one.set_momentum(0.5)
             assert one.casts == ["float16"] and one.gamma.dtype == "float64" and isinstance(one, SyncBatchNorm)
-            assert one._replicas.kwargs["momentum"] == 0.5
+            assert one._replicas.settings.momentum == 0.5
         net.set_momentum(0.75)
     revert(net)
     assert (type(net), net._kwargs, getattr(net, "note", None)) == (cls, settings, note)
@@ -787,7 +787,7 @@ def test_nothing_else_is_a_layer_to_come():
     """Processes that agree on their layers would wait for a layer that only helped to convert."""
 
     def to_come():
-        return [layer for layer in Replicas.by_token.values() if not layer.contexts]
+        return [layer for layer in Replicas.by_id.values() if not layer.contexts]
 
     net = Residual()
     net.initialize(ctx=CONTEXTS)

@@ -348,8 +348,8 @@ def keeps_the_settings(contexts, tmp_path, heads, settings):
     assert_same(stepped(loaded, contexts, heads), stepped(norm, contexts, heads), 1e-12)
     for symbol in (made(mx.sym.var("data"), name="bn0") for made in (norm, loaded)):
         ((_, replicas),) = bound(symbol, contexts, labels=False)._exec_group.layers
-        assert replicas.computes.unbiased and replicas.timeout == 17 and replicas.pooling.virtual_devices == 2
-        assert replicas.pooling.groups == (((0, 2), (1,)) if "groups" in settings else None)
+        assert replicas.settings.unbiased and (replicas.settings.timeout, replicas.settings.virtual_devices) == (17, 2)
+        assert replicas.settings.groups == (((0, 2), (1,)) if "groups" in settings else None)
 
 
 def test_parameters_are_read_behind_the_forward(contexts):

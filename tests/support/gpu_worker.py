@@ -96,7 +96,7 @@ def cost(layer, part, dtype, launches):
     xs, heads = (on_devices(arrays, OWN, dtype) for arrays in (part.shards, part.heads))
     for x in xs:
         x.attach_grad()
-    shared = layer._replicas.pooling.mode != "local"
+    shared = layer.mode != "local"
     copies = {"to device": int(shared), "to host": int(shared), "waits": 3 if shared else 1}
     want = {"launches": launches, "within": 0, "collectives": 0, **copies}
     for of_each in counted_step(lambda: [layer(x) for x in xs], heads, 1):

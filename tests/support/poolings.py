@@ -42,6 +42,10 @@ def permutation(layer, batch, virtual_devices, *, call=0, node=-1, seed=0, masks
     return derangement(seed, layer._replicas.id, node, call, slots)
 
 
+def pooling_of(layer):
+    return {name: getattr(layer, name) for name in ("mode", "virtual_devices", "group_size", "groups")}
+
+
 def settings_of(layer):
     """What `reference.forward` takes of a layer, also of a plain one."""
     kwargs, activation = layer._kwargs, getattr(layer, "_activation", NONE)
@@ -54,7 +58,7 @@ def specification(
     layer, batch, *, call=0, node=-1, seed=0, nonfinite="propagate", addends=None, masks=None, **settings
 ):
     """What `layer` computes for the batch, in float64 NumPy, starting from mean 0 and variance 1."""
-    pooling = layer._replicas.pooling._asdict()
+    pooling = pooling_of(layer)
     if pooling["mode"] == "shuffle":
         draw = {"call": call, "node": node, "seed": seed, "masks": masks}
         pooling["permutation"] = permutation(layer, batch, pooling["virtual_devices"], **draw)

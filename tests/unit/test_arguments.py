@@ -344,8 +344,8 @@ def test_whole_numbers_of_numpy(kind):
         group_size=kind(1),
         timeout=kind(9),
     )
-    assert layer._replicas.pooling == ("sync", 2, 1, None)
-    named = SyncBatchNorm(groups=[[kind(2), kind(0)], (kind(1),)])._replicas.pooling.groups
+    assert (layer.mode, layer.virtual_devices, layer.group_size, layer.groups) == ("sync", 2, 1, None)
+    named = SyncBatchNorm(groups=[[kind(2), kind(0)], (kind(1),)]).groups
     assert named == ((0, 2), (1,)) and all(type(rank) is int for ranks in named for rank in ranks)
     layer.initialize(ctx=[mx.cpu(0)])
     assert layer.gamma.shape == (3,)

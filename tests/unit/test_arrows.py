@@ -51,6 +51,7 @@ def arrows():
 FLOORS = [
     ["reference", "system"],
     ["_native", "activation", "parallel"],
+    ["settings"],
     ["exchange"],
     ["training"],
     ["mxnet_side"],

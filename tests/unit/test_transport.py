@@ -16,7 +16,7 @@ from thread_transport import Job, everywhere
 
 import gluon_syncbn
 from gluon_syncbn import _native
-from gluon_syncbn.exchange.pooling import Pooling
+from gluon_syncbn.settings import Settings
 
 CHANNELS = 3
 
@@ -27,10 +27,7 @@ class Layer:
     channels, store, key = CHANNELS, None, None
 
     def __init__(self, replicas=1, name="bn", **pooling):
-        self.name, self.contexts, self.pooling = name, [mx.cpu()] * replicas, Pooling(**pooling)
-
-    def compared(self):
-        return self.pooling._asdict()
+        self.name, self.contexts, self.settings = name, [mx.cpu()] * replicas, Settings(**pooling)
 
     def agrees(self, store, key, replicas):
         self.store, self.key = store, key
@@ -103,7 +100,7 @@ def test_groups_that_stay_at_home(replicas, named, messages):
     """The processes that share a group with one, and their rows, are all that it needs."""
     rng = np.random.RandomState(1)
     values = [rng.randn(n, 3) for n in replicas]
-    pooling = Pooling(**{"groups" if isinstance(named, list) else "group_size": named})
+    pooling = Settings(**{"groups" if isinstance(named, list) else "group_size": named})
     all_values = np.concatenate(values)
     starts = np.cumsum([0, *replicas])
     if isinstance(named, int):

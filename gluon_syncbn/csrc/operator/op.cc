@@ -302,7 +302,7 @@ const char* const kGone =
     "this graph holds a SyncBatchNorm of another process, or one that is gone. Write it again in its process: "
     "net.export, net.save and a symbol's save and tojson write BatchNorm. Then convert what is loaded.";
 
-// Those of `call_create`.
+// The eager calls that Python has described, by their numbers, which MXNet gets in place of attributes.
 struct Calls {
     Mutex mutex;  // guards the rest
     std::map<int64_t, NodePtr> nodes;
@@ -312,6 +312,30 @@ Calls& calls = *new Calls;
 
 // A layer's name in a graph is this and its number. It is unique among processes, so that a saved graph is recognised.
 std::string& process = *new std::string;
+
+// What `Settings` in settings.py says of a node, in the same order.
+constexpr const char* kSettings[] = {"axis",  "eps",     "momentum", "fix_gamma", "use_global_stats",
+                                     "slope", "ceiling", "unbiased", "adds",      "masks",
+                                     "fuses"};
+using Numbers = std::array<double, std::size(kSettings)>;
+
+NodePtr node_of(int64_t layer, const Numbers& numbers, bool on_cpus, Node node) {
+    node.layer = registry().find(layer);
+    if (!node.layer) throw Failure(kGone);
+    const auto& [axis, eps, momentum, fix_gamma, use_global_stats, slope, ceiling, unbiased, adds, masks, _] = numbers;
+    node.axis = static_cast<int>(axis);
+    node.epsilon = eps;
+    node.momentum = static_cast<float>(momentum);  // as MXNet's BatchNorm keeps it
+    node.activation = {slope == 1 ? Activation::Kind::kIdentity : Activation::Kind::kRectifier, slope, ceiling};
+    node.adds = adds != 0;
+    node.masks = masks != 0;
+    node.fix_gamma = fix_gamma != 0;
+    node.unbiased = unbiased != 0;
+    node.frozen = use_global_stats != 0;
+    node.on_cpus = on_cpus;
+    node.list_roles();
+    return std::make_shared<const Node>(std::move(node));
+}
 
 NodePtr node_of(int count, const char** keys, const char** values) {
     std::map<std::string, std::string> given;
@@ -324,28 +348,15 @@ NodePtr node_of(int count, const char** keys, const char** values) {
         }
         given[keys[i]] = values[i];
     }
+    const std::string& layer = given["layer"];
+    if (layer.compare(0, process.size(), process) != 0) throw Failure(kGone);
+    Numbers numbers;
+    for (size_t i = 0; i < numbers.size(); ++i) numbers[i] = std::stod(given[kSettings[i]]);
     Node node;
-    const std::string& token = given["layer"];
-    if (token.compare(0, process.size(), process) == 0)
-        node.layer = registry().find(std::stoll(token.substr(process.size())));
-    if (!node.layer) throw Failure(kGone);
     node.number = std::stoll(given["node"]);
-    node.axis = std::stoi(given["axis"]);
-    node.epsilon = std::stod(given["eps"]);
-    node.momentum = std::stod(given["momentum"]);
-    const auto* kind = std::find(std::begin(kActivations), std::end(kActivations), given["activation"]);
-    node.activation = {static_cast<Activation::Kind>(kind - kActivations), std::stod(given["slope"]),
-                       std::stod(given["ceiling"])};
-    node.adds = given["adds"] == "1";
-    node.masks = given["masks"] == "1";
-    node.fix_gamma = given["fix_gamma"] == "1";
-    node.unbiased = given["unbiased"] == "1";
-    node.frozen = given["use_global_stats"] == "1";
-    node.on_cpus = given["on_cpus"] == "1";
     const std::string& turn = given["turn"];  // "0 of 2", if it is not the only one
     if (!turn.empty()) std::sscanf(turn.c_str(), "%d of %d", &node.turn, &node.turns);
-    node.list_roles();
-    return std::make_shared<const Node>(std::move(node));
+    return node_of(std::stoll(layer.substr(process.size())), numbers, given["on_cpus"] == "1", std::move(node));
 }
 
 // MXNet calls `destroy` even if this function throws, so it sets the callbacks first.
@@ -369,26 +380,24 @@ int describe_layer(const char*, const int size, const char** keys, const char** 
 
 }  // namespace
 
-// Keeps the attributes of a call, and returns a number: an eager call has it in their place, as the attribute `call`.
-SYNCBN_API(int64_t, call_create, const Span<const char*>& keys, const Span<const char*>& values) {
-    auto node = node_of(static_cast<int>(keys.count), keys.values, values.values);
+// Describes an eager call of a layer, and returns its number.
+SYNCBN_API(int64_t, call_create, int64_t layer, bool on_cpus, const Span<const double>& settings) {
+    Numbers numbers;
+    if (settings.count != static_cast<int64_t>(numbers.size())) throw Failure("other settings than those of this core");
+    std::copy(settings.begin(), settings.end(), numbers.begin());
+    auto node = node_of(layer, numbers, on_cpus, {});
     std::lock_guard<std::mutex> lock(calls.mutex);
     calls.nodes.emplace(calls.next, std::move(node));
     return calls.next++;
 }
 
 SYNCBN_API(void, call_drop, int64_t number) {
-    std::lock_guard<std::mutex> lock(calls.mutex);
-    calls.nodes.erase(number);
+    std::unique_lock<std::mutex> lock(calls.mutex);
+    const auto dropped = calls.nodes.extract(number);
+    lock.unlock();  // its layer may end: the layer's memory on GPUs takes other locks
 }
 
-SYNCBN_API(void, layer_drop, int64_t id) {
-    const auto layer = registry().find(id);  // it ends after the locks: its memory on GPUs takes others
-    std::lock_guard<std::mutex> lock(calls.mutex);
-    for (auto it = calls.nodes.begin(); it != calls.nodes.end();)
-        it = it->second->layer->id == id ? calls.nodes.erase(it) : std::next(it);
-    registry().drop(id);
-}
+SYNCBN_API(void, layer_drop, int64_t id) { registry().drop(id); }
 
 bool is_ours(const MXCallbackList& callbacks) { return callbacks.callbacks[0] == as_callback<destroy<Call>>(); }
 
