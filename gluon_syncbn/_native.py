@@ -262,18 +262,15 @@ def python_exchange(store: Any, processes: int = 0) -> int:
     """Returns an exchange that calls ``store.add(contexts, rows, timeout, call)``: see `DeviceExchange`, or
     `JobExchange` for so many processes.
     """
-    numbers, array = [ctypes.c_int64] * 2, ctypes.POINTER(ctypes.c_double)
-    call = ctypes.POINTER(ctypes.c_int64)
+    number, array = ctypes.c_int64, ctypes.POINTER(ctypes.c_double)
+    numbers = ctypes.POINTER(number), ctypes.c_double, number, number
 
-    @ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_char_p, call, ctypes.c_double, *numbers, array, ctypes.c_int64, array)
-    def run(
-        contexts: bytes, call: Any, timeout: float, count: int, length: int, rows: Any, size: int, out: Any
-    ) -> bool:
+    @ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_char_p, *numbers, array, array)
+    def run(contexts: bytes, call: Any, timeout: float, count: int, length: int, rows: Any, out: Any) -> bool:
         try:
-            values = np.ctypeslib.as_array(rows, (count, length))
-            np.ctypeslib.as_array(out, (size,))[:] = store.add(
-                contexts.decode(), values, timeout, tuple(call[:4])
-            ).ravel()
+            values, places = np.ctypeslib.as_array(rows, (count, length)), processes or count
+            found = store.add(contexts.decode(), values, timeout, tuple(call[:4]))
+            np.ctypeslib.as_array(out, (places, length))[:] = found
             return True
         except BaseException as error:  # it must not pass through C++; its text goes to every replica
             known = isinstance(error, StepError)

@@ -82,19 +82,20 @@ SYNCBN_API(void, layer_place, int64_t id, const Span<const char*>& contexts, con
     if (!same) layer->forget();
 }
 
-SYNCBN_API(void, layer_agree, int64_t id, Asked* processes, int64_t key, const Span<const size_t>& replicas) {
+// The processes, of which this one is `rank`, have agreed on a layer, which has so many replicas in each. All of them do so
+// before its first call.
+SYNCBN_API(void, layer_agree, int64_t id, Asked* processes, int64_t key, size_t rank,
+           const Span<const size_t>& replicas) {
     const auto layer = found(id);
-    auto& exchange = of_processes(processes);
-    const auto agreed = exchange.agree(key, layer->name, layer->pooling, replicas);
+    const std::vector<size_t> of_each(replicas.begin(), replicas.end());
+    const auto agreed = std::make_shared<const Agreed>(
+        Agreed{reach_of(layer->pooling, of_each, rank), key, layer->name, of_each[rank]});
     registry().change(*layer, [&](auto& config) {
         config.agreed = agreed;
-        config.agreed_by = &exchange;
+        config.agreed_by = processes->host.get();
     });
     layer->restart_calls();
 }
-
-// The processes have agreed on it over an exchange in Python.
-SYNCBN_API(void, layer_restart, int64_t id) { found(id)->restart_calls(); }
 
 // See `executing` in training/replicas.py. Fails if a layer is in the middle of a step of another thread. If the graph
 // `repeats` forwards, it announces one of each layer. `running`: the arrays of running statistics, two for each layer.

@@ -63,13 +63,15 @@ class DeviceExchange(Exchange):
         locks.give(self, _lock=threading.Lock)
 
     def add(self, places: str, rows: np.ndarray, timeout: float, _call: Any) -> np.ndarray:
-        """For the core, which asks Python here alone, because the user named a KVStore of MXNet's: returns the sum over
-        all rows, float64, of shape (contexts, length). ``places``: the contexts, as in "cpu(0), cpu(1)". MXNetError: it
-        takes more than ``timeout`` seconds.
+        """For the core, which asks Python here alone, because the user named a KVStore of MXNet's: returns the rows,
+        float64, of shape (contexts, length). A store can only add, so each has a place of its own in the sum.
+        ``places``: the contexts, as in "cpu(0), cpu(1)". MXNetError: it takes more than ``timeout`` seconds.
         """
-        length = rows.shape[1]
+        length = rows.size
         contexts = tuple(mx.Context(kind, int(number)) for kind, number in re.findall(r"(\w+)\((\d+)\)", places))
-        values = [mx.nd.array(row, ctx=context, dtype="float64") for row, context in zip(rows, contexts)]
+        apart = np.zeros((len(rows), *rows.shape))
+        apart[range(len(rows)), range(len(rows))] = rows
+        values = [mx.nd.array(row.ravel(), ctx=context, dtype="float64") for row, context in zip(apart, contexts)]
         out = [mx.nd.empty(length, ctx=context, dtype="float64") for context in contexts]
         if getattr(self.kvstore, "_updater", None) is not None:
             raise ValueError(
@@ -84,7 +86,7 @@ class DeviceExchange(Exchange):
                 self._keys[length, contexts] = key
             self.kvstore.pushpull(key, values, out=out)
         _native.await_array(out[:1], timeout, "the KVStore has not answered", _NO_ANSWER)
-        return out[0].asnumpy()
+        return out[0].asnumpy().reshape(rows.shape)
 
 
 def result_of(thread: str, call: Callable[[], Any]) -> futures.Future[Any]:

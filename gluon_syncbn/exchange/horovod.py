@@ -47,7 +47,7 @@ class HorovodExchange(JobExchange):
         atexit.unregister(hvd.shutdown)  # which would run during a step; `close` runs after it
         super().__init__("horovod", hvd.rank(), hvd.size())
 
-    def _rows(self, call: Call, row: np.ndarray, timeout: float) -> np.ndarray:
+    def gather(self, call: Call, row: np.ndarray, timeout: float) -> np.ndarray:
         def gather() -> np.ndarray:
             words = mx.nd.array(row.view(np.uint8)[np.newaxis], dtype="uint8")
             everyone = self._hvd.allgather(words, name=f"gluon_syncbn:{':'.join(map(str, call))}").asnumpy()
@@ -59,11 +59,9 @@ class HorovodExchange(JobExchange):
             raise mx.MXNetError(f"not every rank has come within {timeout:g} s. {_UNKNOWN}")
         return gathered.result()
 
-    def _part(self) -> None:
-        futures.wait([_result_of(self._hvd.shutdown)], _LEAVE)  # it waits for the others, which may hang
-
     def close(self) -> None:
-        if futures.wait([_result_of(self._hvd.shutdown)], _native.timeout_of()).not_done:
+        limit = _LEAVE if self.failure else _native.timeout_of()  # it waits for the others, which may hang
+        if futures.wait([_result_of(self._hvd.shutdown)], limit).not_done or self.failure:
             leave()
 
 

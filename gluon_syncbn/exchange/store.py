@@ -1,32 +1,27 @@
 """Provides a KVStore that spans processes: one object for gradients and statistics.
 
-The native core exchanges (csrc/exchange/processes.h). The store introduces the processes to each other. It compares
-their nets, and numbers the layers alike.
+The native core exchanges (csrc/exchange/processes.h). The store introduces the processes to each other.
 """
 
 from __future__ import annotations
 
 import functools
-import gc
 import hashlib
 import io
 import itertools
 import json
 import operator
 import os
-import re
 import socket
-import threading
 from typing import Any, Dict, Iterator, List, Mapping, NoReturn, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
 
 from .. import _native
-from ..system import arguments, kinds, locks
+from ..system import arguments, kinds
 from ..system.identity import OfEach
-from ..system.logs import log
-from .base import Exchange
+from .agreement import ProcessExchange
 
 
 def _machine() -> str:
@@ -58,17 +53,6 @@ def _copied(value: mx.nd.NDArray) -> mx.nd.NDArray:
     return mx.nd.SwapAxis(value.as_in_context(mx.cpu()), dim1=0, dim2=0)
 
 
-@functools.lru_cache(maxsize=10000)
-def numbered(name: str) -> List[str]:
-    """Returns what to sort names by, so that numbers count as numbers."""
-    return [text.zfill(9) for text in re.split(r"(\d+)", name)]
-
-
-def kind_of(name: str) -> str:
-    """Returns a name without its numbers, which may differ between processes."""
-    return re.sub(r"\d+", "", name)
-
-
 def _hash(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
 
@@ -97,27 +81,19 @@ class _TrainerState:
         self.summands: Tuple[Any, ...] = ()
 
 
-class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
+class ProcessStore(mx.kvstore.KVStoreBase, ProcessExchange):
     """Adds over the devices of all processes, for ``gluon.Trainer(kvstore=...)`` and ``SyncBatchNorm(kvstore=...)``.
 
     The Trainer's ``step(batch_size)`` takes the number of samples of all processes.
     """
 
-    spans_processes = True
-
     def __init__(self, name: str, job: Any) -> None:
-        self.name = name
+        ProcessExchange.__init__(self, _native.processes(job.mpi, job.rank, job.size), name)
         self.of_trainer = {"kvstore": self}
         self._job = job
-        self.layers = 0  # on which the processes have agreed
-        self.replicas = 0  # of such a layer, in all processes
         self.joins = 0  # blocks of `join` that the program is in
-        self._collected = self._warned = False  # of layers that some processes do not have
         self._rounds: Dict[str, Iterator[int]] = {}  # of exchanges, by their names
         self._trainers = OfEach(lambda: _TrainerState(_native.add_trainer(self.handle)))
-        self._lock: Any
-        locks.give(self, _lock=threading.Lock)
-        self.handle = _native.processes(job.mpi, job.rank, job.size)
         #: This process's place among those of its machine, and their number: which GPU is its own.
         self.local_rank, self.local_size = 0, 1
 
@@ -178,34 +154,11 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             for target in arrays[i]:
                 kinds.classic(total.astype(target.dtype)).copyto(kinds.classic(target))
 
-    def compare(self, everyone: List[List[Any]], what: str, advice: str = "") -> None:
-        """Compares what the processes have built. MXNetError, in all of them: the first difference.
-
-        ``everyone`` has a list of each rank. An entry begins with a name, whose digits may differ, as Gluon's counters
-        do, and what has to be equal. ``what`` is compared, and the word before an entry's number: "the net: layer".
-        """
-        difference = self._difference(everyone)
-        if difference:
-            self._give_up(
-                f"the processes disagree about {what} {difference}. Build and initialise the same net in every "
-                f"process{advice}."
-            )
-
-    def _difference(self, everyone: List[List[Any]]) -> str:
-        """Returns the first difference to what this process has; empty if there is none."""
-        for rank, theirs in enumerate(everyone):
-            for number, entries in enumerate(itertools.zip_longest(everyone[self.rank], theirs), 1):
-                one, another = (entry and (kind_of(entry[0]), *entry[1:2]) for entry in entries)
-                if one != another:
-                    here, there = (f"{entry[0]} {entry[1]}" if entry else "none" for entry in entries)
-                    return f"{number} is {here} on rank {self.rank} and {there} on rank {rank}"
-        return ""
-
     def compare_divisor(self, trainer: Any, samples: float) -> None:
         """Compares what the sums of a Trainer are divided by, where its update does not follow them at once."""
         everyone = self.tell_all(f"the samples of an update of trainer {self.expect(trainer).number}", samples)
         if any(theirs != samples for theirs in everyone):
-            self._give_up(
+            self.give_up(
                 f"the processes disagree about trainer.update: the ranks from 0 on say {everyone} samples. It takes "
                 "the samples of all processes."
             )
@@ -227,12 +180,12 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
                 [rank for rank, theirs in enumerate(everyone) if theirs[i, of] != everyone[0][i, of]] for of in (0, 1)
             )
             if differing and trained:
-                self._give_up(
+                self.give_up(
                     f"the processes begin with different weights: '{name}' of rank {differing[0]} is not that of rank "
                     "0. Call gluon_syncbn.broadcast_parameters(net) in every process, before the first step."
                 )
             if in_states:
-                self._give_up(
+                self.give_up(
                     f"the processes begin with different states of the optimizer: that of '{name}' on rank "
                     f"{in_states[0]} is not that on rank 0. trainer.load_states goes by the places of the parameters "
                     "among their sorted names: load one file, into a net whose names sort as those of the saved one."
@@ -277,14 +230,10 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
 
     def _check_alike(self, what: str, rank: int, theirs: np.ndarray, ours: np.ndarray) -> None:
         if (theirs.shape, theirs.dtype) != (ours.shape, ours.dtype):
-            self._give_up(
+            self.give_up(
                 f"in {what}, rank {rank} sent values of {theirs.dtype} in shape {theirs.shape} where rank {self.rank} "
                 f"has {ours.dtype} in {ours.shape}. All processes must build the same net and cast it alike."
             )
-
-    def _give_up(self, reason: str) -> NoReturn:
-        self.fail(reason)
-        raise _native.StepError(reason)
 
     def tell_all(self, what: str, ours: Any) -> List[Any]:
         """Returns what each process tells, in the order of the ranks: all that JSON takes."""
@@ -315,61 +264,3 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
     def close(self) -> None:
         _native.processes_ended(self.handle)
         self._job.close(self.handle)
-
-    def agree(self, layer: Any, layers: Sequence[Any], more: bool) -> None:
-        """Numbers a layer that is about to train, and others without a number, after a comparison with the other
-        processes. It may take more than one such exchange until this layer has a number.
-
-        ``layers`` has those of this store that have parameters, this one included, in the order of their
-        initialisation. Where ``more`` are to come, the processes agree on the first ones, as many as all have: the
-        first forward of an eager net initialises layers while another process has all. Otherwise they agree on all,
-        sorted by name. Some processes may have layers that never train, such as those of an average of the net. Then
-        they agree on the layer that each of them is about to call, by its place among the names of its kind: a copy has
-        the name of its original.
-        """
-        with self._lock:
-            if layer.store is self:  # another thread has been faster
-                return
-            new = [one for one in layers if one.store is not self]
-            names = sorted({one.name for one in layers if kind_of(one.name) == kind_of(layer.name)}, key=numbered)
-            name, text, count = described(layer)
-            called = name, f"{text}, number {1 + names.index(layer.name)} of its kind", count
-            answers = self.tell_all("the agreement on the layers of the net", [list(map(described, new)), more, called])
-            everyone = [theirs for theirs, _, _ in answers]
-            several = [len(theirs) for theirs, to_come, _ in answers if to_come]
-            if several:
-                everyone = [theirs[: min(several)] for theirs in everyone]
-            else:  # a file and a forward may initialise branches of a net in different orders
-                everyone = [sorted(theirs, key=lambda one: numbered(one[0])) for theirs in everyone]
-                new.sort(key=lambda one: numbered(described(one)[0]))
-            difference = self._difference(everyone)
-            if difference and not self._collected:  # layers without a user may be left, and not in all processes
-                self._collected = True
-                gc.collect()
-                return
-            if difference:
-                new, everyone = [layer], [[called] for _, _, called in answers]
-                if not (self._warned or self._difference(everyone)):
-                    log.warning(
-                        "the processes have different layers: layer %s. Those meet that are called in training, in the "
-                        "order of their calls; layers that train in one process alone need a KVStore of their own",
-                        difference,
-                    )
-                self._warned = True
-            advice = "; layers that train in one process only need a KVStore of their own"
-            self.compare(everyone, "the net: layer", advice)
-            self.replicas = sum(one[0][2] for one in everyone)
-            log.info("the statistics of %d layers meet over %r: %d replicas", len(everyone[0]), self, self.replicas)
-            for one, *of_ranks in zip(new, *everyone):
-                replicas = [count for _, _, count in of_ranks]
-                problem = one.settings.problem(sum(replicas))
-                if problem:
-                    raise ValueError(problem)
-                one.agrees(self, self.layers, replicas)
-                self.layers += 1
-
-
-def described(layer: Any) -> Tuple[str, str, int]:
-    """Returns the name of a layer, what has to be equal in all processes, and the number of replicas in this one."""
-    text = "".join(f", {name} {value!r}" for name, value in layer.settings.compared().items())
-    return f"SyncBatchNorm '{layer.name}'", f"({layer.channels} channels{text})", len(layer.contexts)

@@ -16,6 +16,7 @@ from mxnet.gluon import Parameter
 
 from .. import _native
 from ..exchange import named
+from ..exchange.agreement import ProcessExchange
 from ..exchange.job import JobExchange
 from ..exchange.store import ProcessStore
 from ..settings import MODES, Settings
@@ -341,9 +342,9 @@ class Replicas:
         if meets:
             self.store = store
 
-    def agrees(self, store: ProcessStore, key: int, replicas: List[int]) -> None:
+    def agrees(self, store: ProcessExchange, key: int, replicas: List[int]) -> None:
         """Takes the agreement of the processes, of which each has so many replicas."""
-        _native.layer_agree(self.id, store.handle, key, replicas)
+        _native.layer_agree(self.id, store.handle, key, store.rank, replicas)
         self.store, self.key = store, key
 
     def meets(self) -> bool:

@@ -12,8 +12,9 @@ from mxnet.context import Context
 
 from .. import _native
 from ..exchange import named
+from ..exchange.agreement import numbered
 from ..exchange.base import Exchange
-from ..exchange.store import ProcessStore, numbered
+from ..exchange.store import ProcessStore
 from ..system import arguments, locks
 from ..system.identity import OfEach
 

@@ -59,7 +59,7 @@ def outcome(*arguments, limit=90):
         return [process.poll() for process in running], output
 
 
-@pytest.mark.parametrize("case", ["equals_one_device eager", "equals_one_device graph", "calls_in_another_order"])
+@pytest.mark.parametrize("case", ["equals_one_device eager", "equals_one_device graph", "rows_arrive"])
 def test_processes(case):
     name, *kind = case.split()
     codes, output = outcome(name, "horovod", *kind)

@@ -23,14 +23,15 @@ contexts = gluon_syncbn.cpu_devices(len(SIZES) // 2)
 
 
 class Twice(gluon.HybridBlock):
-    """Calls a layer twice in a step."""
+    """Calls a layer twice in a step, in this order."""
 
     def __init__(self, norm, **settings):
         super().__init__()
         self.norm, self.last = norm(in_channels=3, **settings), nn.Dense(2, in_units=6)
 
     def hybrid_forward(self, F, x):
-        return self.last(F.concat(F.tanh(self.norm(x)), self.norm(x * x), dim=1))
+        first = self.norm(x)
+        return self.last(F.concat(F.tanh(first), self.norm(x * x + 0 * first), dim=1))
 
 
 def made(norm, ctx, seed, **settings):
@@ -100,19 +101,20 @@ def equals_one_device(way, kind):
     print(f"running {'-'.join(running)}", flush=True)
 
 
-def calls_in_another_order(way):
-    """Each worker begins with another call of a layer."""
+def rows_arrive(way):
+    """As they are. Each worker of Horovod's may begin with another call of a layer."""
     job = Job(way)
     for xs, heads in batches(1):
         job.backward(xs, heads)
     exchange, found = job.net.norm._replicas.exchange, {}
-    layer, rank = job.net.norm._replicas.id, exchange.rank
+    rank = exchange.rank
 
     def call(number):
         row = np.array([[rank + 10.0 * number, np.nan, -0.0, 1e-310]])
-        found[number] = exchange.add("", row, 20, (layer, -1, 100 + number, 0))
+        found[number] = exchange.add("", row, 20, (0, -1, 100 + number, 0))
 
-    threads = [threading.Thread(target=call, args=(number,)) for number in ((0, 1, 2) if rank == 0 else (2, 1, 0))]
+    order = (2, 1, 0) if HOROVOD and rank == 1 else (0, 1, 2)
+    threads = [threading.Thread(target=call, args=(number,)) for number in order]
     for thread in threads:
         thread.start()
         time.sleep(0.3)
@@ -138,6 +140,8 @@ def fault(way, kind):
                     os.kill(os.getpid(), signal.SIGKILL)
                 if kind == "skips":
                     continue
+                if kind == "another order":
+                    job.net.norm._replicas.exchange.add("", np.ones((1, 7)), 4, (0, -1, 9, 0))
                 if kind == "hangs":
                     leave(job.rank, "hangs")
                     time.sleep(600)

@@ -165,7 +165,7 @@ def test_state_of_modules():
         "exchange/dist_sync.py": {"_made"},
         "exchange/horovod.py": {"exchange"},
         "exchange/named.py": {"_adding", "stores"},
-        "exchange/store.py": {"numbered"},
+        "exchange/agreement.py": {"numbered"},
         "mxnet_side/blocks.py": {"with_graph"},
         "mxnet_side/patches.py": {"_changes"},
         "nets/recompute.py": {"_forwards"},

@@ -41,27 +41,22 @@ class InPython : public Exchange {
     Underway begin(Combine combine, const CallId& id, const Contribution& own) override {
         return [=](double seconds) -> std::optional<Total> {
             if (seconds != kForEver) return std::nullopt;
-            const Vector here = processes_ > 0 ? combined(combine, own) : Vector();
-            const auto given = processes_ > 0 ? std::vector<const double*>{here.data()} : own.rows;
-            const size_t length = own.length;
-            if (std::max(given.size(), processes_) == 1 || length == 0)
-                return Total{combined(combine, own), 0, id.layer};
-            // A store can only add. So rows that are to be merged stay apart, each in a place of its own in the sum.
-            const size_t summands = combine == Combine::kAdd ? 1 : given.size();
-            const size_t places = std::max(summands, processes_);
-            Vector rows(given.size() * summands * length), sums(places * length);
-            for (size_t i = 0; i < given.size(); ++i)
-                std::copy_n(given[i], length, &rows[(i * summands + i % summands) * length]);
-            Contribution apart{{}, length};
-            for (size_t i = 0; i < places; ++i) apart.rows.push_back(&sums[i * length]);
-            const int64_t call[] = {id.layer, id.node, id.sequence, id.phase};
+            const Vector here = combined(combine, own);
+            const auto rows = spans_processes() ? std::vector<const double*>{here.data()} : own.rows;
+            const size_t places = std::max(rows.size(), processes_), length = own.length;
+            const int64_t layer = id.agreed == nullptr ? id.layer : id.agreed->key;
+            if (places == 1 || length == 0) return Total{here, 0, layer};
+            Vector given, found(places * length);
+            Contribution of_all{{}, length};
+            for (const double* row : rows) given.insert(given.end(), row, row + length);
+            for (size_t i = 0; i < places; ++i) of_all.rows.push_back(&found[i * length]);
+            const int64_t call[] = {layer, id.node, id.sequence, id.phase};
             SYNCBN_POINT("before_exchange");
-            if (!add_(join_names(id.contexts).c_str(), call, id.timeout, static_cast<int64_t>(given.size()),
-                      static_cast<int64_t>(summands * length), rows.data(), static_cast<int64_t>(sums.size()),
-                      sums.data()))
+            if (!add_(join_names(id.contexts).c_str(), call, id.timeout, static_cast<int64_t>(rows.size()),
+                      static_cast<int64_t>(length), given.data(), found.data()))
                 throw std::runtime_error(python_problem);
             SYNCBN_POINT("after_exchange");
-            return Total{combined(combine, apart), 0, id.layer};
+            return Total{combined(combine, of_all), 0, layer};
         };
     }
 

@@ -75,13 +75,13 @@ class Exchange {
 
 // Between threads of one process, whose memory holds all vectors already.
 std::shared_ptr<Exchange> memory_exchange();
-// By others, which a function in Python asks. Within a process, by a KVStore of MXNet's over its contexts, "cpu(0), cpu(1)":
-// `out` gets the sum of `rows`, of which there are so many. Between so many `processes`, by what adds the gradients of
-// their job: `out` gets the rows of all processes in the order of their ranks, each for the call {layer, node, sequence,
-// phase}. Within so many seconds. Several threads call at once. Returns whether it has succeeded. Otherwise the reason is
-// in `python_problem`. It must stay as long as the process.
+// By others, which a function in Python asks: `out` gets the rows of all contexts of this process, "cpu(0), cpu(1)", by a
+// KVStore of MXNet's. Between so many `processes`, it gets those of all, in the order of their ranks, by what adds the
+// gradients of their job. Each is for the call {layer, node, sequence, phase}, within so many seconds. Several threads call
+// at once. Returns whether it has succeeded. Otherwise the reason is in `python_problem`. It must stay as long as the
+// process.
 using AddInPython = bool(const char* contexts, const int64_t* call, double timeout, int64_t rows, int64_t length,
-                         const double*, int64_t size, double* out);
+                         const double*, double* out);
 std::shared_ptr<Exchange> python_exchange(AddInPython* add, size_t processes);
 inline thread_local std::string python_problem;
 

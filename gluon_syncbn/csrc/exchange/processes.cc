@@ -271,12 +271,6 @@ std::vector<Processes::Hop> Processes::hops() const {
     return hops;
 }
 
-std::shared_ptr<const Agreed> Processes::agree(int64_t key, const std::string& name, const Pooling& pooling,
-                                               const std::vector<size_t>& replicas) const {
-    const size_t rank = mail_.rank();
-    return std::make_shared<const Agreed>(Agreed{reach_of(pooling, replicas, rank), key, name, replicas[rank]});
-}
-
 Underway Processes::begin(Combine combine, const CallId& id, const Contribution& own) {
     const Agreed* const agreed = id.agreed.get();
     if (agreed == nullptr)

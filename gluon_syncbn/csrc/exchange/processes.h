@@ -16,10 +16,6 @@ class Processes : public Exchange {
   public:
     Processes(const Mpi& mpi, size_t rank, size_t ranks);
 
-    // The processes have agreed on a layer, which has so many replicas in each. All of them do so before its first call.
-    std::shared_ptr<const Agreed> agree(int64_t key, const std::string& name, const Pooling& pooling,
-                                        const std::vector<size_t>& replicas) const;
-
     bool spans_processes() const override { return true; }
     Underway begin(Combine combine, const CallId& id, const Contribution& own) override;
 
