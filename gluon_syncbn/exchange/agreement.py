@@ -26,7 +26,7 @@ def _kind(name: str) -> str:
     return re.sub(r"\d+", "", name)
 
 
-def _described(layer: Any) -> Tuple[str, str, int]:
+def described(layer: Any) -> Tuple[str, str, int]:
     """Returns the name of a layer, what has to be equal in all processes, and the number of replicas in this one."""
     text = "".join(f", {name} {value!r}" for name, value in layer.settings.compared().items())
     return f"SyncBatchNorm '{layer.name}'", f"({layer.channels} channels{text})", len(layer.contexts)
@@ -101,18 +101,16 @@ class ProcessExchange(Exchange):
                 return
             new = [one for one in layers if one.store is not self]
             names = sorted({one.name for one in layers if _kind(one.name) == _kind(layer.name)}, key=numbered)
-            name, text, count = _described(layer)
+            name, text, count = described(layer)
             called = name, f"{text}, number {1 + names.index(layer.name)} of its kind", count
-            answers = self.tell_all(
-                "the agreement on the layers of the net", [list(map(_described, new)), more, called]
-            )
+            answers = self.tell_all("the agreement on the layers of the net", [list(map(described, new)), more, called])
             everyone = [theirs for theirs, _, _ in answers]
             several = [len(theirs) for theirs, to_come, _ in answers if to_come]
             if several:
                 everyone = [theirs[: min(several)] for theirs in everyone]
             else:  # a file and a forward may initialise branches of a net in different orders
                 everyone = [sorted(theirs, key=lambda one: numbered(one[0])) for theirs in everyone]
-                new.sort(key=lambda one: numbered(_described(one)[0]))
+                new.sort(key=lambda one: numbered(described(one)[0]))
             difference = self._difference(everyone)
             if difference and not self._collected:  # layers without a user may be left, and not in all processes
                 self._collected = True

@@ -48,6 +48,15 @@ def _ended(call: Callable[[], Any]) -> futures.Future[Any]:
     return made
 
 
+class _Rounds:
+    """The rounds of a key: the shape of the array, and a lock. A second push would count as another worker's."""
+
+    def __init__(self, shape: Tuple[int, int]) -> None:
+        self.shape = shape
+        self.lock: Any
+        locks.give(self, lock=threading.Lock)
+
+
 class DistSyncExchange(JobExchange):
     """Exchanges by the one KVStore ``'dist_sync'`` of this process, which the Trainer has, too."""
 
@@ -55,8 +64,7 @@ class DistSyncExchange(JobExchange):
         super().__init__(kvstore.type, kvstore.rank, kvstore.num_workers)
         self.kvstore = kvstore
         self.of_trainer = {"kvstore": kvstore, "update_on_kvstore": False}
-        # Of each key. Held during a round: a second push would count as another worker's.
-        self._rounds: Dict[int, Tuple[Tuple[int, int], threading.Lock]] = {}
+        self._rounds: Dict[int, _Rounds] = {}  # of each key
         self._trainer: Any = None  # a weak reference
         self._calls: Any  # held during calls of the store, whose maps have no lock
         locks.give(self, _calls=threading.Lock)
@@ -64,19 +72,19 @@ class DistSyncExchange(JobExchange):
 
     def gather(self, call: Call, row: np.ndarray, timeout: float) -> np.ndarray:
         key = _key(call[0], call[3])
-        shape, lock = self._rounds[key]
-        words = np.zeros(shape)
+        rounds = self._rounds[key]
+        words = np.zeros(rounds.shape)
         words[self.rank, :_HEAD].view(np.int64)[:] = call
         words[self.rank, _HEAD : _HEAD + row.size] = row
         # Servers leave float32 alone as it is (docs/mxnet_faults.md): a word is four whole numbers.
         array = mx.nd.array(words.ravel().view(np.uint16), dtype="float32")
-        with lock:
+        with rounds.lock:
             if self.failure:
                 raise mx.MXNetError(self.failure)
             with self._calls:
                 self.kvstore.pushpull(key, array)
             _native.await_array([array], timeout, _LATE, _UNKNOWN)
-        everyone = array.asnumpy().astype(np.uint16).view(np.float64).reshape(shape)
+        everyone = array.asnumpy().astype(np.uint16).view(np.float64).reshape(rounds.shape)
         if everyone[self.rank].tobytes() != words[self.rank].tobytes():
             advice = "Give the Trainer update_on_kvstore=False."
             raise mx.MXNetError(f"the servers have an optimizer, which has run on the statistics. {advice}")
@@ -93,7 +101,7 @@ class DistSyncExchange(JobExchange):
             self._begin_key(_key(number, phase), 1 + 2 * channels)
 
     def _begin_key(self, key: int, words: int) -> None:
-        self._rounds[key] = (self.num_workers, _HEAD + words), threading.Lock()
+        self._rounds[key] = _Rounds((self.num_workers, _HEAD + words))
         zeros = mx.nd.zeros(self.num_workers * (_HEAD + words) * 4)
 
         def begin() -> None:
@@ -164,8 +172,8 @@ def _create(name: str) -> mx.kv.KVStore:
     missing = [variable for variable in _VARIABLES if not read(variable)]
     if missing:
         raise mx.MXNetError(
-            f"kvstore {name!r}: {', '.join(missing)} is not set in the environment, as MXNet's launch.py does in all "
-            "processes; docs/distributed.md says how to do so by hand"
+            f"kvstore {name!r}: {', '.join(missing)} is not set in the environment: MXNet's launch.py "
+            "sets it in all processes"
         )
     made = _ended(functools.partial(mx.kv.create, name))
     if not made.done():

@@ -32,7 +32,7 @@ from replicas import (
 
 import gluon_syncbn
 from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd, convert, freeze, recompute, reference
-from gluon_syncbn.exchange import store
+from gluon_syncbn.exchange import agreement
 from gluon_syncbn.mxnet_side import op
 from gluon_syncbn.training.replicas import Replicas
 
@@ -170,7 +170,7 @@ def test_processes_compare_the_present_settings():
     for one, other in ((layer, twin), (twin, layer)):
         freeze(one)
         one._kwargs["eps"] = 0.5
-        shown, untouched = (store.described(net._replicas)[1] for net in (one, other))
+        shown, untouched = (agreement.described(net._replicas)[1] for net in (one, other))
         assert "use_global_stats True" in shown and "eps 0.5" in shown and "eps 0.5" not in untouched
         freeze(one, active=False)
         one._kwargs["eps"] = 1e-5
