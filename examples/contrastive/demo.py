@@ -123,7 +123,7 @@ def plot(curves: dict, path: Path) -> None:
     found = (
         f"local finds its keys in {own:.0%}, sample-shuffle in {cured:.0%}; kNN accuracy {worse:.3f} and {better:.3f}"
     )
-    style.save(figure, path, found, f"seeds: {seeds}; lines are means, bands the least and the most", __file__)
+    style.save(figure, path, found, f"n = {seeds} seed(s); lines are means, bands the least and the most", __file__)
 
 
 if __name__ == "__main__":

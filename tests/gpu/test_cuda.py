@@ -58,12 +58,6 @@ def test_each_gpu_is_judged_by_itself(driver):
     assert said[2] == "OSError the NVIDIA driver's cuDeviceGet failed: invalid device ordinal (101)"
 
 
-def test_a_driver_is_asked_once_for_each_gpu(driver):
-    program = "print(cuda.gpu(0)); import os; os.environ['FAKE_CAPABILITY'] = '90'; print(cuda.gpu(0))"
-    first, second = ask(driver, program, FAKE_GPUS="1", FAKE_CAPABILITY="86").splitlines()
-    assert first == second == "Gpu(name='First', capability=(8, 6))"
-
-
 def test_count_and_version(driver):
     program = "print(cuda.count(), cuda.driver_version())"
     assert ask(driver, program, FAKE_GPUS="4", FAKE_CUDA="12020") == "4 (12, 2)"

@@ -20,8 +20,9 @@ from gluon_syncbn import (
     summary,
     uninstall,
 )
-from gluon_syncbn.mxnet_side.nodes import is_ours, json_of, value_of, walk
+from gluon_syncbn.mxnet_side.nodes import is_ours, json_of, walk
 from gluon_syncbn.mxnet_side.recording import running_graph
+from gluon_syncbn.system.arguments import value_of
 
 LOOPS = {
     "foreach": lambda F, run, x: F.contrib.foreach(lambda row, state: (run(row), state + 1), x, F.zeros((1,)))[0],

@@ -165,7 +165,7 @@ class Counting(DeviceExchange):
         self.seen = []
 
     def add(self, places, rows, timeout, call):
-        self.seen.append("forward" if rows.shape[1] % 4 else "backward")  # two rows of 2 C + 1 moments, or one of 2 C
+        self.seen.append("forward" if rows.shape[1] % 2 else "backward")  # 2 C + 1 moments, or 2 C sums
         return super().add(places, rows, timeout, call)
 
 
