@@ -276,14 +276,17 @@ class SyncBatchNorm(nn.BatchNorm):
             timeout=timeout,
         )
         settings = replace(settings, exchange=named.exchange(kvstore))
-        initializers = dict(
+        super().__init__(
+            center=center,
             beta_initializer=beta_initializer,
             gamma_initializer=gamma_initializer,
             running_mean_initializer=running_mean_initializer,
             running_variance_initializer=running_variance_initializer,
+            in_channels=in_channels,
+            prefix=prefix,
+            params=params,
+            **settings.batch_norm(),
         )
-        own = dict(settings.batch_norm(), center=center, in_channels=in_channels, prefix=prefix, params=params)
-        super().__init__(**own, **initializers)
         self._origin: Any = None  # class and settings before `convert`
         self._adopt_parameters(settings)
 

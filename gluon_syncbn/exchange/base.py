@@ -33,8 +33,8 @@ class Exchange:
         self.handle = handle  # of the core's, which lasts as long as the process
         self.name = name  # that `configure` takes
 
-    def check(self, pooling: Any) -> None:
-        """ValueError: it does not carry what a layer with this pooling needs."""
+    def check(self, settings: Any) -> None:
+        """ValueError: it does not carry what a layer with these settings needs."""
 
     def __deepcopy__(self, memo: Any) -> Exchange:
         return self  # a copy of a layer exchanges as the layer does

@@ -70,7 +70,7 @@ class DistSyncExchange(JobExchange):
         locks.give(self, _calls=threading.Lock)
         self._begin_key(_key(-1, 0), WORDS)
 
-    def gather(self, call: Call, row: np.ndarray, timeout: float) -> np.ndarray:
+    def rows_of(self, call: Call, row: np.ndarray, timeout: float) -> np.ndarray:
         key = _key(call[0], call[3])
         rounds = self._rounds[key]
         words = np.zeros(rounds.shape)

@@ -47,7 +47,7 @@ class HorovodExchange(JobExchange):
         atexit.unregister(hvd.shutdown)  # which would run during a step; `close` runs after it
         super().__init__("horovod", hvd.rank(), hvd.size())
 
-    def gather(self, call: Call, row: np.ndarray, timeout: float) -> np.ndarray:
+    def rows_of(self, call: Call, row: np.ndarray, timeout: float) -> np.ndarray:
         def gather() -> np.ndarray:
             words = mx.nd.array(row.view(np.uint8)[np.newaxis], dtype="uint8")
             everyone = self._hvd.allgather(words, name=f"gluon_syncbn:{':'.join(map(str, call))}").asnumpy()

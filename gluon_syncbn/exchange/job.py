@@ -36,7 +36,7 @@ class JobExchange(ProcessExchange):
     def __repr__(self) -> str:
         return f"<exchange {self.name!r} of statistics: rank {self.rank} of {self.num_workers}>"
 
-    def gather(self, call: Call, row: np.ndarray, timeout: float) -> np.ndarray:
+    def rows_of(self, call: Call, row: np.ndarray, timeout: float) -> np.ndarray:
         """Returns the rows of all ranks for this call, [ranks][words]. MXNetError: one has not come."""
         raise NotImplementedError
 
@@ -44,35 +44,35 @@ class JobExchange(ProcessExchange):
         """Runs at the end of the process, and ends it after a failure. Takes no longer than the time limit."""
         raise NotImplementedError
 
-    def check(self, pooling: Any) -> None:
+    def check(self, settings: Any) -> None:
         """ValueError for a layer whose replicas share something else than one statistic of all."""
         mpi = f"with kvstore={self.name!r}; kvstore='mpi' has it, in a job that mpiexec starts"
         for name in ("group_size", "groups"):
-            if getattr(pooling, name) is not None:
-                arguments.refuse(name, getattr(pooling, name), f"None {mpi}")
-        if pooling.mode == "shuffle":
-            arguments.refuse("mode", pooling.mode, f"'sync' or 'local' {mpi}")
+            if getattr(settings, name) is not None:
+                arguments.refuse(name, getattr(settings, name), f"None {mpi}")
+        if settings.mode == "shuffle":
+            arguments.refuse("mode", settings.mode, f"'sync' or 'local' {mpi}")
 
     def add(self, _contexts: str, rows: np.ndarray, timeout: float, call: Call) -> np.ndarray:
         """For the core: returns the rows of all processes for a call."""
-        return self._gather(name_of(call), call, rows[0], timeout)
+        return self._gathered(name_of(call), call, rows[0], timeout)
 
-    def _gather(self, what: str, call: Call, row: np.ndarray, timeout: float) -> np.ndarray:
+    def _gathered(self, what: str, call: Call, row: np.ndarray, timeout: float) -> np.ndarray:
         if self.failure:
             raise _native.StepError(self.failure)
         try:
-            return self.gather(call, row, timeout)
+            return self.rows_of(call, row, timeout)
         except mx.MXNetError as error:
             self.give_up(f"{what}: {error}")
 
     def tell_all(self, what: str, ours: Any) -> List[Any]:
         text = json.dumps(ours).encode()
         call, timeout = (-1, 0, next(self._told), 0), _native.timeout_of()
-        sizes = self._gather(what, call, np.array([float(len(text))]), timeout)[:, 0].astype(int)
+        sizes = self._gathered(what, call, np.array([float(len(text))]), timeout)[:, 0].astype(int)
         texts = [b""] * self.num_workers
         for begin in range(0, max(sizes), 8 * WORDS):
             words = np.frombuffer(text[begin : begin + 8 * WORDS].ljust(8 * WORDS), np.float64)
-            rows = self._gather(what, (-1, begin + 1, *call[2:]), words, timeout)
+            rows = self._gathered(what, (-1, begin + 1, *call[2:]), words, timeout)
             texts = [told + row.tobytes() for told, row in zip(texts, rows)]
         return [json.loads(told[:size]) for told, size in zip(texts, sizes)]
 
