@@ -58,7 +58,7 @@ def test_what_the_store_gets(rng):
     store.after = lambda: seen.append([value.asnumpy() for value in store.given[-1][0]])
     step(layer, batch, contexts, "float64")
     step(a_layer(batch, contexts, kvstore=store, group_size=2), batch, contexts, "float64")
-    for (values, out), rows, length in zip(store.given, seen, (44, 10)):  # 1 + 2C of each GPU apart, and 2C
+    for (values, out), rows, length in zip(store.given, seen, (44, 40)):  # 1 + 2C, and 2C, of each GPU apart
         assert [value.context for value in values] == [array.context for array in out] == contexts
         assert {array.dtype for array in values + out} == {np.float64}
         assert {row.shape for row in rows} == {(length,)}
