@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import numbers
 import warnings
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Callable, Dict, Literal, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Dict, Literal, Optional, Sequence, TypeVar
 
 import mxnet as mx
 from mxnet import autograd
@@ -17,7 +16,8 @@ from mxnet.gluon.parameter import Parameter
 
 from .exchange import named
 from .mxnet_side import export, op, patches
-from .settings import Mode, Settings
+from .mxnet_side.blocks import PARAMETERS
+from .settings import MODES, Mode, Settings
 from .system import arguments, kinds
 from .training.replicas import (
     EAGER,
@@ -33,13 +33,10 @@ from .training.replicas import (
 )
 from .training.session import session
 
-if TYPE_CHECKING:
-    from typing_extensions import Concatenate, ParamSpec
-
-    P = ParamSpec("P")
+Constructor = TypeVar("Constructor", bound=Callable[..., None])
 
 
-def _checked_names(construct: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
+def _checked_names(construct: Constructor) -> Constructor:
     """Checks the names of arguments, and positional ones: contrib's layer begins with ``(in_channels, num_devices)``,
     ``nn.BatchNorm`` and this layer with ``(axis, momentum)``.
     """
@@ -51,7 +48,7 @@ def _checked_names(construct: Callable[Concatenate[Any, P], None]) -> Callable[C
         _look_at_positions(type(layer).__name__, given, named)
         construct(layer, *given, **named)
 
-    return looking
+    return looking  # type: ignore[return-value]
 
 
 #: Arguments of other layers, most of PyTorch's, and what does the same here.
@@ -228,6 +225,8 @@ class SyncBatchNorm(nn.BatchNorm):
     Representation Learning", CVPR 2020, appendix A.9, on why contrastive training needs other slots' statistics.
     """
 
+    _modes: Sequence[str] = MODES  # that its arguments may choose
+
     @_checked_names
     def __init__(
         self,
@@ -256,25 +255,10 @@ class SyncBatchNorm(nn.BatchNorm):
         prefix: Optional[str] = None,
         params: Any = None,
     ) -> None:
+        given = locals()
         center = arguments.flag("center", center)
         in_channels = arguments.whole("in_channels", in_channels, 0, 2**31 - 1)
-        settings = Settings.of_arguments(
-            axis=axis,
-            momentum=momentum,
-            epsilon=epsilon,
-            scale=scale,
-            use_global_stats=use_global_stats,
-            num_devices=num_devices,
-            activation=activation,
-            slope=slope,
-            adds=isinstance(self, SyncBatchNormAdd),
-            mode=mode,
-            virtual_devices=virtual_devices,
-            group_size=group_size,
-            groups=groups,
-            running_variance=running_variance,
-            timeout=timeout,
-        )
+        settings = Settings.of_arguments(given, self._modes, adds=isinstance(self, SyncBatchNormAdd))
         settings = replace(settings, exchange=named.exchange(kvstore))
         super().__init__(
             center=center,
@@ -348,26 +332,15 @@ class SyncBatchNorm(nn.BatchNorm):
         self._adopt_parameters(getattr(given, "settings", given))
 
     def hybrid_forward(
-        self,
-        F: Any,
-        x: Any,
-        *given: Any,
-        mask: Any = None,
-        addend: Any = None,
-        gamma: Any = None,
-        beta: Any = None,
-        running_mean: Any = None,
-        running_var: Any = None,
+        self, F: Any, x: Any, *given: Any, mask: Any = None, addend: Any = None, **parameters: Any
     ) -> Any:
         """Returns the output as the kind of ``x``, from operators of ``mx.nd`` or ``mx.sym``. In ``given`` is the mask,
         if there is one, and then the parameters without a name, as in ``nn.BatchNorm``.
         """
-        parameters = [gamma, beta, running_mean, running_var]
-        if given:
-            rest = list(given)
-            if len(given) > sum(one is None for one in parameters):
-                mask = rest.pop(0)
-            parameters = [rest.pop(0) if one is None else one for one in parameters]
+        unnamed = [name for name in PARAMETERS if name not in parameters]
+        if len(given) > len(unnamed):
+            mask, *given = given  # type: ignore[assignment]
+        parameters.update(zip(unnamed, given))
         replicas, training, eager = self._replicas, autograd.is_training(), F is mx.nd
         settings = replicas.settings
         # MXNet's BatchNorm fails in 5 dimensions behind a convolution ("Check failed: !is_view").
@@ -380,22 +353,8 @@ class SyncBatchNorm(nn.BatchNorm):
             replicas.check(replicas.contexts)
         data = [x] if addend is None else [x, addend]
         with session.issuing(mx.current_context()) if eager else nullcontext():  # that of x, by HybridBlock.forward
-            y = op.sync_batch_norm(F, replicas, data, parameters, mask, frozen)
+            y = op.sync_batch_norm(F, replicas, data, [parameters[name] for name in PARAMETERS], mask, frozen)
         return y if type(x) is mx.nd.NDArray else kinds.like(y, x)
-
-
-def _taking(
-    construct: Callable[Concatenate[Any, P], None], **defaults: Any
-) -> Callable[[Any], Callable[Concatenate[Any, P], None]]:
-    """Tells type checkers and ``help`` that a constructor takes the arguments of another one, with other defaults."""
-
-    def taking(own: Any) -> Any:
-        its = inspect.signature(construct)
-        given = [one.replace(default=defaults.get(one.name, one.default)) for one in its.parameters.values()]
-        own.__signature__ = its.replace(parameters=given)
-        return own
-
-    return taking
 
 
 class SyncBatchNormAdd(SyncBatchNorm):
@@ -420,10 +379,8 @@ class SyncBatchNormAdd(SyncBatchNorm):
         - **out**: shape and type of the data.
     """
 
-    @_taking(SyncBatchNorm.__init__, activation="relu")
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("activation", "relu")
-        super().__init__(*args, **kwargs)
+    if not TYPE_CHECKING:
+        __init__ = functools.partialmethod(SyncBatchNorm.__init__, activation="relu")
 
     def hybrid_forward(  # type: ignore[override]
         self, F: Any, x: Any, addend: Any, *given: Any, **parameters: Any
@@ -434,12 +391,9 @@ class SyncBatchNormAdd(SyncBatchNorm):
 class ShuffleBatchNorm(SyncBatchNorm):
     """`SyncBatchNorm` with ``mode='shuffle'``, to be passed as ``norm_layer=``. All other arguments are the same."""
 
-    @_taking(SyncBatchNorm.__init__, mode="shuffle")
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        mode = kwargs.setdefault("mode", "shuffle")
-        if not isinstance(mode, str) or mode != "shuffle":
-            arguments.refuse("mode", mode, "'shuffle'; SyncBatchNorm has the other modes")
-        super().__init__(*args, **kwargs)
+    _modes = ("shuffle",)
+    if not TYPE_CHECKING:
+        __init__ = functools.partialmethod(SyncBatchNorm.__init__, mode="shuffle")
 
 
 def _initialising(initialise: Callable, parameter: Parameter, *args: Any) -> None:

@@ -57,8 +57,8 @@ class Settings:
     timeout: Optional[float] = None
 
     @classmethod
-    def of_arguments(cls, *, adds: bool, **given: Any) -> Settings:
-        """Checks a layer's arguments. ValueError: one is out of range, or they do not fit together."""
+    def of_arguments(cls, given: Mapping[str, Any], modes: Sequence[str], adds: bool) -> Settings:
+        """Checks a layer's arguments, but a KVStore. ValueError: one is out of range, or they do not fit together."""
 
         def optional(name: str, check: Callable[[str, Any], Any]) -> Any:
             return None if given[name] is None else check(name, given[name])
@@ -73,7 +73,7 @@ class Settings:
             **of_arguments(given["activation"], given["slope"])._asdict(),
             unbiased=given["running_variance"] == "unbiased",
             adds=adds,
-            mode=arguments.one_of("mode", given["mode"], MODES),
+            mode=arguments.one_of("mode", given["mode"], modes),
             virtual_devices=arguments.devices("virtual_devices", given["virtual_devices"]),
             group_size=optional("group_size", arguments.devices),
             groups=optional("groups", _groups),
@@ -101,9 +101,15 @@ class Settings:
 
     def arguments(self) -> Dict[str, Any]:
         """Returns the further arguments of a layer that has these settings, without the usual ones."""
-        own = {**vars(self), "slope": None, **self.activation.arguments(), "kvstore": self.exchange}
-        own["running_variance"] = "unbiased" if self.unbiased else "biased"
-        return {name: own[name] for name, usual in _USUAL if own[name] != usual}
+        usual = Settings()._further()
+        return {name: value for name, value in self._further().items() if value != usual.get(name)}
+
+    def _further(self) -> Dict[str, Any]:
+        """Returns what ``nn.BatchNorm`` has no argument for."""
+        own = {one.name: getattr(self, one.name) for one in fields(self)[len(_OF_NODE) :]}
+        own["kvstore"] = own.pop("exchange")
+        running_variance = "unbiased" if self.unbiased else "biased"
+        return {**self.activation.arguments(), "running_variance": running_variance, **own}
 
     def compared(self) -> Dict[str, Any]:
         """Returns the settings that have to be equal in all processes."""
@@ -168,19 +174,6 @@ class Settings:
 
 _OF_NODE = tuple(one.name for one in fields(Settings))[:11]
 _NOT_COMPARED = ("masks", "fuses", "num_devices", "exchange", "timeout")
-#: The arguments that ``nn.BatchNorm`` does not have, and their usual values.
-_USUAL = (
-    ("mode", "sync"),
-    ("virtual_devices", 1),
-    ("group_size", None),
-    ("groups", None),
-    ("activation", None),
-    ("slope", None),
-    ("running_variance", "biased"),
-    ("num_devices", None),
-    ("kvstore", None),
-    ("timeout", None),
-)
 
 
 def _groups(name: str, value: Any) -> Groups:

@@ -102,7 +102,7 @@ def convert(
     fuse = arguments.flag("fuse", fuse)
     if not (isinstance(norm_layer, type) and issubclass(norm_layer, SyncBatchNorm)):
         arguments.refuse("norm_layer", norm_layer, "SyncBatchNorm or a subclass of it")
-    if issubclass(norm_layer, SyncBatchNormAdd):
+    if SyncBatchNormAdd in norm_layer.__mro__:
         arguments.refuse("norm_layer", norm_layer, "a layer of one input; fuse=True finds additions")
     with _selected("convert", net, select) as (chosen, stay):
         wanted = _check_kwargs(norm_layer, kwargs)

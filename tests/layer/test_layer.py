@@ -111,8 +111,8 @@ def test_settings_are_read_and_shown():
     given = {"virtual_devices": 4, "groups": [[0, 2], [1]], "activation": "leaky", "slope": 0.2, "timeout": 5.0}
     layer = SyncBatchNorm(in_channels=3, running_variance="unbiased", **given)
     assert repr(layer) == (
-        f"SyncBatchNorm({plain}, virtual_devices=4, groups=((0, 2), (1,)), activation='leaky', slope=0.2, "
-        "running_variance='unbiased', timeout=5.0)"
+        f"SyncBatchNorm({plain}, activation='leaky', slope=0.2, running_variance='unbiased', virtual_devices=4, "
+        "groups=((0, 2), (1,)), timeout=5.0)"
     )
     assert (layer.mode, layer.group_size, layer.num_devices, layer.timeout) == ("sync", None, None, 5.0)
     assert ShuffleBatchNorm(virtual_devices=3).mode == "shuffle" and SyncBatchNormAdd().activation == "relu"
