@@ -72,13 +72,11 @@ void play_rank_1(syncbn::Mailbox& mail, const std::function<bool()>& failed) {
         mail.arrivals();
         for (const syncbn::Label& label : mail.posted_by(0)) {
             rest = 0;
-            const syncbn::Mailbox::Found found = mail.find(0, label);
-            if (found.values == nullptr) continue;
+            const syncbn::Mailbox::Taken taken = mail.take(0, label);
             if (failed()) return mail.report(syncbn::Mailbox::State::kFailed, kFault);
             std::lock_guard<std::mutex> lock(gathering_mutex);
-            const size_t size = gathering.count(label.key) != 0 ? 0 : found.size;
+            const size_t size = gathering.count(label.key) != 0 ? 0 : taken.size;
             mail.post(label, std::string(size, 0).data(), size, {0});
-            mail.done(found);
         }
         pause(rest);
     }

@@ -402,11 +402,10 @@ bool Gradients::make_buckets(Trainer& trainer) {
     if (mail_.rank() == 0) {
         mail_.post(label, order.data(), order.size() * sizeof order[0], others);
     } else {
-        const Mailbox::Found found = mail_.find(0, label);
-        if (found.values == nullptr) return wait(trainer, true, 0, all);
-        const auto* const told = reinterpret_cast<const size_t*>(found.values);
-        order.assign(told, told + found.size / sizeof order[0]);
-        mail_.done(found);
+        const Mailbox::Taken taken = mail_.take(0, label);
+        if (taken.values == nullptr) return wait(trainer, true, 0, all);
+        const auto* const told = reinterpret_cast<const size_t*>(taken.values.get());
+        order.assign(told, told + taken.size / sizeof order[0]);
         Ranks sorted = order;
         std::sort(sorted.begin(), sorted.end());
         for (size_t i = 0; i < all; ++i)

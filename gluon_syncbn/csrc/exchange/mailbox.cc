@@ -65,16 +65,15 @@ Ranks Mailbox::unsent(const Label& label) {
     return readers;
 }
 
-Mailbox::Found Mailbox::find(size_t rank, const Label& label) const {
+Mailbox::Taken Mailbox::take(size_t rank, const Label& label) {
     std::lock_guard<std::mutex> lock(mutex_);
-    for (const Message& one : received_)
-        if (one.head().from == rank && one.head().label == label) return {one.values(), one.head().length};
+    for (auto one = received_.begin(); one != received_.end(); ++one) {
+        if (one->head().from != rank || !(one->head().label == label)) continue;
+        const Taken taken{{one->memory, one->values()}, one->head().length};
+        received_.erase(one);
+        return taken;
+    }
     return {};
-}
-
-void Mailbox::done(const Found& found) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    received_.remove_if([&](const Message& one) { return one.values() == found.values; });
 }
 
 std::vector<Label> Mailbox::posted_by(size_t rank) const {

@@ -79,15 +79,13 @@ class Mailbox {
     void post(const Label& label, const void* values, size_t size, const Ranks& readers);
     // Returns the readers of what this rank has posted under the label, and still has to send.
     Ranks unsent(const Label& label);
-    // Returns the vector that `rank` has posted for this one under the label; null if there is none yet. It stays until
-    // `done`.
-    struct Found {
-        const double* values = nullptr;
+    // Takes the vector that `rank` has posted for this one under the label; null if there is none yet.
+    struct Taken {
+        std::shared_ptr<const double> values;
         size_t size = 0;  // bytes
         size_t length() const { return size / sizeof(double); }
     };
-    Found find(size_t rank, const Label& label) const;
-    void done(const Found& found);
+    Taken take(size_t rank, const Label& label);
     // Returns the labels of vectors that `rank` has posted for this one.
     std::vector<Label> posted_by(size_t rank) const;
 

@@ -3,6 +3,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 
 namespace syncbn {
 
@@ -28,8 +30,15 @@ struct Mpi {
     Handle float32, float64, add;
     Handle communicator;  // of all ranks; the package's own
 
-    bool has_ended(Request* request) const;
-    static void check(int status);
+    bool has_ended(Request* request) const {
+        alignas(std::max_align_t) char status[256];
+        int ended = 0;
+        check(test(request, &ended, status));
+        return ended != 0;
+    }
+    static void check(int status) {
+        if (status != 0) throw std::runtime_error("MPI reports error " + std::to_string(status));
+    }
 };
 
 }  // namespace syncbn

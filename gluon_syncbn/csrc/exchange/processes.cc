@@ -30,11 +30,12 @@ std::string name_of_call(const Label& label, const std::string& name) {
 }
 
 // The vectors of all, in the order of the ranks; `own` is the place of this one.
-Total side_by_side(const std::vector<Mailbox::Found>& parts, size_t own, const Agreed& agreed) {
+Total side_by_side(const std::vector<Mailbox::Taken>& parts, size_t own, const Agreed& agreed) {
     Total total;
     for (size_t i = 0; i < parts.size(); ++i) {
         if (i == own) total.first = total.values.size();
-        total.values.insert(total.values.end(), parts[i].values, parts[i].values + parts[i].length());
+        const double* const values = parts[i].values.get();
+        total.values.insert(total.values.end(), values, values + parts[i].length());
     }
     if (agreed.ranks.empty()) return total;
     const size_t length = parts[own].length() / agreed.replicas;
@@ -59,7 +60,7 @@ class Processes::WaitForVectors final : public WaitForOthers {
           processes_(processes),
           name_(std::move(name)),
           from_(from),
-          found_(from_.size()),
+          taken_(from_.size()),
           began_(seconds()) {}
 
     // Whether all have come until then.
@@ -75,17 +76,14 @@ class Processes::WaitForVectors final : public WaitForOthers {
             mail_.nap(seen, left);
         }
     }
-    const std::vector<Mailbox::Found>& found() const { return found_; }
-    void done() {
-        for (const Mailbox::Found& found : found_) mail_.done(found);
-    }
+    const std::vector<Mailbox::Taken>& taken() const { return taken_; }
     // `several`: each has a multiple of this length.
     void check_lengths(size_t length, bool several) {
         const size_t size = length * sizeof(double);
         for (size_t i = 0; i < from_.size(); ++i) {
-            if (found_[i].size == size || (several && size > 0 && found_[i].size % size == 0)) continue;
+            if (taken_[i].size == size || (several && size > 0 && taken_[i].size % size == 0)) continue;
             give_up("in " + name() + ", rank " + std::to_string(from_[i]) + " sent " +
-                    std::to_string(found_[i].length()) + " values where rank " + std::to_string(mail_.rank()) +
+                    std::to_string(taken_[i].length()) + " values where rank " + std::to_string(mail_.rank()) +
                     " has " + std::to_string(length) + (several ? " of each replica" : "") +
                     ". All processes must build the same net and cast it alike.");
         }
@@ -94,7 +92,8 @@ class Processes::WaitForVectors final : public WaitForOthers {
   protected:
     std::string name() const override { return name_of_call(label_, name_); }
     bool is_missing(size_t rank) const override {
-        return (std::binary_search(from_.begin(), from_.end(), rank) && mail_.find(rank, label_).values == nullptr) ||
+        const auto place = std::lower_bound(from_.begin(), from_.end(), rank);
+        return (place != from_.end() && *place == rank && !has_come(static_cast<size_t>(place - from_.begin()))) ||
                std::binary_search(unsent_.begin(), unsent_.end(), rank);
     }
     // Also looks whether another rank is in another call of the layer.
@@ -122,13 +121,13 @@ class Processes::WaitForVectors final : public WaitForOthers {
         return std::any_of(processes_.here_.begin(), processes_.here_.end(),
                            [&](const Label& here) { return here.is_of_call(label); });
     }
+    bool has_come(size_t i) const {
+        if (taken_[i].values == nullptr) taken_[i] = mail_.take(from_[i], label_);
+        return taken_[i].values != nullptr;
+    }
     bool have_come() {
-        bool all = true;
-        for (size_t i = 0; i < from_.size(); ++i) {
-            if (found_[i].values == nullptr) found_[i] = mail_.find(from_[i], label_);
-            all = all && found_[i].values != nullptr;
-        }
-        if (!all) return false;
+        for (size_t i = 0; i < from_.size(); ++i)
+            if (!has_come(i)) return false;
         unsent_ = mail_.unsent(label_);
         return unsent_.empty();
     }
@@ -150,7 +149,7 @@ class Processes::WaitForVectors final : public WaitForOthers {
     const Processes& processes_;
     const std::string name_;
     const Ranks& from_;
-    std::vector<Mailbox::Found> found_;  // of each of these ranks
+    mutable std::vector<Mailbox::Taken> taken_;  // of each of these ranks
     const double began_;
     Ranks unsent_;
     int in_vain_ = 0;
@@ -218,17 +217,17 @@ class Processes::Hops {
         const Hop& hop = hops_[at_];
         const bool brings_all = combine_ == Combine::kSideBySide;
         wait_->check_lengths(brings_all ? length_ / id_.contexts.size() : length_, brings_all);
-        std::vector<Mailbox::Found> parts = wait_->found();
+        std::vector<Mailbox::Taken> parts = wait_->taken();
         const auto place = std::lower_bound(hop.from.begin(), hop.from.end(), mail_.rank()) - hop.from.begin();
-        if (hop.contributes) parts.insert(parts.begin() + place, Mailbox::Found{values_, length_ * sizeof(double)});
+        if (hop.contributes)
+            parts.insert(parts.begin() + place, {{std::shared_ptr<void>(), values_}, length_ * sizeof(double)});
         if (brings_all) {
             total_ = side_by_side(parts, static_cast<size_t>(place), *id_.agreed);
         } else {
             Contribution rows{{}, length_};
-            for (const Mailbox::Found& part : parts) rows.rows.push_back(part.values);
+            for (const Mailbox::Taken& part : parts) rows.rows.push_back(part.values.get());
             reduce(combine_, rows);
         }
-        wait_->done();
     }
 
     Processes& processes_;
@@ -311,9 +310,8 @@ std::vector<std::string> Processes::bytes_of(const Label& label, const std::stri
     WaitForVectors wait(*this, mail_, what, label, others, timeout);
     wait.comes_until(kForEver);
     std::vector<std::string> all;
-    for (const Mailbox::Found& part : wait.found())
-        all.emplace_back(reinterpret_cast<const char*>(part.values), part.size);
-    wait.done();
+    for (const Mailbox::Taken& part : wait.taken())
+        all.emplace_back(reinterpret_cast<const char*>(part.values.get()), part.size);
     all.insert(all.begin() + static_cast<int64_t>(rank), own[rank % own.size()]);
     return all;
 }
