@@ -8,7 +8,7 @@ import re
 import sys
 import threading
 from concurrent import futures
-from typing import Any, Callable, Dict, NoReturn, Tuple
+from typing import Any, Callable, Dict, NoReturn, Optional, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -89,8 +89,10 @@ class DeviceExchange(Exchange):
         return out[0].asnumpy().reshape(rows.shape)
 
 
-def result_of(thread: str, call: Callable[[], Any]) -> futures.Future[Any]:
-    """Makes a call that may never return, in a thread of this name. At exit, Python would wait for an executor's."""
+def made(thread: str, call: Callable[[], Any], seconds: Optional[float] = None) -> futures.Future[Any]:
+    """Makes a call that may never return, in a thread of this name, and waits for it so long, or as long as the time
+    limit. At exit, Python would wait for an executor's thread.
+    """
     result: futures.Future[Any] = futures.Future()
 
     def work() -> None:
@@ -100,6 +102,7 @@ def result_of(thread: str, call: Callable[[], Any]) -> futures.Future[Any]:
             result.set_exception(error)
 
     threading.Thread(target=work, name=thread, daemon=True).start()
+    futures.wait([result], _native.timeout_of() if seconds is None else seconds)
     return result
 
 

@@ -15,7 +15,6 @@ import contextlib
 import functools
 import threading
 import weakref
-from concurrent import futures
 from typing import Any, Callable, Dict, Iterator, List, Tuple
 
 import mxnet as mx
@@ -25,7 +24,7 @@ from .. import _native
 from ..system import arguments, locks
 from ..system.environment import read
 from ..system.logs import log
-from .base import leave, result_of
+from .base import leave, made
 from .job import WORDS, Call, JobExchange, name_of
 
 #: The types of MXNet's stores that add over workers.
@@ -35,17 +34,11 @@ _HEAD = 4  # words: the call
 _KEYS = 1 << 24  # gluon.Trainer numbers its parameters from 0 in the same store; no net has this many
 _LATE = "not every worker has come"
 _UNKNOWN = "MXNet's store does not say which worker is missing: one may have ended, hang, or have left out a call"
+_made_by_all = functools.partial(made, "gluon_syncbn-store")
 
 
 def _key(layer: int, phase: int) -> int:
     return _KEYS + 2 * (layer + 1) + (phase > 0)
-
-
-def _ended(call: Callable[[], Any]) -> futures.Future[Any]:
-    """Makes a call that waits for all workers. Waits for it as long as the time limit."""
-    made = result_of("gluon_syncbn-store", call)
-    futures.wait([made], _native.timeout_of())
-    return made
 
 
 class _Rounds:
@@ -112,10 +105,10 @@ class DistSyncExchange(JobExchange):
             self._await(begin, f"the keys of the KVStore {self.name!r}")
 
     def _await(self, call: Callable[[], Any], what: str) -> None:
-        made = _ended(call)
-        if not made.done():
+        begun = _made_by_all(call)
+        if not begun.done():
             self.give_up(f"{what}: {_LATE} within {_native.timeout_of():g} s. {_UNKNOWN}")
-        made.result()
+        begun.result()
 
     def begin_trainer(self, trainer: Any) -> None:
         """Before its first step. MXNet would wait without a limit in what this calls."""
@@ -147,7 +140,7 @@ class DistSyncExchange(JobExchange):
         if self.failure:
             leave()
         handle, self.kvstore.handle = self.kvstore.handle, None  # to free none does nothing
-        if not _ended(lambda: mx.base.check_call(mx.base._LIB.MXKVStoreFree(handle))).done():
+        if not _made_by_all(lambda: mx.base.check_call(mx.base._LIB.MXKVStoreFree(handle))).done():
             log.error("rank %d of %d has come to its end. There, %s in time", self.rank, self.num_workers, _LATE)
             leave()
 
@@ -175,8 +168,8 @@ def _create(name: str) -> mx.kv.KVStore:
             f"kvstore {name!r}: {', '.join(missing)} is not set in the environment: MXNet's launch.py "
             "sets it in all processes"
         )
-    made = _ended(functools.partial(mx.kv.create, name))
-    if not made.done():
+    store = _made_by_all(functools.partial(mx.kv.create, name))
+    if not store.done():
         atexit.register(leave)  # ps-lite would end the process by SIGABRT
         uri, port, workers, servers = map(read, _VARIABLES[1:])
         raise mx.MXNetError(
@@ -184,4 +177,4 @@ def _create(name: str) -> mx.kv.KVStore:
             f"{uri}:{port} (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT), or not all of {workers} workers (DMLC_NUM_WORKER) "
             f"and {servers} servers (DMLC_NUM_SERVER) have come, or this process has made such a store: give that one."
         )
-    return made.result()
+    return store.result()

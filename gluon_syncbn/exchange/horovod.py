@@ -8,19 +8,17 @@ from __future__ import annotations
 import atexit
 import functools
 import threading
-from concurrent import futures
 
 import mxnet as mx
 import numpy as np
 
-from .. import _native
 from ..system.distribution import HOROVOD
-from .base import leave, result_of
+from .base import leave, made
 from .job import Call, JobExchange
 
 _UNKNOWN = "Horovod does not say which rank is missing: one may hang, or have left out a call"
 _LEAVE = 1.0  # seconds in which the others hear of a failure
-_result_of = functools.partial(result_of, "gluon_syncbn-horovod")
+_made = functools.partial(made, "gluon_syncbn-horovod")
 
 
 class HorovodExchange(JobExchange):
@@ -53,15 +51,15 @@ class HorovodExchange(JobExchange):
             everyone = self._hvd.allgather(words, name=f"gluon_syncbn:{':'.join(map(str, call))}").asnumpy()
             return everyone.view(np.float64)
 
-        gathered = _result_of(gather)
-        if not futures.wait([gathered], timeout).done:
-            _result_of(self._hvd.shutdown)  # ends the operation, for which `mx.nd.waitall` would wait
+        gathered = _made(gather, timeout)
+        if not gathered.done():
+            _made(self._hvd.shutdown, 0)  # ends the operation, for which `mx.nd.waitall` would wait
             raise mx.MXNetError(f"not every rank has come within {timeout:g} s. {_UNKNOWN}")
         return gathered.result()
 
     def close(self) -> None:
-        limit = _LEAVE if self.failure else _native.timeout_of()  # it waits for the others, which may hang
-        if futures.wait([_result_of(self._hvd.shutdown)], limit).not_done or self.failure:
+        limit = _LEAVE if self.failure else None  # it waits for the others, which may hang
+        if not _made(self._hvd.shutdown, limit).done() or self.failure:
             leave()
 
 

@@ -241,11 +241,8 @@ class ProcessStore(mx.kvstore.KVStoreBase, ProcessExchange):
         return [json.loads(str(theirs)) for theirs in everyone]
 
     def next_round(self, what: str) -> str:
-        """Returns a name for the next exchange of its kind."""
-        return f"{what}, round {self._count(what)}"
-
-    def _count(self, what: str) -> int:
-        return next(self._rounds.setdefault(what, itertools.count(1)))  # one number for each of several threads
+        """Returns a name for the next exchange of its kind, another one for each of several threads."""
+        return f"{what}, round {next(self._rounds.setdefault(what, itertools.count(1)))}"
 
     def meet(self) -> None:
         """Finds the processes of this machine. Every process calls this before the first step."""

@@ -208,7 +208,7 @@ def test_threads(stages):
     started = set()
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
-        started |= set(re.findall(r'(?:name ?= ?f?|result_of[(,] ?)"(gluon_syncbn-[^"{]+)', text))
+        started |= set(re.findall(r'(?:name ?= ?f?|made[(,] ?)"(gluon_syncbn-[^"{]+)', text))
     assert {name.replace("cpu(0)", "") for name in named} == started
 
 
