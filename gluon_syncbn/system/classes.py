@@ -10,10 +10,12 @@ def derived(own: Any, *bases: Any) -> Any:
     for known in own.__subclasses__():
         if known.__bases__ == bases and vars(known).get("_own_class") is own:
             return known
-    named = {"__doc__": own.__doc__, "__module__": own.__module__, "_own_class": own}
+    named = {"__doc__": own.__doc__, "__module__": own.__module__}
     if (own.__reduce_ex__, own.__reduce__) == (object.__reduce_ex__, object.__reduce__):  # else it is the program's
         named["__reduce_ex__"] = _reduced
-    return type(own.__name__, bases, named)
+    made: Any = type(own.__name__, bases, named)
+    made._own_class = own  # one that refuses to be derived from leaves a class without it
+    return made
 
 
 def _reduced(one: Any, protocol: Any) -> Any:
