@@ -52,9 +52,6 @@ class Differences(NamedTuple):
     baseline: Dict[str, float]
     unequal: List[str]  # running statistics that differ between the contexts
 
-    def multiple(self) -> Tuple[float, str]:
-        return max((self.found[kind] / self.baseline[kind], kind) for kind in self.found)
-
 
 class Step(NamedTuple):
     tensors: Dict[str, Dict[str, np.ndarray]]  # by kind and name

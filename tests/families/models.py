@@ -1,5 +1,6 @@
 """A small member of each of GluonCV's model families, without pretrained weights."""
 
+from functools import partial
 from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
 import mxnet as mx
@@ -41,25 +42,17 @@ class Model(NamedTuple):
 
     def notes(self) -> List[str]:
         """The differences of its training step from those of other models."""
-        without = ["without oneDNN, because plain BatchNorm fails with oneDNN"] if self.environment else []
-        return without + ([f"GluonCV {self.part}"] if self.part else [])
+        without = "without oneDNN, because plain BatchNorm fails with oneDNN" if self.environment else ""
+        return [note for note in (without, self.part) if note]
 
 
 def _zoo(name: str, *size: int, **settings: Any) -> Model:
-    return Model(name, lambda **norm: get_model(name, pretrained=False, **settings, **norm), (size,))
+    return Model(name, partial(get_model, name, pretrained=False, **settings), (size,))
 
 
-def _based(name: str, *size: int, **settings: Any) -> Model:
-    return _zoo(name, *size, pretrained_base=False, **settings)
-
-
-def _segmentation(name: str, size: int, **settings: Any) -> Model:
-    settings = {"dataset": "citys", "pretrained_base": False, "crop_size": size, "base_size": size, **settings}
-    return Model(name, lambda **norm: get_segmentation_model(name, **settings, **norm), ((3, size, size),))
-
-
-def _video(name: str, *size: int, **settings: Any) -> Model:
-    return _based(name, *size, nclass=5, **settings)._replace(environment=NO_ONEDNN)
+def _segmentation(name: str, size: int) -> Model:
+    settings = dict(dataset="citys", backbone="resnet50", pretrained_base=False, crop_size=size, base_size=size)
+    return Model(name, partial(get_segmentation_model, name, **settings), ((3, size, size),))
 
 
 def _fpn(make: Callable[..., Block]) -> Model:
@@ -71,7 +64,7 @@ def _fpn(make: Callable[..., Block]) -> Model:
             rpn_channel=32, rpn_test_pre_nms=50, rpn_test_post_nms=10,
         )  # fmt: skip
 
-    part = "samples regions at random, so the check covers features and box head only"
+    part = "GluonCV samples regions at random, so the check covers features and box head only"
     return Model(make.__name__, build, ((3, 128, 128),), forward=_levels, part=part)
 
 
@@ -91,95 +84,77 @@ def _branches(net: Block, template: Any, search: Any) -> List[Any]:
     return [y for head in heads for y in (head.conv_kernel(template), head.conv_search(search))]
 
 
-def _yolo(name: str) -> Model:
-    boxes = 3 * (4 * 4 + 8 * 8 + 16 * 16)
-    targets = ((1, 4), *((boxes, size) for size in (1, 2, 2, 2, 20)))
-    return _based(name, 3, 128, 128)._replace(targets=targets)
+WIDE = "deeplab_v3b_plus_wideresnet_citys"
+BOXES = ((1, 4), *((3 * (4 * 4 + 8 * 8 + 16 * 16), size) for size in (1, 2, 2, 2, 20)))
+#: By the side of the pictures: models of `get_model` as they are, and those on a base network.
+ZOO = {
+    32: "vgg11_bn cifar_resnet20_v1 cifar_resnet20_v2 cifar_wideresnet16_10 cifar_resnext29_32x4d "
+    "cifar_residualattentionnet56",
+    64: "mobilenet0.25 mobilenetv2_0.25 mobilenetv3_small mobilenetv3_large resnet18_v1 resnet18_v2 resnet18_v1b "
+    "resnet50_v1d resnet50_v1s resnext50_32x4d se_resnet18_v1 se_resnext50_32x4d resnest14 darknet53 shufflenet_v1 "
+    "shufflenet_v2 nasnet_4_1056 dla34",
+    96: "xception",
+    224: "densenet121 googlenet squeezenet1.1 residualattentionnet56",
+    299: "inceptionv3",
+}
+BASED = {
+    (128, 96): "simple_pose_resnet18_v1b mobile_pose_resnet18_v1b mobile_pose_mobilenetv3_small "
+    "alpha_pose_resnet101_v1b_coco",
+    (128, 128): "yolo3_mobilenet0.25_voc yolo3_darknet53_voc faster_rcnn_resnet50_v1b_voc center_net_resnet18_v1b_voc "
+    "center_net_dla34_voc center_net_mobilenetv3_small_duc_voc",
+    (256, 256): "ssd_512_resnet18_v1_voc",
+    (300, 300): "ssd_300_mobilenet0.25_voc",
+}
+VIDEOS = {
+    (16, 32, 32): "p3d_resnet50_kinetics400 i3d_inceptionv1_kinetics400",
+    (8, 32, 32): "r2plus1d_resnet18_kinetics400 i3d_resnet50_v1_kinetics400",
+    (8, 75, 75): "i3d_inceptionv3_kinetics400",
+    (36, 32, 32): "slowfast_4x16_resnet50_kinetics400",
+}
+#: Those that `get_model` does not make, or for which it would ask for weights of the base network.
+OTHERS: Dict[str, Tuple[Callable[..., Block], int]] = {
+    "senet": (partial(SENet, [1, 1, 1, 1], 64, 4), 64),
+    "hrnet_w18_small_v1_c": (partial(get_hrnet, "w18_small_v1"), 64),
+    "hrnet_w18_small_v1_s": (partial(get_hrnet, "w18_small_v1", purpose="seg"), 64),
+    WIDE: (partial(get_model, WIDE, pretrained_base=False, crop_size=64), 64),
+    "deeplab_plus": (partial(DeepLabV3Plus, 5, pretrained_base=False, crop_size=128), 128),
+    "inceptionv1_kinetics400": (partial(ActionRecInceptionV1, 5, False), 224),
+    "inceptionv3_kinetics400": (partial(ActionRecInceptionV3, 5, False), 299),
+    "resnet18_v1b_kinetics400": (partial(ActionRecResNetV1b, 18, 5, False), 64),
+    "monodepth2_resnet18": (partial(get_monodepth2, pretrained_base=False), 64),
+    "monodepth2_posenet_resnet18": (partial(get_monodepth2posenet, pretrained_base=False), 64),
+    "siamrpn_alexnet_v2_otb15": (partial(get_model, "siamrpn_alexnet_v2_otb15"), 127),
+}
+SEGMENTATION = {"fcn": 64, "psp": 96, "deeplab": 64, "danet": 64, "icnet": 128, "fastscnn": 128}
 
+#: What differs from other models.
+SPECIAL: Dict[str, Dict[str, Any]] = {
+    "nasnet_4_1056": {"environment": NO_ONEDNN},
+    "yolo3_mobilenet0.25_voc": {"targets": BOXES},
+    "yolo3_darknet53_voc": {"targets": BOXES},
+    "faster_rcnn_resnet50_v1b_voc": {
+        "forward": _regions,
+        "part": "GluonCV samples regions at random, so the check covers features and top_features only",
+    },
+    "siamrpn_alexnet_v2_otb15": {
+        "inputs": ((3, 127, 127), (3, 287, 287)),
+        "forward": _branches,
+        "part": "GluonCV fixes the batch size, so the check covers the layers before the correlation only",
+    },
+    "monodepth2_posenet_resnet18": {"inputs": ((6, 64, 64),)},
+}
 
 MODELS: List[Model] = [
-    _zoo("mobilenet0.25", 3, 64, 64),
-    _zoo("mobilenetv2_0.25", 3, 64, 64),
-    _zoo("mobilenetv3_small", 3, 64, 64),
-    _zoo("mobilenetv3_large", 3, 64, 64),
-    _zoo("resnet18_v1", 3, 64, 64),
-    _zoo("resnet18_v2", 3, 64, 64),
-    _zoo("resnet18_v1b", 3, 64, 64),
-    _zoo("resnet50_v1d", 3, 64, 64),
-    _zoo("resnet50_v1s", 3, 64, 64),
-    _zoo("resnext50_32x4d", 3, 64, 64),
-    _zoo("se_resnet18_v1", 3, 64, 64),
-    _zoo("se_resnext50_32x4d", 3, 64, 64),
-    Model("senet", lambda **norm: SENet([1, 1, 1, 1], 64, 4, **norm), ((3, 64, 64),)),
-    _zoo("resnest14", 3, 64, 64),
-    _zoo("densenet121", 3, 224, 224),
-    _zoo("inceptionv3", 3, 299, 299),
-    _zoo("xception", 3, 96, 96),
-    _zoo("googlenet", 3, 224, 224),
-    _zoo("squeezenet1.1", 3, 224, 224),
-    _zoo("vgg11_bn", 3, 32, 32),
-    _zoo("darknet53", 3, 64, 64),
-    _zoo("shufflenet_v1", 3, 64, 64),
-    _zoo("shufflenet_v2", 3, 64, 64),
-    _zoo("nasnet_4_1056", 3, 64, 64)._replace(environment=NO_ONEDNN),
-    _zoo("dla34", 3, 64, 64),
-    Model("hrnet_w18_small_v1_c", lambda **norm: get_hrnet("w18_small_v1", **norm), ((3, 64, 64),)),
-    Model("hrnet_w18_small_v1_s", lambda **norm: get_hrnet("w18_small_v1", purpose="seg", **norm), ((3, 64, 64),)),
-    _zoo("residualattentionnet56", 3, 224, 224),
-    _zoo("cifar_resnet20_v1", 3, 32, 32),
-    _zoo("cifar_resnet20_v2", 3, 32, 32),
-    _zoo("cifar_wideresnet16_10", 3, 32, 32),
-    _zoo("cifar_resnext29_32x4d", 3, 32, 32),
-    _zoo("cifar_residualattentionnet56", 3, 32, 32),
-    _segmentation("fcn", 64, backbone="resnet50"),
-    _segmentation("psp", 96, backbone="resnet50"),
-    _segmentation("deeplab", 64, backbone="resnet50"),
-    Model(
-        "deeplab_plus", lambda **norm: DeepLabV3Plus(5, pretrained_base=False, crop_size=128, **norm), ((3, 128, 128),)
-    ),
-    _based("deeplab_v3b_plus_wideresnet_citys", 3, 64, 64, crop_size=64),
-    _segmentation("danet", 64, backbone="resnet50"),
-    _segmentation("icnet", 128, backbone="resnet50"),
-    _segmentation("fastscnn", 128),
-    _based("ssd_300_mobilenet0.25_voc", 3, 300, 300),
-    _based("ssd_512_resnet18_v1_voc", 3, 256, 256),
-    _yolo("yolo3_mobilenet0.25_voc"),
-    _yolo("yolo3_darknet53_voc"),
-    _based("faster_rcnn_resnet50_v1b_voc", 3, 128, 128)._replace(
-        forward=_regions, part="samples regions at random, so the check covers features and top_features only"
+    *(_zoo(name, 3, side, side) for side, names in ZOO.items() for name in names.split()),
+    *(Model(name, build, ((3, side, side),)) for name, (build, side) in OTHERS.items()),
+    *(_segmentation(name, side) for name, side in SEGMENTATION.items()),
+    *(_zoo(name, 3, *size, pretrained_base=False) for size, names in BASED.items() for name in names.split()),
+    *(
+        _zoo(name, 3, *size, pretrained_base=False, nclass=5)._replace(environment=NO_ONEDNN)
+        for size, names in VIDEOS.items()
+        for name in names.split()
     ),
     _fpn(custom_faster_rcnn_fpn),
     _fpn(custom_mask_rcnn_fpn),
-    _based("center_net_resnet18_v1b_voc", 3, 128, 128),
-    _based("center_net_dla34_voc", 3, 128, 128),
-    _based("center_net_mobilenetv3_small_duc_voc", 3, 128, 128),
-    _based("simple_pose_resnet18_v1b", 3, 128, 96),
-    _based("mobile_pose_resnet18_v1b", 3, 128, 96),
-    _based("mobile_pose_mobilenetv3_small", 3, 128, 96),
-    _based("alpha_pose_resnet101_v1b_coco", 3, 128, 96),
-    Model(
-        "siamrpn_alexnet_v2_otb15",
-        lambda **norm: get_model("siamrpn_alexnet_v2_otb15", **norm),
-        ((3, 127, 127), (3, 287, 287)),
-        forward=_branches,
-        part="fixes the batch size, so the check covers the layers before the correlation only",
-    ),
-    # get_model would always ask for weights of the base network.
-    Model("inceptionv1_kinetics400", lambda **norm: ActionRecInceptionV1(5, False, **norm), ((3, 224, 224),)),
-    Model("inceptionv3_kinetics400", lambda **norm: ActionRecInceptionV3(5, False, **norm), ((3, 299, 299),)),
-    Model("resnet18_v1b_kinetics400", lambda **norm: ActionRecResNetV1b(18, 5, False, **norm), ((3, 64, 64),)),
-    _video("p3d_resnet50_kinetics400", 3, 16, 32, 32),
-    _video("r2plus1d_resnet18_kinetics400", 3, 8, 32, 32),
-    _video("i3d_resnet50_v1_kinetics400", 3, 8, 32, 32),
-    _video("i3d_inceptionv1_kinetics400", 3, 16, 32, 32),
-    _video("i3d_inceptionv3_kinetics400", 3, 8, 75, 75),
-    _video("slowfast_4x16_resnet50_kinetics400", 3, 36, 32, 32),
-    Model("monodepth2_resnet18", lambda **norm: get_monodepth2(pretrained_base=False, **norm), ((3, 64, 64),)),
-    Model(
-        "monodepth2_posenet_resnet18",
-        lambda **norm: get_monodepth2posenet(pretrained_base=False, **norm),
-        ((6, 64, 64),),
-    ),
 ]
-
-BY_NAME: Dict[str, Model] = {model.name: model for model in MODELS}
+BY_NAME = {model.name: model._replace(**SPECIAL.get(model.name, {})) for model in MODELS}
