@@ -107,7 +107,13 @@ def built(sdist, tmp_path_factory):
 @pytest.fixture(scope="module")
 def wheel(built):
     (archive,) = built.glob("out/*.whl")
-    return archive
+    with zipfile.ZipFile(str(archive)) as opened:
+        yield opened
+
+
+def in_dist_info(wheel, name):
+    (found,) = [one for one in wheel.namelist() if one.endswith(f".dist-info/{name}")]
+    return wheel.read(found).decode()
 
 
 def test_sdist_holds_the_native_sources_and_nothing_built(sdist):
@@ -121,16 +127,12 @@ def test_sdist_holds_the_native_sources_and_nothing_built(sdist):
 
 
 def test_wheel_serves_any_python_of_one_platform(wheel):
-    assert re.fullmatch(r"gluon_syncbn-[\d.]+-py3-none-(linux|macosx)_\w+\.whl", wheel.name)
-    with zipfile.ZipFile(str(wheel)) as archive:
-        names = archive.namelist()
-        (metadata,) = [name for name in names if name.endswith(".dist-info/WHEEL")]
-        # Otherwise it would be installed where packages for any platform go.
-        assert "Root-Is-Purelib: false" in archive.read(metadata).decode()
-    assert {"gluon_syncbn/_core.so", "gluon_syncbn/csrc/cuda/kernels.cu"} <= set(names)
-    assert "gluon_syncbn/py.typed" in names
+    assert re.search(r"/gluon_syncbn-[\d.]+-py3-none-(linux|macosx)_\w+\.whl$", wheel.filename)
+    # Otherwise it would be installed where packages for any platform go.
+    assert "Root-Is-Purelib: false" in in_dist_info(wheel, "WHEEL")
     modules = {path.relative_to(PACKAGE.parent).as_posix() for path in PACKAGE.rglob("*.py")}
-    assert modules <= set(names)
+    held = {"gluon_syncbn/_core.so", "gluon_syncbn/csrc/cuda/kernels.cu", "gluon_syncbn/py.typed"}
+    assert modules | held <= set(wheel.namelist())
 
 
 def test_the_package_serves_in_the_checkout_that_it_was_installed_from(built):
@@ -157,8 +159,7 @@ def test_a_checkout_says_how_to_build_its_core(tree, older):
 
 
 def test_the_wheel_has_python_supply_what_mxnet_lacks(wheel, tmp_path):
-    with zipfile.ZipFile(str(wheel)) as archive:
-        archive.extractall(str(tmp_path))
+    wheel.extractall(str(tmp_path))
     program = "import site, sys; site.addsitedir(sys.argv[1]); from gluon_syncbn_first.system import cuda_libraries; "
     seen = "sys.modules['gluon_syncbn_first'].__file__, cuda_libraries.__file__"
     program += f"print({seen}, 'gluon_syncbn' in sys.modules)"
@@ -174,19 +175,16 @@ def test_an_editable_installation_does_so_too():
 
 
 def test_wheel_metadata_names_mxnet_in_extras_only(wheel):
-    with zipfile.ZipFile(str(wheel)) as archive:
-        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
-        metadata = Parser().parsestr(archive.read(name).decode())
+    metadata = Parser().parsestr(in_dist_info(wheel, "METADATA"))
     requirements = metadata.get_all("Requires-Dist")
     assert [line for line in requirements if "extra" not in line] == ["numpy"]
-    mxnet = sorted(re.sub(r"\s|['\"()]", "", line) for line in requirements if line.startswith("mxnet"))
-    early = "python_version<3.13andextra=="
-    numpy = [re.sub(r"\s|['\"()]", "", line) for line in requirements if line.startswith("numpy<")]
-    # with which MXNet imports by itself
-    assert sorted(numpy) == [
-        f"numpy<1.24;python_version<3.12andextra=={extra}" for extra in ("cpu", "cu112", "gluoncv")
+    bare = [re.sub(r"\s|['\"()]", "", line) for line in requirements]
+    assert sorted(line for line in bare if line.startswith(("mxnet", "numpy<"))) == [
+        "mxnet-cu112==1.9.1;python_version<3.13andextra==cu112",
+        "mxnet==1.9.1;python_version<3.13andextra==cpu",
+        # with which MXNet imports by itself
+        *(f"numpy<1.24;python_version<3.12andextra=={extra}" for extra in ("cpu", "cu112", "gluoncv")),
     ]
-    assert mxnet == [f"mxnet-cu112==1.9.1;{early}cu112", f"mxnet==1.9.1;{early}cpu"]
     assert metadata["License"] == "Apache-2.0"
     links = re.findall(r"\]\(([^)]*)\)", metadata.get_payload())
     assert "gluon-syncbn check" in metadata.get_payload() and all("://" in link for link in links)
@@ -196,14 +194,11 @@ def test_wheel_metadata_names_mxnet_in_extras_only(wheel):
 def test_core_links_neither_python_nor_mxnet_and_chooses_kernels_at_run_time(wheel, tmp_path):
     if shutil.which("readelf") is None:
         pytest.skip("needs readelf (apt-get install binutils)")
-    with zipfile.ZipFile(str(wheel)) as archive:
-        core = archive.extract("gluon_syncbn/_core.so", str(tmp_path))
-    status, output = run(["readelf", "--dynamic", "--wide", core], tmp_path)
+    core = wheel.extract("gluon_syncbn/_core.so", str(tmp_path))
+    status, output = run(["readelf", "--dynamic", "--symbols", "--wide", core], tmp_path)
     assert status == 0
     needed = re.findall(r"NEEDED.*\[(.+)\]", output)
-    assert needed
-    assert not [name for name in needed if "python" in name or "mxnet" in name]
-    status, output = run(["readelf", "--symbols", "--wide", core], tmp_path)
+    assert needed and not [name for name in needed if "python" in name or "mxnet" in name]
     # The choice among clones of a function: an indirect function, resolved when the core is loaded.
     assert re.search(r"\bIFUNC\b", output)
 
@@ -319,33 +314,26 @@ def tree(tmp_path):
     return copy_tree(tmp_path / "tree")
 
 
-def last_line(output):
-    line = output.splitlines()[-1]
-    assert line.startswith("error: gluon_syncbn: ")
-    assert "g++ 8 or later" in line and "apt-get install g++ libgomp1" in line
-    return line
+NEEDS = "It needs g++ 8 or later, with its headers and OpenMP: apt-get install g++ libgomp1"
 
 
-def test_no_compiler(tree):
-    status, output = build_core(tree, CXX="no-such-g++")
-    assert (status, len(output.splitlines())) == (1, 1)
-    assert "no C++ compiler: 'no-such-g++' is not on PATH" in last_line(output)
-
-
-def test_a_compiler_that_lacks_something(tree, tmp_path):
-    compiler = script(tmp_path / "cxx", 'exec g++ -nostdinc++ "$@"\n')
+@pytest.mark.parametrize(
+    "lacks, said",
+    [
+        ("a compiler", rf"^error: gluon_syncbn: no C\+\+ compiler: 'no-such-g\+\+' is not on PATH. {re.escape(NEEDS)}"),
+        ("headers", r"fatal error: \w+: No such file(?s:.*)\nerror: gluon_syncbn: .* did not compile with '.*/cxx'"),
+        ("sources", "^error: gluon_syncbn: .* holds no .cc file: the sources are incomplete"),
+    ],
+)
+def test_a_build_that_lacks_something(tree, tmp_path, lacks, said):
+    if lacks == "sources":
+        for path in (tree / "gluon_syncbn" / "csrc").rglob("*.cc"):
+            path.unlink()
+    compiler = script(tmp_path / "cxx", 'exec g++ -nostdinc++ "$@"\n') if lacks == "headers" else "no-such-g++"
     status, output = build_core(tree, CXX=compiler)
-    assert status == 1
-    assert f"did not compile with '{compiler}'" in last_line(output)
-    assert re.search(r"fatal error: \w+: No such file", output)
-
-
-def test_incomplete_sources(tree):
-    for path in (tree / "gluon_syncbn" / "csrc").rglob("*.cc"):
-        path.unlink()
-    status, output = build_core(tree)
-    assert status == 1
-    assert len(output.splitlines()) == 1 and "holds no .cc file: the sources are incomplete" in output
+    assert status == 1 and re.search(said, output), output
+    assert lacks == "headers" or len(output.splitlines()) == 1
+    assert lacks == "sources" or NEEDS in output.splitlines()[-1]
 
 
 def test_rebuilds_only_what_is_newer_and_leaves_no_half_written_core(tree):
@@ -371,7 +359,12 @@ def test_rebuilds_only_what_is_newer_and_leaves_no_half_written_core(tree):
     assert not list(core.parent.glob(".core-*"))
 
 
-#: For `sitecustomize`, which Python imports at its start: each takes away what MXNet needs.
+def run_beside(folder, *command):
+    """With what is in this folder before all else."""
+    path = os.pathsep.join([str(folder), str(PACKAGE.parent), str(SUPPORT)])
+    return run([sys.executable, "-W", "ignore", *(command or ("-m", "gluon_syncbn"))], folder, PYTHONPATH=path)
+
+
 WITHOUT_MXNET = """
 import importlib.abc, sys
 class NoMXNet(importlib.abc.MetaPathFinder):
@@ -380,31 +373,43 @@ class NoMXNet(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError("No module named 'mxnet'", name="mxnet")
 sys.meta_path.insert(0, NoMXNet())
 """
+SERVES = "<1.24" if sys.version_info < (3, 12) else f"=={compatibility.TRIED['NumPy']}.*"
+MXNET = [distribution.command("cpu"), distribution.command("cu112")]
+#: What is wrong: the file that makes it so, of which Python imports `sitecustomize` at its start; what is said.
+LACKS = {
+    "no MXNet": ("sitecustomize", WITHOUT_MXNET, MXNET),
+    "a NumPy of tomorrow": (
+        "sitecustomize",
+        "import numpy\ndel numpy.vander\n",
+        ["vander", f"`pip install 'numpy{SERVES}'`"],
+    ),
+    "a bare system": (
+        "mxnet",
+        "raise OSError('libgomp.so.1: cannot open shared object file: No such file or directory')",
+        ["MXNet 1.9 cannot be loaded (libgomp.so.1: cannot open", "apt-get install libgomp1 libquadmath0"],
+    ),
+    "an old MXNet": (
+        "sitecustomize",
+        "import gluon_syncbn_first, mxnet\nmxnet.__version__ = '1.7.0'\n",
+        ["gluon_syncbn needs Apache MXNet 1.9, or 1.8, and this is 1.7.0", *MXNET],
+    ),
+}
 
 
-def run_beside(folder, *command):
-    """With what is in this folder before all else."""
-    path = os.pathsep.join([str(folder), str(PACKAGE.parent), str(SUPPORT)])
-    return run([sys.executable, "-W", "ignore", *(command or ("-m", "gluon_syncbn"))], folder, PYTHONPATH=path)
-
-
-@pytest.mark.parametrize("command", [["-c", "import gluon_syncbn"], ["-m", "gluon_syncbn"]], ids=lambda words: words[0])
-def test_no_mxnet(tmp_path, command):
-    (tmp_path / "sitecustomize.py").write_text(WITHOUT_MXNET)
-    status, output = run_beside(tmp_path, *command)
-    assert status == 1
-    assert distribution.command("cpu") in output
-    assert distribution.command("cu112") in output
-    assert output.count("Traceback") == (command[0] == "-c")
-    assert command[0] == "-c" or len(output.splitlines()) == 1
-
-
-def test_a_numpy_of_tomorrow_is_one_line(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text("import numpy\ndel numpy.vander\n")
+@pytest.mark.parametrize("lacks", LACKS)
+def test_what_is_missing_is_said_in_one_line(tmp_path, lacks):
+    module, text, said = LACKS[lacks]
+    (tmp_path / f"{module}.py").write_text(text)
     status, output = run_beside(tmp_path)
     assert (status, len(output.splitlines())) == (1, 1), output
-    serves = "<1.24" if sys.version_info < (3, 12) else f"=={compatibility.TRIED['NumPy']}.*"
-    assert "vander" in output and f"`pip install 'numpy{serves}'`" in output
+    assert all(one in output for one in said), output
+
+
+def test_an_import_without_mxnet_says_the_same(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_MXNET)
+    status, output = run_beside(tmp_path, "-c", "import gluon_syncbn")
+    assert status == 1 and output.count("Traceback") == 1
+    assert all(one in output for one in MXNET), output
 
 
 def test_a_module_that_hides_pythons_is_not_blamed_on_numpy(tmp_path):
@@ -412,15 +417,6 @@ def test_a_module_that_hides_pythons_is_not_blamed_on_numpy(tmp_path):
     status, output = run_beside(tmp_path)
     assert status == 1 and "pip install" not in output
     assert output.splitlines()[-1].startswith("AttributeError: module 'logging' has no attribute"), output
-
-
-def test_a_bare_system_is_told_what_mxnet_needs_of_it(tmp_path):
-    loader = "raise OSError('libgomp.so.1: cannot open shared object file: No such file or directory')"
-    (tmp_path / "mxnet.py").write_text(loader)
-    status, output = run_beside(tmp_path)
-    assert (status, len(output.splitlines())) == (1, 1), output
-    assert "MXNet 1.9 cannot be loaded (libgomp.so.1: cannot open" in output
-    assert "apt-get install libgomp1 libquadmath0" in output
 
 
 def test_a_system_without_the_libraries_of_arm_is_told_what_takes_their_place(tmp_path):
@@ -443,14 +439,6 @@ def test_a_system_without_the_libraries_of_arm_is_told_what_takes_their_place(tm
     assert status == 0, output
     for name in ("libarmpl_lp64_mp.so", "libamath.so", "libastring.so"):
         assert (tmp_path / "mxnet" / name).is_file()
-
-
-def test_an_old_mxnet_is_named(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text("import gluon_syncbn_first, mxnet\nmxnet.__version__ = '1.7.0'\n")
-    status, output = run_beside(tmp_path)
-    assert status == 1
-    assert "gluon_syncbn needs Apache MXNet 1.9, or 1.8, and this is 1.7.0" in output.splitlines()[-1]
-    assert distribution.command("cpu") in output
 
 
 # ---- the Makefile
@@ -530,13 +518,8 @@ def test_no_message_names_a_file_that_a_wheel_lacks():
 # ---- versions
 
 
-def distribution_version():
-    text = (PACKAGE / "system" / "distribution.py").read_text(encoding="utf-8")
-    return re.search(r'^__version__ = "(.+)"', text, re.MULTILINE).group(1)
-
-
 def test_the_changelog_and_the_citation_have_the_version_and_its_date():
-    version = distribution_version()
+    version = distribution.__version__
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     releases = re.findall(r"^## \[(\d[\d.]*)\] - (\d{4}-\d\d-\d\d)$", changes, re.MULTILINE)
     assert releases[0][0] == version
