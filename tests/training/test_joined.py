@@ -111,15 +111,7 @@ def auxiliary(net, other, xs):
     return [*(nd.square(y).sum() for y in ys), nd.dot(joined, joined, transpose_a=True).norm()]
 
 
-GRAPHS = [
-    two_forwards,
-    gathered_concatenations,
-    across_devices,
-    label_reading,
-    discriminator,
-    siamese,
-    auxiliary,
-]
+GRAPHS = [two_forwards, gathered_concatenations, across_devices, label_reading, discriminator, siamese, auxiliary]
 
 
 def gradients_of(graph, nets, shards, contexts, count):
@@ -153,10 +145,8 @@ def test_as_one_device(contexts, rng, graph, way):
 #: What changes who runs an operator, and when.
 ENGINES = {
     "one thread": {"MXNET_CPU_WORKER_NTHREADS": 1, "MXNET_CPU_PRIORITY_NTHREADS": 1},
-    "eight threads": {"MXNET_CPU_WORKER_NTHREADS": 8},
-    "one pool": {"MXNET_ENGINE_TYPE": "ThreadedEngine"},
-    "no bundles": {"MXNET_EXEC_BULK_EXEC_TRAIN": 0},
-    "through Custom": {"GLUON_SYNCBN_OPERATOR": "custom"},
+    "eight threads, through Custom": {"MXNET_CPU_WORKER_NTHREADS": 8, "GLUON_SYNCBN_OPERATOR": "custom"},
+    "one pool, no bundles": {"MXNET_ENGINE_TYPE": "ThreadedEngine", "MXNET_EXEC_BULK_EXEC_TRAIN": 0},
 }
 
 
