@@ -29,7 +29,6 @@ SCENARIOS = [
     "refuses_equal_names",
     "trains_two_nets",
     "trains_in_threads",
-    "adds_in_the_order_of_the_ranks",
     "resumes",
     "copies_a_net",
 ]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from environments import shell
-from mpi_job import BIN, failure_of, left
+from mpi_job import BIN
 from places import PACKAGE, SUPPORT
 
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
@@ -97,9 +97,6 @@ class Hosts:
         folder = "/sys/class/net/eth0/statistics"
         return [int(n) for n in self.inside(self.names[1], "cat", f"{folder}/rx_bytes", f"{folder}/tx_bytes").split()]
 
-    def unplug(self):
-        ip("-n", self.names[1], "link", "set", "eth0", "down")
-
     def start(self, *arguments):
         """Scenarios on both hosts, started on the first."""
         program = [sys.executable, str(SUPPORT / "gradients_worker.py"), *arguments]
@@ -137,42 +134,12 @@ def hosts(tmp_path):
         hosts.remove()
 
 
-@pytest.mark.parametrize(
-    ("scenario", "least", "most"),
-    [
-        ("trains_two_nets+pushpull_and_broadcast", 650_000, 10**9),  # bytes of sums in either direction
-        ("shuffled_keys", 6_000, 400_000),  # features; an image of each batch alone would be 720,000
-    ],
-)
-def test_two_hosts(hosts, scenario, least, most):
+def test_two_hosts(hosts):
+    """What crosses are statistics, gradients and features; an image of each batch alone would be 720,000 bytes."""
     before = hosts.traffic()
-    job = hosts.start(scenario)
+    job = hosts.start("trains_two_nets+shuffled_keys")
     assert job.wait(LIMIT) == 0, hosts.output()
     said = hosts.output()
     assert "OK 0" in said and "OK 1" in said
     crossed = [after - first for after, first in zip(hosts.traffic(), before)]
-    assert least < min(crossed) and max(crossed) < most, crossed
-
-
-def test_cable_unplugged_in_the_middle(hosts):
-    """Every process ends with an error that names the other, after the time limit of 5 s."""
-    hosts.start("steps_until_one_fails", "none", "5")
-    pids = [int(left(hosts, f"running {rank}", LIMIT).split()[0]) for rank in (0, 1)]
-    time.sleep(0.5)
-    hosts.unplug()
-    unplugged = time.monotonic()
-    for rank, pid in enumerate(pids):
-        seconds, text = failure_of(rank, left(hosts, rank))
-        assert f"rank {1 - rank}" in text, text
-        assert re.search("of SyncBatchNorm 'layer|the sum of 0'|of the machines|exchange 'whether to end'", text), text
-        assert seconds < 20
-        while running(pid):
-            assert time.monotonic() < unplugged + 90, "a process has its error and does not end"
-            time.sleep(0.05)
-
-
-def running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # before the file is opened, or after
-        return False
+    assert min(crossed) > 55_000 and max(crossed) < 450_000, crossed

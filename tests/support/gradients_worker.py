@@ -14,12 +14,11 @@ from pathlib import Path
 import mpi_worker
 import numpy as np
 import pytest
-from mpi_worker import CONTEXTS, DEVICES, HERE, OWN, devices_of, kv, main
+from mpi_worker import CONTEXTS, DEVICES, HERE, OWN, kv, main
 from replicas import on_devices
 from reports import report, wait_for
 
 import gluon_syncbn
-from gluon_syncbn.system import kinds
 
 import mxnet as mx  # isort: skip
 from mxnet import autograd, gluon, nd  # isort: skip
@@ -206,30 +205,6 @@ def trains_in_threads():
         list(pool.map(train, pairs))
     for pair in pairs:
         pair.assert_same()
-
-
-def adds_in_the_order_of_the_ranks():
-    """All types and sizes, several contexts; to the bit."""
-    for dtype in ("float16", "bfloat16", "float32", "float64", "int32"):
-        kind = kinds.BFLOAT16 if dtype == "bfloat16" else dtype
-        wide = np.float64 if dtype in ("float64", "int32") else np.float32
-        for sizes in ([1], [5, 1, 300_001, 2], [131_072, 131_073]):
-            arrays = [[np.random.RandomState(99 * d + i).randn(n) * 9 for i, n in enumerate(sizes)] for d in range(8)]
-            given = [[nd.array(a, ctx=c).astype(kind) for a in arrays[HERE.start + k]] for k, c in enumerate(OWN)]
-            parts = [[nd.array(a).astype(kind).astype(wide).asnumpy() for a in arrays[d]] for d in range(DEVICES)]
-            for i in range(len(sizes)):
-                kv.pushpull(f"sum {i}", [on_one[i] for on_one in given])
-            for i in range(len(sizes)):
-                ranks = np.cumsum([0, *map(devices_of, range(kv.num_workers))])
-                of_ranks = [sum(part[i] for part in parts[a:b]) for a, b in zip(ranks, ranks[1:])]
-                want = nd.array(sum(of_ranks), dtype=wide).astype(kind).astype(wide).asnumpy()
-                for on_one in given:
-                    assert (on_one[i].astype(wide).asnumpy() == want).all(), (dtype, sizes, i)
-    out = [nd.zeros(3, ctx=context) for context in OWN]
-    value = nd.ones(3) * (kv.rank + 1)
-    kv.pushpull("out", value, out=out)
-    assert all((array.asnumpy() == sum(range(1, 1 + kv.num_workers))).all() for array in out)
-    assert (value.asnumpy() == kv.rank + 1).all()
 
 
 def copies_a_net():

@@ -4,7 +4,6 @@ import importlib.util
 import re
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -29,15 +28,6 @@ def assert_no_strange_error(output, known="OSError"):
     """No rank, also none that the test does not look at, has raised an exception but that of its scenario."""
     raised = re.findall(r"^([\w.]*(?:Error|Exception))(?::|$)", output, re.MULTILINE)
     assert set(raised) <= {known}, output
-
-
-def left(job, name, limit=60):
-    """The text of a file that a rank of this job leaves in its folder by `reports.leave`."""
-    path, end = job.folder / str(name), time.monotonic() + limit
-    while not path.exists():
-        assert time.monotonic() < end, job.output()
-        time.sleep(0.05)
-    return path.read_text()
 
 
 class Job:

@@ -167,22 +167,6 @@ def same_bits_on_repetition():
             assert_same_bits(result, results[0])
 
 
-def pushpull_and_broadcast():
-    for dtype in ("float16", "float32", "float64"):
-        for size in (1, 5, 100_000):
-            values = [nd.full((size,), kv.rank + 1 + k, ctx=CONTEXTS[k], dtype=dtype) for k in range(2)]
-            kv.pushpull("sum", values)
-            want = sum(rank + 1 + k for rank in range(kv.num_workers) for k in range(2))
-            assert all((v.asnumpy() == want).all() and v.dtype == np.dtype(dtype) for v in values)
-            out = [nd.zeros((size,), ctx=CONTEXTS[k], dtype=dtype) for k in range(2)]
-            kv.broadcast(3, values[0] + kv.rank, out=out)
-            assert all((o.asnumpy() == want).all() for o in out)
-    values = [nd.array([2**53 + 1, -kv.rank], ctx=CONTEXTS[k], dtype="int64") for k in range(2)]
-    kv.pushpull("integers", values)
-    ranks = kv.num_workers
-    assert all(v.asnumpy().tolist() == [2 * ranks * (2**53 + 1), -ranks * (ranks - 1)] for v in values)
-
-
 def refuses_what_it_cannot_send():
     """Before anything is sent, so that the exchanges behind it are right."""
     import pytest
@@ -600,33 +584,6 @@ def gathers_other_rows():
         contrastive.gather(nd.ones((2, 3 + kv.rank)), name="features", kvstore=kv).asnumpy()
 
 
-def rows_of_any_type():
-    for size, kind in ((0, "uint8"), (1, "float64"), (1000, "int32"), (600_000, "float16")):
-        parts = [(np.arange(size * (rank % 3)) + rank).astype(kind) for rank in range(kv.num_workers)]
-        got = kv.allgather("of another type", parts[kv.rank], equal=False)
-        for theirs, want in zip(got, parts):
-            assert theirs.dtype == want.dtype
-            np.testing.assert_array_equal(theirs, want)
-
-
-# ---- an interrupt ------------------------------------------------------------------------------------------------
-
-
-def interrupted_sum():
-    """Ctrl-C in rank 0's main thread, while rank 1 is late: it hears of it."""
-    if kv.rank == 0:
-        interrupt_when_waiting()
-    else:
-        wait_for(["left"])
-    try:
-        kv.allgather(0, np.ones(3))  # of which rank 1 has all by now
-        kv.allgather(1, np.ones(3))
-    except (KeyboardInterrupt, mx.MXNetError) as error:
-        leave("left")
-        report(kv.rank, time.monotonic(), error)
-        raise SystemExit(3) from None
-
-
 # ---- faults: rank 1 does something else, the others must hear of it ----------------------------------------------
 
 
@@ -642,7 +599,6 @@ def saves_its_work():
     layer = gluon_syncbn.SyncBatchNorm(in_channels=5, prefix="layer0_")
     layer.initialize(ctx=CONTEXTS[:1])
     way, disk, errors = sys.argv[2], OSError("the disk is full"), []
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
 
     def save():
         time.sleep(2)  # in which mpiexec would have ended this rank
@@ -659,8 +615,6 @@ def saves_its_work():
             start, faulty = time.monotonic(), kv.rank == 1 and k == 2
             if faulty and way == "raises":
                 raise disk
-            if faulty and way == "ends":
-                os.kill(os.getpid(), signal.SIGTERM)
             if faulty and way == "exits":
                 break
             with autograd.record():
@@ -673,27 +627,6 @@ def saves_its_work():
         if way != "exits":
             save()
         raise SystemExit(3) from None
-
-
-def steps_until_one_fails():
-    """Or until the test asks for the end. With ``child``, one is killed, and rank 1 has forked as a DataLoader does."""
-    child = 0
-    if kv.rank == 1 and sys.argv[4:] == ["child"]:
-        child = os.fork()
-        if child == 0:
-            time.sleep(60)
-            os._exit(0)
-    try:
-        for k in itertools.count():
-            with reporting(() if sys.argv[4:] else range(kv.num_workers)):
-                train_step(k)
-                if k == 2:
-                    leave(f"running {kv.rank}", f"{os.getpid()} {child}")
-                if kv.allgather("whether to end", np.array([path_of("end").exists()]))[0][0]:
-                    break
-    finally:
-        if child:
-            os.kill(child, signal.SIGKILL)
 
 
 _layers = []
@@ -715,7 +648,6 @@ def train_step(k):
     with autograd.record():
         y = _layers[1](_layers[0](x))
     y.backward(x)
-    kv.pushpull(0, _layers[0].gamma.grad())
     mx.nd.waitall()
 
 

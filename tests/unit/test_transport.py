@@ -17,6 +17,7 @@ from thread_transport import Job, everywhere
 import gluon_syncbn
 from gluon_syncbn import _native
 from gluon_syncbn.settings import Settings
+from gluon_syncbn.system import kinds
 
 CHANNELS = 3
 
@@ -166,24 +167,41 @@ def test_layers_that_one_process_alone_has(caplog):
         assert "number 1 of its kind" in str(error) and "number 2 of its kind" in str(error)
 
 
-@pytest.mark.parametrize("kind", [mx.nd, mx.np])
-def test_gradients_of_all_processes(kind):
-    all_stores = stores(3)
-    rng = np.random.RandomState(2)
-    values = [rng.randn(4, 2).astype("float32") for _ in range(3)]
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int32", "int64"])
+def test_sums_of_all_processes(dtype, contexts):
+    """Over two contexts of each, in the order of the ranks, to the bit; of numbers that float64 does not have, too."""
+    all_stores, rng = stores(3), np.random.RandomState(2)
+    kind = kinds.BFLOAT16 if dtype == "bfloat16" else dtype
+    wide = {"float64": dtype, "int32": "int64", "int64": dtype}.get(dtype, "float32")
+    values = rng.randint(-9, 9, (3, 2, 4, 2)) * (2**53 + 1 if wide == dtype == "int64" else 1.1)
+    frameworks = [mx.nd, mx.np] if dtype == "float32" else [mx.nd]
+
+    def given(rank, of=mx.nd):
+        source = "int64" if dtype == "int64" else "float64"
+        return [of.array(values[rank, k], ctx=contexts[k], dtype=source).astype(kind) for k in range(2)]
 
     def work(store):
         store.meet()
-        out = kind.array(values[store.rank])
-        store.pushpull("weight", out)
-        first = kind.zeros((4, 2))
-        store.broadcast("weight", kind.array(values[store.rank]), first)
-        return out.asnumpy(), first.asnumpy()
+        found = []
+        for of in frameworks:
+            own = given(store.rank, of)
+            store.pushpull("weight", own)
+            out, first = of.zeros((4, 2)), [of.zeros((4, 2), ctx=context).astype(kind) for context in contexts[:2]]
+            store.pushpull("apart", given(store.rank, of), out=out)
+            store.broadcast("weight", given(store.rank, of)[0], first)
+            found.append([[array.astype(wide).asnumpy() for array in arrays] for arrays in (own, [out], first)])
+        return found
 
-    for total, first in everywhere(all_stores, work):
-        np.testing.assert_allclose(total, sum(values), rtol=1e-6)
-        np.testing.assert_array_equal(first, values[0])
-    assert sent_by(all_stores) == 6 + 6 + 6  # machines, the sum, the broadcast
+    parts = [sum(array.astype(wide).asnumpy() for array in given(rank)) for rank in range(3)]
+    total = mx.nd.array(parts[0] + parts[1] + parts[2], dtype=wide)
+    want = total.astype(kind).astype(wide).asnumpy()
+    for found in everywhere(all_stores, work):
+        for own, (apart,), first in found:
+            assert all((array == want).all() for array in own)
+            np.testing.assert_array_equal(apart, total.astype("float32").astype(wide).asnumpy())
+            assert all((array == given(0)[0].astype(wide).asnumpy()).all() for array in first)
+    # Machines, then two sums and a broadcast.
+    assert sent_by(all_stores) == 6 + len(frameworks) * (2 * 6 + 6)
 
 
 class Trainer:
