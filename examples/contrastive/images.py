@@ -70,12 +70,12 @@ def _folder(folder: Path, size: int):
     return pixels, np.array([classes.index(name) for name in names])
 
 
-def view(images: np.ndarray, size: int, random: np.random.RandomState, rows=slice(None)) -> np.ndarray:
-    """Rotates, scales, shears and moves these rows of a batch at random, and adds noise: (rows, C, size, size).
+def view(images: np.ndarray, size: int, random: np.random.RandomState, n=None, own=slice(None)) -> np.ndarray:
+    """Rotates, scales, shears and moves images at random, and adds noise. They are the rows ``own`` of a batch of n.
 
     Numbers are drawn for the whole batch, so a row has the same view in whichever process it is made.
     """
-    n = len(images)
+    n = n or len(images)
 
     def uniform(width, count=None):
         return random.uniform(-width, width, n if count is None else (n, count))
@@ -87,7 +87,7 @@ def view(images: np.ndarray, size: int, random: np.random.RandomState, rows=slic
     shape[:, 0, 0], shape[:, 1, 1], shape[:, 0, 1] = scale * stretch, scale / stretch, slant
     affine = np.concatenate([turn @ shape, uniform(0.25, 2)[:, :, None]], axis=2)
     noise = 0.05 * random.randn(n, images.shape[1], size, size).astype("float32")
-    return resample(images[rows], size, affine[rows]) + noise[rows]
+    return resample(images, size, affine[own]) + noise[own]
 
 
 def resample(images: np.ndarray, size: int, affine: np.ndarray | None = None) -> np.ndarray:

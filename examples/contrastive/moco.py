@@ -83,8 +83,6 @@ class MoCo:
     ):
         mx.random.seed(seed)
         self.contexts, self.momentum, self.temperature = contexts, momentum, temperature
-        self.first = kvstore.rank * len(contexts) if kvstore else 0  # shard of the batch
-        self.shards = kvstore.num_workers * len(contexts) if kvstore else len(contexts)
         self.query, self.key = (Encoder(bn, virtual_devices, dim=dim) for _ in range(2))
         for encoder in (self.query, self.key):
             encoder.initialize(mx.init.Xavier(magnitude=2), ctx=contexts)
@@ -107,38 +105,33 @@ class MoCo:
         settings = {"learning_rate": lr, "momentum": 0.9, "wd": 1e-4}
         self.trainer = gluon.Trainer(trained, "sgd", settings, kvstore=kvstore or "device")
 
-    def rows(self, n: int) -> list:
-        """Which rows of a batch of n each context of this process has."""
-        return np.array_split(np.arange(n), self.shards)[self.first :][: len(self.contexts)]
+    def step(self, x_q: np.ndarray, x_k: np.ndarray, own_keys) -> np.ndarray:
+        """One training step on this process's queries of a batch, and on the keys that it computes.
 
-    def step(self, x_q: np.ndarray, x_k: np.ndarray, order: np.ndarray) -> np.ndarray:
-        """One training step on two views of this process's rows of a batch. Row i of all keys is sample ``order[i]``.
-
-        Returns the loss of each row here, and whether its key was found: (2, rows).
+        ``own_keys`` takes the keys of all processes, and returns those of these queries. Returns the loss of each
+        query, and whether its key was found: (2, rows).
         """
         for key, query in self._pairs:
             for context in self.contexts:
                 key.data(context)[:] = self.momentum * key.data(context) + (1 - self.momentum) * query.data(context)
-        rows, places = self.rows(len(order)), np.argsort(order)  # where the key of each query is
         with autograd.train_mode():  # statistics of the batch, no gradients
-            everyone = contrastive.gather([self.key(x) for x in self._load(x_k, rows)])  # all keys, on each context
+            everyone, *_ = contrastive.gather([self.key(x) for x in self._load(x_k)])  # on each context
         losses, hits = [], []
         with autograd.record():
-            for x, keys, own in zip(self._load(x_q, rows), everyone, rows):
-                q, k = self.query(x), keys.take(nd.array(places[own], ctx=keys.context))
+            for x, k in zip(self._load(x_q), self._load(own_keys(everyone))):
+                q = self.query(x)
                 positive = (q * k).sum(axis=1, keepdims=True)
                 negative = nd.dot(q, self.queue.as_in_context(x.context), transpose_b=True)
                 logits = nd.concat(positive, negative, dim=1) / self.temperature  # (n, 1 + K), the positive key first
                 losses.append(self.loss(logits, nd.zeros(len(x), ctx=x.context)))
                 hits.append(logits.argmax(axis=1) == 0)
         autograd.backward(losses)
-        self.trainer.step(len(order))
-        self._enqueue(everyone[0].as_in_context(mx.cpu()).take(nd.array(places)))
+        self.trainer.step(len(everyone))
+        self._enqueue(everyone)
         return np.array([np.concatenate([one.asnumpy() for one in values]) for values in (losses, hits)])
 
-    def _load(self, x: np.ndarray, rows: list) -> list:
-        ends = np.cumsum([len(own) for own in rows])[:-1]
-        return [nd.array(part, ctx=context) for part, context in zip(np.split(x, ends), self.contexts)]
+    def _load(self, x) -> list:
+        return gluon.utils.split_and_load(x, self.contexts)
 
     def _enqueue(self, keys):
         rows = (self.position + np.arange(len(keys))) % len(self.queue)

@@ -19,6 +19,8 @@ import os
 import signal
 import sys
 import zipfile
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -95,15 +97,21 @@ def train(options: argparse.Namespace) -> list:
             raise UserError(f"--kvstore: {error}") from None
         gluon_syncbn.configure(kvstore=kvstore)
     job = kvstore or Alone()
-    slots = job.num_workers * options.cpus * options.virtual_devices
+    devices = job.num_workers * options.cpus
+    slots = devices * options.virtual_devices
     if options.bn != "sync" and slots < 2:
         raise UserError(f"--bn {options.bn}: one slot in all, expected at least 2 (--virtual-devices, --cpus)")
     if options.batch_size < slots:
         raise UserError(f"--batch-size: {options.batch_size} was given, expected at least one image for each slot")
+    if options.batch_size % devices:
+        raise UserError(f"--batch-size: {options.batch_size} was given, expected a multiple of the {devices} devices")
     images = load(options.data, options.size)
-    steps = len(images.train) // options.batch_size
-    if steps < 1:
+    if options.batch_size > len(images.train):
         raise UserError(f"--batch-size: {options.batch_size} was given, expected at most {len(images.train)} images")
+    each = options.batch_size // job.num_workers
+    own = slice(job.rank * each, (job.rank + 1) * each)  # rows of a batch
+    sampler = contrastive.ShuffleSampler(len(images.train), each, job.num_workers, job.rank, options.seed)
+    steps, shuffled = len(sampler), options.bn == "sample-shuffle"
     moco = MoCo(
         contexts, kvstore, bn=options.bn, virtual_devices=options.virtual_devices, channels=images.train.shape[1],
         size=options.size, queue=options.queue, momentum=options.momentum, temperature=options.temperature,
@@ -122,17 +130,16 @@ def train(options: argparse.Namespace) -> list:
         # Random numbers depend on seed and epoch alone, so a resumed run gives the same result.
         random = np.random.RandomState([options.seed, epoch])
         gluon_syncbn.configure(seed=options.seed << 32 | epoch)
-        shuffle = contrastive.SampleShuffle(options.seed, position=epoch * steps)
-        order = random.permutation(len(images.train))
+        sampler.set_epoch(epoch)
         results = np.zeros((steps, 2, options.batch_size), "float32")  # loss and hit of each row; 0 for others' rows
-        for k in range(steps):
+        for k, pairs in enumerate(sampler):
             done = (epoch * steps + k) / (options.epochs * steps)
             moco.trainer.set_learning_rate(options.lr * 0.5 * (1 + math.cos(math.pi * done)))
-            batch = images.train[order[k * options.batch_size : (k + 1) * options.batch_size]]
-            own = np.concatenate(moco.rows(len(batch)))
-            keys = shuffle.permutation(len(batch)) if options.bn == "sample-shuffle" else np.arange(len(batch))
-            x_q, x_k = (centred(view(batch, options.size, random, rows)) for rows in (own, keys[own]))
-            results[k][:, own] = moco.step(x_q, x_k, keys)
+            queries, keys = np.transpose(pairs)
+            samples = queries, keys if shuffled else queries
+            views = [view(images.train[one], options.size, random, options.batch_size, own) for one in samples]
+            own_keys = partial(sampler.restore, batch=k) if shuffled else itemgetter(own)
+            results[k][:, own] = moco.step(*map(centred, views), own_keys)
         loss, pretext = map(float, sum(job.allgather("results", results)).mean(axis=(0, 2)))
         if not np.isfinite(loss):
             raise UserError(f"the loss became {loss} in epoch {epoch + 1}; a smaller --lr may help")

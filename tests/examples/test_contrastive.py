@@ -74,10 +74,10 @@ sys.exit(train.main())
 
 @pytest.mark.parametrize("bn", ["sample-shuffle", pytest.param("local", marks=pytest.mark.slow)])
 def test_two_processes_are_one_process_with_two_devices(bn, images, tmp_path):
-    """To the bit, also if they are interrupted and resumed, with batches that do not divide."""
+    """To the bit, also if they are interrupted and resumed, with slots of different size."""
     pytest.importorskip("mpi4py", reason="processes need mpi4py")
     one, two = tmp_path / "one", tmp_path / "two"
-    settings = ["--size", 12, "--batch-size", 9, "--virtual-devices", 2, "--queue", 32]
+    settings = ["--size", 12, "--batch-size", 10, "--virtual-devices", 2, "--queue", 32]
     settings += ["--bn", bn, "--epochs", 2, "--data", images]
     assert run(*settings, "--cpus", 2, "--out", one).returncode == 0
     (tmp_path / "interrupted.py").write_text(INTERRUPTED)
