@@ -184,11 +184,11 @@ class Recorder:
         return taken
 
 
-def measure(cupy: Any, torch: Any, gpu: str, quick: bool, no_progress: bool) -> List[Dict[str, Any]]:
+def measure(cupy: Any, torch: Any, gpu: str, quick: bool) -> List[Dict[str, Any]]:
     module = cupy.RawModule(code=source(), options=OPTIONS, backend="nvrtc")
     shapes, rounds, calls = (SHAPES[:1], 3, 2) if quick else (SHAPES, 15, 100)
     samples = []
-    for shape in tqdm(shapes, desc="kernels", unit="shape", disable=no_progress or None):
+    for shape in tqdm(shapes, desc="kernels", unit="shape", disable=None):
         images, channels, height, width = shape
         for layout, dtype in CASES:
             inner = height * width
@@ -216,7 +216,6 @@ def torch_here() -> Tuple[Any, str]:
 def main(arguments: Sequence[str]) -> Dict[str, Any]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--no-progress", action="store_true")
     options = parser.parse_args(arguments)
     try:
         import cupy
@@ -237,7 +236,7 @@ def main(arguments: Sequence[str]) -> Dict[str, Any]:
         "torch": torch.__version__ if torch is not None else why,
         "python of both": sys.version.split()[0],
     }
-    samples = measure(cupy, torch, gpu, options.quick, options.no_progress)
+    samples = measure(cupy, torch, gpu, options.quick)
     return {
         "gpu": gpu,
         "environment": environment,

@@ -54,9 +54,6 @@ def options(
         parser.add_argument("--eager", action="store_true", help=eager)
     if python:
         parser.add_argument("--python", default=sys.executable, help=f"the Python that has {python} (this one)")
-    parser.add_argument(
-        "--no-progress", action="store_true", help="no progress bar; nor is there one without a terminal"
-    )
     parser.add_argument("--child", help=argparse.SUPPRESS)  # the cells to measure, as JSON
     parsed = parser.parse_args(arguments)
     if processes and parsed.processes is not None and parsed.processes < 2:

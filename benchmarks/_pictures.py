@@ -180,24 +180,6 @@ def recompute(cells: Cells) -> Picture:
     return Picture([("", texts, series)], "", "most memory in a step, MiB", found, "one run each", False, 0)
 
 
-def memory(cells: Cells) -> Picture:
-    labels = {
-        "plain": ("plain, one context", style.PLAIN),
-        "1": ("SyncBatchNorm, one", style.BLUES[0]),
-        "2": ("two", style.BLUES[1]),
-        "4": ("four", style.BLUES[2]),
-    }
-    of = {
-        name: [one[name]["late_mib"] / max(1, int(name) if name.isdigit() else 1) for one in cells] for name in labels
-    }
-    series = {label: [point(value) for value in of[name]] for name, label in labels.items()}
-    more = span([ours / plain for name in ("1", "2", "4") for ours, plain in zip(of[name], of["plain"])])
-    found = f"A context takes {more} of the memory of one process with plain BatchNorm"
-    return Picture(
-        [("", [one["model"] for one in cells], series)], "", "MiB for each context", found, "one run each", False, 0
-    )
-
-
 def over_tcp(cell: Any) -> str:
     return "\nover TCP" if cell.get("network") else ""
 
@@ -211,7 +193,7 @@ def gradients(cells: Cells) -> Picture:
     series = {label: [point(one["seconds"][name], 1e3) for one in cells] for name, label in labels.items()}
     texts = [f"{one['model']}\n{one['crop']} pixels\n{one['processes']} processes{over_tcp(one)}" for one in cells]
     found = f"A sum of gradients takes {span(medians(cells, 'exchange'))} of the bare transport's time"
-    note = f"exchange is what a step takes more than without it, so that it may be below 0; {rounds(cells)}"
+    note = f"kvstore(...): how much longer a step takes than one without, which may be below 0; {rounds(cells)}"
     return Picture([("", texts, series)], "", "ms to sum the gradients", found, note, False, 0)
 
 
@@ -281,7 +263,7 @@ def gpu(cells: Any) -> Picture:
 
 
 DRAWN = {
-    **{one.__name__: one for one in (gpu, kernels, memory, models, models_processes, modes)},
+    **{one.__name__: one for one in (gpu, kernels, models, models_processes, modes)},
     **{one.__name__: one for one in (recompute, scaling, shuffle)},
     **dict.fromkeys(("layers", "layers_avx2"), layers),
     **dict.fromkeys(("exchange", "exchange_openmpi"), exchange),

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     env = {**_results.environment(["benchmarks/exchange.py", *arguments]), "processes over": carrier}
     processes, rounds = ([2], 50) if options.quick else (PROCESSES, ROUNDS)
     samples: List[_measuring.Cell] = []
-    for count in tqdm(processes, desc="exchange", unit="job", disable=options.no_progress or None):
+    for count in tqdm(processes, desc="exchange", unit="job", disable=None):
         near, far = (
             _measuring.job(count, [__file__], {"rounds": rounds, "network": network}, network)
             for network in (False, True)

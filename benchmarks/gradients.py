@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     cells = [{**model, "processes": count, "network": False} for model in models for count in counts]
     cells += [] if options.quick else FAR
     samples = []
-    for cell in tqdm(cells, disable=options.no_progress or None):
+    for cell in tqdm(cells, disable=None):
         cell = {**cell, **effort}
         samples.append({**cell, **_measuring.job(cell["processes"], [__file__], cell, cell["network"])})
         if not cell["network"]:

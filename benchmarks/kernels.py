@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     # What the compiler makes better in a minute tells nothing in a smoke test: it takes what the tests compile.
     flags = () if options.quick else (FLAGS,)
     libraries = {name: kernels_library.build(name, *flags) for name in kernels_library.here()}
-    for case in tqdm(cases, desc="kernels", unit="cell", disable=options.no_progress or None):
+    for case in tqdm(cases, desc="kernels", unit="cell", disable=None):
         taken = _measuring.interleaved(steps(libraries[case["set"]], case), *effort)
         samples.append({**case, "seconds": taken})
         results.append({**case, "seconds": _results.summary(taken), "ratios": _results.summary(ratios(taken))})

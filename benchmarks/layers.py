@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
     kinds = [{"relu": False, "contrib": not options.quick}, {"relu": True, "contrib": False}]
     cells = [{"shape": s, "replicas": n, **kind, **effort} for s in shapes for n in replicas for kind in kinds]
     samples = []
-    with tqdm(total=len(cells), desc="layers", unit="cell", disable=options.no_progress or None) as progress:
+    with tqdm(total=len(cells), desc="layers", unit="cell", disable=None) as progress:
         for cell, taken, problems in _measuring.measure(__file__, cells, 150):
             samples.append({**cell, "problems": problems, "seconds": taken})
             progress.set_postfix_str(f"{tuple(cell['shape'])} x {cell['replicas']}")

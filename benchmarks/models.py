@@ -83,7 +83,7 @@ def main(arguments: Sequence[str]) -> int:
         for n in devices
     ]
     samples = []
-    with tqdm(total=len(cells), desc="models", unit="cell", disable=options.no_progress or None) as progress:
+    with tqdm(total=len(cells), desc="models", unit="cell", disable=None) as progress:
         for cell in cells:
             progress.set_postfix_str(f"{cell['model']} x {cell['devices']}")
             # a process for each: MXNet keeps the temporary space that a network needed

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     cells = [{"shape": shape, "replicas": n, "contrib": False, **effort} for shape in shapes for n in replicas]
     samples = []
     for cell, taken, problems in tqdm(
-        _measuring.measure(__file__, cells, 150), total=len(cells), desc="modes", disable=options.no_progress or None
+        _measuring.measure(__file__, cells, 150), total=len(cells), desc="modes", disable=None
     ):
         samples.append({**cell, "problems": problems, "seconds": taken})
     results = [_results.compared(sample) for sample in samples]

@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     full = {"image": IMAGE, "batch": BATCH, "rounds": 15, "budget_s": 25}
     cells: List[_measuring.Cell] = [QUICK] if options.quick else [{**full, "devices": n} for n in DEVICES]
     samples = []
-    with tqdm(total=len(cells), desc="shuffle", unit="cell", disable=options.no_progress or None) as progress:
+    with tqdm(total=len(cells), desc="shuffle", unit="cell", disable=None) as progress:
         measured = _measuring.measure(
             __file__, [{**cell, "contrib": False} for cell in cells], 30 if options.quick else 90
         )

@@ -51,7 +51,7 @@ def steps(out: Path) -> List[Step]:
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     sanitizer = ["compute-sanitizer", "--error-exitcode", "66", "--tool"]
     training = [sys.executable, "-m", "gluon_syncbn", "check"]
-    speed = [sys.executable, "benchmarks/gpu.py", "--no-progress", "--out", str(out)]
+    speed = [sys.executable, "benchmarks/gpu.py", "--out", str(out)]
     return [
         Step("kernels", "each kernel against NumPy, through CuPy", [*pytest, KERNELS, "-k", "cupy"], 100),
         Step("layer", "the layer, as far as the GPUs go", [*pytest, "tests/gpu/test_gpu.py"], 100),

@@ -58,7 +58,6 @@ def parse(argv=None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder of the run (default: runs/contrastive/BN-SEED)")
     parser.add_argument("--resume", action="store_true", help="continue the run in that folder")
-    parser.add_argument("--no-progress", action="store_true", help="show no progress bar (as without a terminal)")
     options = parser.parse_args(argv)  # fmt: skip
     options.size = options.size or (32 if options.data else 16)
     options.out = options.out or Path("runs/contrastive") / f"{options.bn}-{options.seed}"
@@ -124,8 +123,7 @@ def train(options: argparse.Namespace) -> list:
     if len(set(done)) > 1:
         raise UserError(f"--resume: the processes' checkpoints are of the epochs {done}, expected the same epoch")
     stop = Stop()
-    silent = options.no_progress or job.rank > 0
-    bar = tqdm(range(len(rows), options.epochs), desc=options.bn, unit="epoch", disable=silent or None)
+    bar = tqdm(range(len(rows), options.epochs), desc=options.bn, unit="epoch", disable=True if job.rank else None)
     for epoch in bar:
         # Random numbers depend on seed and epoch alone, so a resumed run gives the same result.
         random = np.random.RandomState([options.seed, epoch])

@@ -53,7 +53,7 @@ def crop_scores(args, net, devices):
     data = Scenes(args.data_root, "val", "val", args.base_size, args.crop_size, seed=0)
     loader = Loader(data, args.test_batch_size, args.workers, seed=0, shuffle=False)
     try:
-        with tqdm(total=len(loader), unit="batch", leave=False, disable=args.no_progress or None) as bar:
+        with tqdm(total=len(loader), unit="batch", leave=False, disable=None) as bar:
             return validate(net, loader.batches(), devices, NUM_CLASS, bar)
     finally:
         loader.close()
@@ -71,7 +71,7 @@ def whole_image_scores(args, net, devices):
     predictor = Predictor(net, devices, args.base_size, args.crop_size, args.flip, args.scales)
     scores = Scores(NUM_CLASS)
     pairs = list(zip(data.images, data.masks))
-    for i in tqdm(range(0, len(pairs), len(devices)), leave=False, disable=args.no_progress or None):
+    for i in tqdm(range(0, len(pairs), len(devices)), leave=False, disable=None):
         part = pairs[i : i + len(devices)]
         predictions = predictor.scores([read_image(image) for image, _ in part])
         masks = [mx.nd.array(read_mask(mask)[None].astype("int32") - 1, dtype="int32") for _, mask in part]

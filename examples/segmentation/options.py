@@ -88,7 +88,6 @@ def add_device_options(parser) -> None:
         help="images of all devices of all processes (16)",
     )
     group.add_argument("--check-data", action="store_true", help="read every file first (always for small sets)")
-    group.add_argument("--no-progress", action="store_true", help="show no progress bars")
 
 
 def train_parser() -> argparse.ArgumentParser:

@@ -333,5 +333,5 @@ class Run:
             desc=text,
             unit="batch",
             leave=False,
-            disable=True if self.args.no_progress or self.processes.rank else None,
+            disable=True if self.processes.rank else None,
         )

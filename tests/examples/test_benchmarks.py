@@ -85,7 +85,7 @@ def test_what_eager_calls_cost():
 # `make slow` runs the others.
 NEEDS = {"exchange": "mpi4py", "gradients": "mpi4py"}
 SHORT = ["layers", "models", "exchange"]
-OTHERS = ["kernels", "modes", "memory", "recompute", "gradients"]
+OTHERS = ["kernels", "modes", "recompute", "gradients"]
 
 
 @pytest.mark.parametrize("name", [*SHORT, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])

@@ -17,7 +17,7 @@ from replicas import in_threads
 from segmentation_runs import Process, changed_train, lasting, rows, steps_of, truncate, wait_for
 
 TINY = "--model fastscnn --aux --crop-size 32 --base-size 40 --batch-size 4 --test-batch-size 4 --syncbn".split()
-TINY += "--lr 0.05 --epochs 2 --no-progress".split()
+TINY += "--lr 0.05 --epochs 2".split()
 FILES = {"last.ckpt", "best.ckpt", "epochs.csv", "steps.csv"}
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("segmentation_modules")]
 
