@@ -19,11 +19,6 @@ def main(argv=None) -> int:
     parser.add_argument("--testval", action="store_true", help="use whole images instead of centre crops")
     args = parser.parse_args(argv)
     prepare_mxnet(args)
-    return evaluate(args)
-
-
-def evaluate(args) -> int:
-    """Print the scores of the checkpoint args.resume."""
     from checkpoint import load_checkpoint
     from dataset import check_folder
     from predictor import load_network
@@ -35,8 +30,7 @@ def evaluate(args) -> int:
     take_model_options(args, checkpoint.state)
     count = check_folder(args.data_root, "val", args.check_data or None)
     net = load_network(args, checkpoint, devices)
-    whole = getattr(args, "testval", False)  # train.py --eval lacks this option
-    scores = (whole_image_scores if whole else crop_scores)(args, net, devices)
+    scores = (whole_image_scores if args.testval else crop_scores)(args, net, devices)
     pix_acc, miou = scores.get()
     print(f"{count} images: pixAcc {pix_acc:.4f}, mIoU {miou:.4f}")
     constant = best_constant(scores.truth)

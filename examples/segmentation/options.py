@@ -148,7 +148,6 @@ def train_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="steps per line of output without a progress bar (20)",
     )
-    group.add_argument("--eval", action="store_true", help="only evaluate --resume")
     group.add_argument("--no-val", action="store_true", help="skip the validation during training")
     return parser
 
@@ -199,12 +198,8 @@ def check_train(args) -> None:
         raise UserError(f"--start-epoch {args.start_epoch}: must be less than --epochs {args.epochs}")
     if args.start_epoch and not (args.resume or "").endswith(".params"):
         raise UserError("--start-epoch: only with --resume FILE.params; a .ckpt has its own position")
-    if args.eval and not args.resume:
-        raise UserError("--eval: needs --resume FILE, the checkpoint to evaluate")
     if args.resume and not os.path.isfile(args.resume):
         raise UserError(f"--resume {args.resume}: no such file")
-    if args.eval and args.kvstore in STORES:
-        raise UserError(f"--eval: runs in one process; omit --kvstore {args.kvstore}")
     check_launch(args)
     if args.save_dir is None:
         args.save_dir = os.path.join("runs", args.dataset, args.model, args.backbone, args.checkname)

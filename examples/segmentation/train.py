@@ -22,10 +22,6 @@ def main(argv=None) -> int:
     args = train_parser().parse_args(argv)
     check_train(args)
     prepare_mxnet(args)
-    if args.eval:
-        from evaluate import evaluate
-
-        return evaluate(args)
     from training import train  # slow, so imported after the check of the options
 
     return train(args)

@@ -8,20 +8,62 @@ import pytest
 from environments import ended
 from places import BENCHMARKS, PACKAGE
 
-
-def run(name, *arguments):
-    ran = ended([sys.executable, BENCHMARKS / f"{name}.py", *arguments], PACKAGE.parent, timeout=240)
-    assert ran.returncode == 0, ran.stderr
+pytest.importorskip("matplotlib", reason="the plots need matplotlib")
 
 
-def results(name, out):
-    """The cells that a short run of a benchmark writes."""
-    ends = ("json", "md", "png", "raw.json.gz")
-    assert sorted(path.name for path in out.iterdir()) == [f"{name}.{end}" for end in ends]
-    results = json.loads((out / f"{name}.json").read_text())
-    with gzip.open(out / f"{name}.raw.json.gz", "rt") as file:
-        assert json.load(file)["environment"] == results["environment"]
-    return results["cells"]
+@pytest.fixture
+def run(tmp_path):
+    """Runs a benchmark: the cells of its results, if it writes any."""
+
+    def cells(name, *options):
+        command = [sys.executable, BENCHMARKS / f"{name}.py", *options, "--out", tmp_path]
+        ran = ended(command, PACKAGE.parent, timeout=240)
+        assert ran.returncode == 0, ran.stderr
+        paths = sorted(tmp_path.glob("*.json"), key=lambda path: path.stat().st_mtime)
+        for path in paths[-1:]:
+            assert all(path.with_suffix(end).exists() for end in (".md", ".png"))
+            results = json.loads(path.read_text())
+            if name != "scaling":  # which measures nothing
+                with gzip.open(path.with_suffix(".raw.json.gz"), "rt") as file:
+                    assert json.load(file)["environment"] == results["environment"]
+            return results["cells"]
+        return None
+
+    return cells
+
+
+OTHERS = ["layers --eager", "models", "kernels", "modes", "recompute"]
+
+
+@pytest.mark.parametrize("command", ["layers", *(pytest.param(one, marks=pytest.mark.slow) for one in OTHERS)])
+def test_a_short_run(run, command):
+    assert run(*command.split(), "--quick") or "--eager" in command
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["gradients", "models --processes 2"])
+def test_a_short_run_in_processes(run, command):
+    pytest.importorskip("mpi4py", reason="processes need mpi4py")
+    assert run(*command.split(), "--quick")
+
+
+@pytest.mark.slow
+def test_more_processes_never_cost_less(run):
+    pytest.importorskip("mpi4py", reason="processes need mpi4py")
+    assert run("exchange", "--quick")
+    cells = run("scaling", "--bandwidth-gbit", 100)
+    for net, costs in cells["processes"].items():
+        assert costs == sorted(costs) and all(way == sorted(way) for way in cells["gpus"][net].values())
+
+
+@pytest.mark.slow
+def test_what_the_sample_shuffle_moves(run):
+    (cell,) = run("shuffle", "--quick")
+    image, feature = 4 * 3 * 8 * 8 * 4, 4 * 128 * 4  # of one device
+    assert cell["bytes"]["plain"] == 0
+    assert 0 < cell["bytes"]["loading"] <= 2 * feature
+    assert cell["bytes"]["loading"] < cell["bytes"]["moving"] <= 2 * (image + feature)
+    assert cell["bytes"]["gathering"] == 2 * (image + feature)
 
 
 # A benchmark's child as `measure` sees it: one line of JSON for each cell, or what the cell says instead.
@@ -53,8 +95,7 @@ def test_a_hanging_or_failing_cell_does_not_stop_the_others(tmp_path, benchmarks
     measured = list(_measuring.measure(str(script), cells, limit_s=5))
     assert [cell for cell, _, _ in measured] == cells
     results = [_results.compared({"seconds": taken, "problems": problems}) for _, taken, problems in measured]
-    names = ("ours", "contrib")
-    ours_and_contribs = [tuple(_results.entry(result, name) for name in names) for result in results]
+    ours_and_contribs = [tuple(_results.entry(result, name) for name in ("ours", "contrib")) for result in results]
     ours, contribs = "0.90 (0.80 to 1.00; n = 2)", "1.20 (1.00 to 1.40; n = 2)"
     fine = (ours, contribs)
     assert ours_and_contribs == [fine, (ours, "hang"), ("error", "error"), (ours, "error"), fine]
@@ -66,55 +107,10 @@ def test_a_hanging_or_failing_cell_does_not_stop_the_others(tmp_path, benchmarks
 def test_what_is_kept_of_the_samples(benchmarks):
     import _results
 
-    series = _results.quantiles(range(99, 0, -1))
-    assert series == {"count": 99, "10%": 10, "median": 50, "90%": 90}
-    few = _results.quantiles([3.0, 1.0])
-    assert few == {"count": 2, "10%": 1, "median": 2, "90%": 3}
-    sample = {"shape": [1], "seconds": {"plain": [1.0, 4.0, 2.0], "ours": [3.0, 4.0, 8.0]}}
-    cell = _results.compared(sample)
+    assert _results.quantiles(range(99, 0, -1)) == {"count": 99, "10%": 10, "median": 50, "90%": 90}
+    assert _results.quantiles([3.0, 1.0]) == {"count": 2, "10%": 1, "median": 2, "90%": 3}
+    cell = _results.compared({"shape": [1], "seconds": {"plain": [1.0, 4.0, 2.0], "ours": [3.0, 4.0, 8.0]}})
     assert cell["shape"] == [1] and cell["seconds"].keys() == {"plain", "ours"}
     # of the rounds 3, 1 and 4; the quotient of the medians is 2
     assert list(cell["ratios"]) == ["ours"] and cell["ratios"]["ours"]["median"] == 3
     assert [_results.ratio(cell, name) for name in ("plain", "ours")] == [1, 3]
-
-
-def test_what_eager_calls_cost():
-    run("layers", "--eager", "--quick")
-
-
-# `make slow` runs the others.
-NEEDS = {"exchange": "mpi4py", "gradients": "mpi4py"}
-SHORT = ["layers", "models", "exchange"]
-OTHERS = ["kernels", "modes", "recompute", "gradients"]
-
-
-@pytest.mark.parametrize("name", [*SHORT, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
-def test_a_short_run(tmp_path, name):
-    pytest.importorskip("matplotlib", reason="the plots need matplotlib")
-    if name in NEEDS:
-        pytest.importorskip(NEEDS[name])
-    run(name, "--quick", "--out", tmp_path)
-    assert results(name, tmp_path)
-    if name == "exchange":  # and what it lets expect: more processes never cost less
-        run("scaling", "--out", tmp_path, "--bandwidth-gbit", 100)
-        cells = json.loads((tmp_path / "scaling.json").read_text())["cells"]
-        for net, costs in cells["processes"].items():
-            assert costs == sorted(costs) and all(way == sorted(way) for way in cells["gpus"][net].values())
-
-
-@pytest.mark.slow
-def test_the_models_in_processes(tmp_path):
-    pytest.importorskip("mpi4py", reason="processes need mpi4py")
-    run("models", "--quick", "--processes", 2, "--out", tmp_path)
-    assert results("models_processes", tmp_path)
-
-
-@pytest.mark.slow
-def test_what_the_sample_shuffle_moves(tmp_path):
-    run("shuffle", "--quick", "--out", tmp_path)
-    (cell,) = results("shuffle", tmp_path)
-    image, feature = 4 * 3 * 8 * 8 * 4, 4 * 128 * 4  # of one device
-    assert cell["bytes"]["plain"] == 0
-    assert 0 < cell["bytes"]["loading"] <= 2 * feature
-    assert cell["bytes"]["loading"] < cell["bytes"]["moving"] <= 2 * (image + feature)
-    assert cell["bytes"]["gathering"] == 2 * (image + feature)

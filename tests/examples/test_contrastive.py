@@ -15,21 +15,20 @@ from places import CONTRASTIVE
 pytest.importorskip("sklearn", reason="the digits and the kNN check come with scikit-learn")
 Image = pytest.importorskip("PIL.Image", reason="pictures need Pillow")
 
+MPIEXEC = [Path(sys.executable).with_name("mpiexec"), "-n", "2"]
+SMALL = ["--size", 12, "--batch-size", 10, "--virtual-devices", 2, "--queue", 32]
 
-MPIEXEC = [str(Path(sys.executable).parent / "mpiexec"), "-n", "2"]
 
-
-def run(*arguments, script="train.py", launcher=()):
-    command = [*launcher, sys.executable, str(CONTRASTIVE / script), *map(str, arguments)]
-    return ended(command, OMP_NUM_THREADS=1)
+def run(*arguments, script=CONTRASTIVE / "train.py", launcher=(), code=0):
+    """A program after its end with this exit code."""
+    done = ended([*launcher, sys.executable, script, *arguments], OMP_NUM_THREADS=1)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
 
 
 def rows(folder):
     with (folder / "epochs.csv").open(newline="") as file:
         return [{k: float(v) if v else None for k, v in row.items()} for row in csv.DictReader(file)]
-
-
-SMALL = ["--size", 12, "--batch-size", 8, "--virtual-devices", 2, "--queue", 32]
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +43,26 @@ def images(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def trained(images, tmp_path_factory):
+    """The folder of a run of two epochs on two devices."""
+    folder = tmp_path_factory.mktemp("trained")
+    run(*SMALL, "--epochs", 2, "--cpus", 2, "--data", images, "--out", folder)
+    return folder
+
+
+@pytest.fixture
+def train(contrastive_modules, capsys):
+    """Calls train.py in this process: its exit code, and what it prints."""
+    from train import main
+
+    return lambda *options: (main(list(map(str, options))), "".join(capsys.readouterr()))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("bn", ["local", "sync", "shuffle", "sample-shuffle"])
 def test_each_mode_trains(bn, tmp_path):
     done = run("--bn", bn, "--epochs", 2, "--out", tmp_path, "--cpus", 2, "--virtual-devices", 4)
-    assert done.returncode == 0, done.stderr
     assert "epoch 2: loss" in done.stdout
     first, second = rows(tmp_path)
     assert second["loss"] < np.log(513)  # what guessing among 513 keys costs
@@ -73,72 +87,52 @@ sys.exit(train.main())
 
 
 @pytest.mark.parametrize("bn", ["sample-shuffle", pytest.param("local", marks=pytest.mark.slow)])
-def test_two_processes_are_one_process_with_two_devices(bn, images, tmp_path):
+def test_two_processes_are_one_process_with_two_devices(bn, trained, images, tmp_path):
     """To the bit, also if they are interrupted and resumed, with slots of different size."""
     pytest.importorskip("mpi4py", reason="processes need mpi4py")
-    one, two = tmp_path / "one", tmp_path / "two"
-    settings = ["--size", 12, "--batch-size", 10, "--virtual-devices", 2, "--queue", 32]
-    settings += ["--bn", bn, "--epochs", 2, "--data", images]
-    assert run(*settings, "--cpus", 2, "--out", one).returncode == 0
+    one, two = trained, tmp_path / "two"
+    settings = [*SMALL, "--bn", bn, "--epochs", 2, "--data", images]
+    if bn == "local":
+        one = tmp_path / "one"
+        run(*settings, "--cpus", 2, "--out", one)
     (tmp_path / "interrupted.py").write_text(INTERRUPTED)
     job = [*settings, "--kvstore", "mpi", "--out", two]
-    stopped = run(*job, script=tmp_path / "interrupted.py", launcher=MPIEXEC)
-    assert stopped.returncode == 128 + signal.SIGINT, stopped.stderr
+    run(*job, script=tmp_path / "interrupted.py", launcher=MPIEXEC, code=128 + signal.SIGINT)
     assert len(rows(two)) == 1
-    resumed = run(*job, "--resume", launcher=MPIEXEC)
-    assert resumed.returncode == 0, resumed.stderr
+    run(*job, "--resume", launcher=MPIEXEC)
     assert rows(two) == rows(one)
     queues = [zipfile.ZipFile(two / f"last-{rank}.ckpt").read("queue.npz") for rank in range(2)]
     assert queues[0] == queues[1]
 
 
-@pytest.fixture(scope="module")
-def trained(images, tmp_path_factory):
-    """The folder of a run of an epoch."""
-    folder = tmp_path_factory.mktemp("trained")
-    done = run(*SMALL, "--epochs", 1, "--data", images, "--out", folder)
-    assert done.returncode == 0, done.stderr
-    return folder
-
-
-def test_a_folder_of_images(trained, images, tmp_path, contrastive_modules, capsys):
-    from train import main
-
+def test_the_knn_check_needs_classes(trained, images, tmp_path, train):
     assert rows(trained)[0]["knn"] is not None
-    options = [*SMALL, "--epochs", 1, "--data", images / "cats", "--out", tmp_path / "flat"]
-    assert not main(list(map(str, options)))
-    assert "kNN no labels" in capsys.readouterr().out
+    code, said = train(*SMALL, "--epochs", 1, "--data", images / "cats", "--out", tmp_path)
+    assert code == 0 and "kNN no labels" in said
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("options", "text"),
     [
-        (["--batch-size", 4], "--batch-size: 4 was given, expected at least one image for each slot"),
-        (["--queue", 16], "--queue: 16 was given, expected at least --batch-size, 32"),
-        (["--virtual-devices", 1], "--bn sample-shuffle: one slot in all, expected at least 2"),
-        (["--data", "nowhere"], "--data nowhere: no such folder"),
-        (["--batch-size", 2000, "--queue", 4000], "--batch-size: 2000 was given, expected at most 1437 images"),
-        (["--resume"], "last.ckpt does not exist"),
+        ("--batch-size 4", "--batch-size: 4 was given, expected at least one image for each slot"),
+        ("--batch-size 33 --cpus 2", "--batch-size: 33 was given, expected a multiple of the 2 devices"),
+        ("--queue 16", "--queue: 16 was given, expected at least --batch-size, 32"),
+        ("--virtual-devices 1", "--bn sample-shuffle: one slot in all, expected at least 2"),
+        ("--data nowhere", "--data nowhere: no such folder"),
+        ("--batch-size 2000 --queue 4000", "--batch-size: 2000 was given, expected at most 1437 images"),
+        ("--resume", "last.ckpt does not exist"),
     ],
 )
-def test_errors_are_one_line(arguments, text, tmp_path, contrastive_modules, capsys):
-    from train import main
-
-    assert main([*map(str, arguments), "--out", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert text in said
-    assert said.count("\n") == 1
+def test_errors_are_one_line(options, text, tmp_path, train):
+    code, said = train(*options.split(), "--out", tmp_path)
+    assert code == 2 and text in said and said.count("\n") == 1
 
 
-def test_a_run_with_other_options_is_not_resumed(trained, images, contrastive_modules, capsys):
-    from train import main
-
+def test_a_run_with_other_options_is_not_resumed(trained, images, train):
     before = (trained / "epochs.csv").read_bytes()
-    options = [*SMALL, "--epochs", 1, "--data", images, "--lr", 0.5, "--out", trained, "--resume"]
-    assert main(list(map(str, options))) == 2
-    said = capsys.readouterr().err
-    assert "was made with --lr 0.02, not 0.5" in said
-    assert said.count("\n") == 1
+    options = [*SMALL, "--epochs", 2, "--cpus", 2, "--data", images, "--lr", 0.5, "--out", trained, "--resume"]
+    code, said = train(*options)
+    assert code == 2 and "was made with --lr 0.02, not 0.5" in said and said.count("\n") == 1
     assert (trained / "epochs.csv").read_bytes() == before
 
 
@@ -146,9 +140,7 @@ def test_a_run_with_other_options_is_not_resumed(trained, images, contrastive_mo
 def test_a_loss_over_the_batch_of_two_processes_is_that_of_one(loss):
     """Of 17 images, on two contexts each; contrastive.gather is all that connects their features."""
     pytest.importorskip("mpi4py", reason="processes need mpi4py")
-    script = [sys.executable, str(CONTRASTIVE / "whole_batch.py"), "--loss", loss, "--compare", "--cpus", "2"]
-    command = [*MPIEXEC, *script, "--forwards", "2", "--batch-size", "17", "--steps", "4"]
-    done = ended(command, OMP_NUM_THREADS=1)
-    assert done.returncode == 0, done.stdout + done.stderr
+    options = f"--loss {loss} --compare --cpus 2 --forwards 2 --batch-size 17 --steps 4".split()
+    done = run(*options, script=CONTRASTIVE / "whole_batch.py", launcher=MPIEXEC)
     apart = re.search(r"2 processes with 2 contexts and one process: (\S+) apart", done.stdout)
     assert apart and 0 < float(apart[1]) < 1e-11, done.stdout

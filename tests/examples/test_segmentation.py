@@ -1,23 +1,105 @@
-"""examples/segmentation: the data, the programs as a user calls them, and what they do with bad input."""
+"""examples/segmentation: the programs as a user calls them, in one process and in two, and bad input."""
 
+import contextlib
+import csv
+import importlib
+import json
 import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import textwrap
+import time
 import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
+from environments import shell
 from PIL import Image
-from places import SEGMENTATION
-from segmentation_runs import Process, changed_train, lasting, rows, steps_of, truncate, wait_for
+from places import PACKAGE, SEGMENTATION
 
-TINY = "--model fastscnn --aux --crop-size 32 --base-size 32 --batch-size 4 --test-batch-size 4".split()
-TINY += ["--lr", "0.05", "--epochs", "1"]
+TINY = "--model fastscnn --aux --crop-size 32 --base-size 40 --batch-size 4 --test-batch-size 4 --lr 0.05 --epochs 2"
+TINY = TINY.split()
 TWO = "--cpus 2 --syncbn".split()
+FILES = {"last.ckpt", "best.ckpt", "epochs.csv", "steps.csv"}
+IMAGE, MASK = (
+    f"ADEChallengeData2016/{name}"
+    for name in ("images/training/ADE_train_{}.jpg", "annotations/training/ADE_train_{}.png")
+)
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("segmentation_modules")]
+
+
+class Process:
+    """A program in a process group of its own, which is ended in any case, and what all of the group print."""
+
+    def __init__(self, folder, *command):
+        self.path = folder / "out.txt"
+        streams = {"stderr": subprocess.STDOUT, "start_new_session": True}
+        with open(self.path, "w") as out:
+            command, environment = list(map(str, command)), shell(PACKAGE.parent, OMP_NUM_THREADS=1)
+            self.popen = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, **streams)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.popen.wait()
+
+    def output(self):
+        return self.path.read_text()
+
+    def ends_with(self, code):
+        assert self.popen.wait(100) == code, self.output()
+        return self.output()
+
+    def wait_for(self, condition):
+        end = time.monotonic() + 100
+        while not condition():
+            assert self.popen.poll() is None and time.monotonic() < end, self.output()
+            time.sleep(0.02)
+
+
+def changed_train(path, changes):
+    """train.py with something else in it."""
+    program = f"import sys; sys.path.insert(0, {str(SEGMENTATION)!r})\nimport train\n"
+    program += "def change():\n    import numpy, os, time, dataset, processes, training\n"
+    program += textwrap.indent(textwrap.dedent(changes), "    ") + "\n"
+    # As late as train.py itself imports these.
+    program += "train.prepare_mxnet, late = lambda args: (late(args), change()), train.prepare_mxnet\n"
+    path.write_text(f"{program}from errors import run; sys.exit(run(train.main))\n")
+    return path
+
+
+def lasting(epoch, step):
+    """A change: the step after these is not over before the signal has come, however fast the machine is."""
+    return textwrap.dedent(f"""
+        train_step = training.Run._train_step
+        def lasting(run, images, masks, interrupt):
+            while (run.epoch, run.step) == ({epoch}, {step}) and not interrupt.requested:
+                time.sleep(0.01)
+            return train_step(run, images, masks, interrupt)
+        training.Run._train_step = lasting
+    """)
+
+
+def rows(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def pixels(path):
+    with Image.open(path) as image:
+        return np.array(image)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 @pytest.fixture(autouse=True)
@@ -28,37 +110,50 @@ def environment(monkeypatch):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory, segmentation_modules):
-    """A set of 16 + 6 scenes."""
+    """A set of 16 + 5 scenes: of the last batch in validation, one of two processes has nothing."""
     from minidata import make_minidata
 
     root = tmp_path_factory.mktemp("data")
-    make_minidata(str(root), 16, 6)
+    make_minidata(str(root), 16, 5)
     return root
-
-
-def train(folder, data, *options, timeout=100):
-    """train.py to its end; returns (exit code, output)."""
-    command = [SEGMENTATION / "train.py", *TINY, "--data-root", data, "--save-dir", folder / "run", *options]
-    with Process(folder, *command) as process:
-        code = process.wait(timeout)
-        return code, process.output()
-
-
-def pixels(path):
-    with Image.open(path) as image:
-        return np.array(image)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, data):
-    """Folder of a finished run on two devices: 4 epochs of 4 steps."""
+    """Folder of a finished run on two devices: 2 epochs of 4 steps."""
     folder = tmp_path_factory.mktemp("trained")
-    code, output = train(folder, data, *TWO, "--epochs", "4", "--workers", "2")
-    assert code == 0, output
+    options = [*TINY, *TWO, "--workers", "2", "--data-root", data, "--save-dir", folder / "run"]
+    with Process(folder, sys.executable, SEGMENTATION / "train.py", *options) as process:
+        process.ends_with(0)
     return folder / "run"
 
 
-# -- scores ------------------------------------------------------------------------------------------------
+@pytest.fixture
+def call(capsys):
+    """Calls a program in this process: its exit code, and what it prints."""
+
+    def called(name, *options):
+        from errors import run
+
+        try:
+            code = run(importlib.import_module(name).main, list(map(str, options)))
+        except SystemExit as end:  # argparse's way
+            code = end.code
+        return code, "".join(capsys.readouterr())
+
+    return called
+
+
+@pytest.fixture
+def refused(call):
+    """Calls train.py with bad input: the one line that it prints."""
+
+    def said(*options):
+        code, line = call("train", *TINY, *options)
+        assert code == 2 and line.count("\n") == 1 and " error: " in line, (code, line)
+        return line
+
+    return said
 
 
 def test_scores_against_the_definition(rng):
@@ -70,39 +165,30 @@ def test_scores_against_the_definition(rng):
     scores = Scores(6)
     for i in range(3):
         scores.update([mx.nd.array(truth[i : i + 1], dtype="int32")], [mx.nd.array(logits[i : i + 1])])
-    prediction, known = logits.argmax(1), truth >= 0
+    known = truth >= 0
 
     def definition(prediction):
-        right = (prediction == truth)[known].mean()
-        ious = [
-            ((prediction == c) & (truth == c)).sum() / (((prediction == c) & known) | (truth == c)).sum()
-            for c in range(4)
-        ]
-        return right, np.mean(ious)
+        pairs = [((prediction == c) & known, truth == c) for c in range(4)]
+        return (prediction == truth)[known].mean(), np.mean([(a & b).sum() / (a | b).sum() for a, b in pairs])
 
-    np.testing.assert_allclose(scores.get(), definition(prediction), rtol=1e-12)
+    np.testing.assert_allclose(scores.get(), definition(logits.argmax(1)), rtol=1e-12)
     brute = np.array([definition(np.full_like(truth, c)) for c in range(6)])
     np.testing.assert_allclose(best_constant(scores.truth), brute.max(0), rtol=1e-12)
 
 
-# -- training ----------------------------------------------------------------------------------------------
-
-
 def test_training_on_two_devices_learns_and_keeps_records(trained):
     epochs, steps = rows(trained / "epochs.csv"), rows(trained / "steps.csv")
-    assert [(row["epoch"], row["step"]) for row in steps] == [
-        (str(e), str(s)) for e in range(1, 5) for s in range(1, 5)
-    ]
-    loss = [float(row["loss"]) for row in steps]
-    assert np.mean(loss[-4:]) < 0.8 * np.mean(loss[:4])
-    lr = [float(row["lr"]) for row in steps]
-    np.testing.assert_allclose(lr, [0.05 * (1 - min(i, 15) / 15) ** 0.9 for i in range(1, 17)], atol=1e-6)
-    assert [row["epoch"] for row in epochs] == ["1", "2", "3", "4"]
-    for i, row in enumerate(epochs):
-        np.testing.assert_allclose(float(row["train_loss"]), np.mean(loss[4 * i : 4 * i + 4]), rtol=1e-5)
+    assert [(row["epoch"], row["step"]) for row in steps] == [(str(e), str(s)) for e in (1, 2) for s in range(1, 5)]
+    loss = np.array([float(row["loss"]) for row in steps])
+    assert np.mean(loss[4:]) < 0.8 * np.mean(loss[:4])
+    rates = [0.05 * (1 - min(i, 7) / 7) ** 0.9 for i in range(1, 9)]
+    np.testing.assert_allclose([float(row["lr"]) for row in steps], rates, atol=1e-6)
+    assert [row["epoch"] for row in epochs] == ["1", "2"]
+    np.testing.assert_allclose([float(row["train_loss"]) for row in epochs], loss.reshape(2, 4).mean(1), rtol=1e-5)
+    for row in epochs:
         assert 0 <= float(row["mIoU"]) <= float(row["pixAcc"]) <= 1
         float(row["images_per_second"])  # a number
-    assert not list(trained.glob("*.tmp"))
+    assert {path.name for path in trained.iterdir()} == FILES
     best, last = (zipfile.ZipFile(trained / name) for name in ("best.ckpt", "last.ckpt"))
     assert set(best.namelist()) == {"model.params", "trainer.states", "state.json"}
     assert last.testzip() is None
@@ -111,161 +197,139 @@ def test_training_on_two_devices_learns_and_keeps_records(trained):
 def test_interrupted_and_resumed_is_the_same_as_uninterrupted(trained, tmp_path, data):
     """Ctrl-C in mid-epoch, then --resume with another number of workers: the same bits at the end."""
     save = tmp_path / "run"
-    options = [*TINY, *TWO, "--epochs", "4", "--data-root", data, "--save-dir", save]
+    options = [*TINY, *TWO, "--data-root", data, "--save-dir", save]
     program = changed_train(tmp_path / "program.py", lasting(1, 1))
-    with Process(tmp_path, program, *options, "--workers", "2") as process:
-        wait_for(lambda: not process.running() or steps_of(save) == 5)
-        assert process.running(), process.output()
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it: to the workers as well
-        assert process.wait() == 130, process.output()
-        last_line = process.output().strip().splitlines()[-1]
+    with Process(tmp_path, sys.executable, program, *options, "--workers", "2") as process:
+        process.wait_for(lambda: (save / "steps.csv").exists() and len(rows(save / "steps.csv")) == 5)
+        os.killpg(process.popen.pid, signal.SIGINT)  # as a terminal sends it: to the workers as well
+        last_line = process.ends_with(130).strip().splitlines()[-1]
+    with pytest.raises(ProcessLookupError):  # no loader worker stays behind
+        os.killpg(process.popen.pid, 0)
     assert re.fullmatch(r"interrupted in epoch 2 after step 2 of 4; saved, continue with --resume .*", last_line)
     assert len(rows(save / "steps.csv")) == 6
-    assert not processes_of(save), "a loader worker stayed behind"
 
-    (save / f"best.ckpt.{os.uname().nodename}-{process.pid}.tmp").touch()  # as if it had been killed
-    code, output = train(tmp_path, data, *TWO, "--epochs", "4", "--workers", "0", "--resume", save / "last.ckpt")
-    assert code == 0, output
-    assert not list(save.glob("*.tmp"))
+    (save / f"best.ckpt.{os.uname().nodename}-{process.popen.pid}.tmp").touch()  # as if it had been killed
+    options = [*options, "--workers", "0", "--resume", save / "last.ckpt"]
+    with Process(tmp_path, sys.executable, SEGMENTATION / "train.py", *options) as process:
+        process.ends_with(0)
+    assert {path.name for path in save.iterdir()} == FILES
     whole, parts = (zipfile.ZipFile(folder / "last.ckpt") for folder in (trained, save))
-    assert whole.read("model.params") == parts.read("model.params")
-    assert whole.read("trainer.states") == parts.read("trainer.states")
+    for name in ("model.params", "trainer.states"):
+        assert whole.read(name) == parts.read(name)
     assert rows(trained / "steps.csv") == rows(save / "steps.csv")
     for a, b in zip(rows(trained / "epochs.csv"), rows(save / "epochs.csv")):
-        for name in ("epoch", "train_loss", "lr", "pixAcc", "mIoU"):
-            assert a[name] == b[name]
+        assert all(a[name] == b[name] for name in ("epoch", "train_loss", "lr", "pixAcc", "mIoU"))
 
 
-def test_a_used_folder_is_not_overwritten_without_a_word(trained, tmp_path, data, capsys):
-    from train import main
-
+def test_two_processes_train_as_one_does(trained, tmp_path, data):
+    """With a device each, against one with two; interrupted in the middle, and resumed. The second is to write nothing,
+    and to take the first weights from the first.
+    """
+    pytest.importorskip("mpi4py", reason="processes need mpi4py")
     run = tmp_path / "run"
+
+    def job(*more, both=""):
+        options = [*TINY, "--syncbn", "--kvstore", "mpi", "--cpus", "1", "--workers", "1", "--data-root", data, *more]
+        first = changed_train(tmp_path / "first.py", both)
+        second = changed_train(
+            tmp_path / "second.py", f"{both}\ntraining.seed_all = lambda seed: numpy.random.seed(99)"
+        )
+        one, other = ([sys.executable, program, *options, "--save-dir"] for program in (first, second))
+        launcher = [Path(sys.executable).with_name("mpiexec"), "-n", "1"]
+        return Process(tmp_path, *launcher, *one, run, ":", "-n", "1", *other, tmp_path / "never")
+
+    with job(both=lasting(0, 2)) as process:
+        process.wait_for(lambda: (run / "steps.csv").exists() and len(rows(run / "steps.csv")) == 2)
+        process.popen.send_signal(signal.SIGINT)  # mpiexec passes it on to both
+        said = process.ends_with(130)
+    assert said.count("stopping after this step") == said.count("saved, continue with --resume") == 1, said
+    assert len(rows(run / "steps.csv")) == 3
+    state = json.loads(zipfile.ZipFile(run / "last.ckpt").read("state.json"))
+    assert (state["epoch"], state["step"]) == (0, 3)
+
+    with job("--resume", run / "last.ckpt") as process:
+        assert process.ends_with(0).count("epoch 2/2: loss") == 1
+    assert {path.name for path in run.iterdir()} == FILES
+    assert not (tmp_path / "never").exists(), "the second process has written something"
+    assert rows(run / "steps.csv") == rows(trained / "steps.csv")  # two terms have one sum, and MPI adds nothing else
+    for a, b in zip(rows(run / "epochs.csv"), rows(trained / "epochs.csv")):
+        for name in ("train_loss", "pixAcc", "mIoU"):
+            np.testing.assert_allclose(float(a[name]), float(b[name]), rtol=1e-2, atol=1e-3)
+
+
+def test_a_used_folder_is_not_overwritten_without_a_word(trained, tmp_path, data, call, refused):
+    run, options = tmp_path / "run", ["--data-root", data, "--save-dir", tmp_path / "run"]
     shutil.copytree(trained, run)
     before = {path.name: path.read_bytes() for path in run.iterdir()}
-    line = fails(main, [*TINY, "--data-root", data, "--save-dir", run], capsys)
+    line = refused(*options)
     assert f"--save-dir {run}: holds a run already; --resume {run / 'last.ckpt'} continues it" in line
-    other = [*TINY, *TWO, "--epochs", "4", "--data-root", data, "--save-dir", run, "--resume", trained / "last.ckpt"]
-    assert "holds a run already" in fails(main, other, capsys)
+    assert "holds a run already" in refused(*TWO, *options, "--resume", trained / "last.ckpt")
     assert {path.name: path.read_bytes() for path in run.iterdir()} == before
 
-    options = [
-        *TINY,
-        "--data-root",
-        data,
-        "--save-dir",
-        run,
-        "--cpus",
-        "1",
-        "--workers",
-        "0",
-        "--no-val",
-        "--overwrite",
-    ]
-    assert not main(list(map(str, options)))
+    short = "--epochs 1 --cpus 1 --workers 0 --no-val --overwrite".split()
+    assert call("train", *TINY, *options, *short)[0] == 0
     assert {path.name for path in run.iterdir()} == {"last.ckpt", "epochs.csv", "steps.csv"}  # nothing of the old run
     assert len(rows(run / "epochs.csv")) == 1
 
 
 # MXNet leaves the file of the optimizer's states to the garbage collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_finished_run_takes_further_epochs(trained, tmp_path, data, capsys):
-    from train import main
-
+def test_a_finished_run_takes_further_epochs(trained, tmp_path, data, call, refused):
     run = tmp_path / "run"
     shutil.copytree(trained, run)
-    options = [*TINY, *TWO, "--data-root", data, "--save-dir", run, "--resume", run / "last.ckpt"]
-    assert not main(list(map(str, [*options, "--epochs", "6", "--workers", "0", "--no-val"])))
-    assert "4 epochs are done; the learning rate continues as in a run of 6" in "".join(capsys.readouterr())
+    options = [*TWO, "--data-root", data, "--save-dir", run, "--resume", run / "last.ckpt"]
+    code, said = call("train", *TINY, *options, "--epochs", "3", "--workers", "0", "--no-val")
+    assert code == 0 and "2 epochs are done; the learning rate continues as in a run of 3" in said
     steps = rows(run / "steps.csv")
-    assert [row["epoch"] for row in steps] == [str(epoch) for epoch in range(1, 7) for _ in range(4)]
-    assert steps[:16] == rows(trained / "steps.csv")
-    # What GluonCV's "poly" has after each of 24 steps, in place of the 0 where 16 steps end.
-    rates = [0.05 * (1 - min(step + 1, 23) / 23) ** 0.9 for step in range(16, 24)]
-    np.testing.assert_allclose([float(row["lr"]) for row in steps[16:]], rates, rtol=1e-4, atol=1e-9)
+    assert [row["epoch"] for row in steps] == [str(epoch) for epoch in (1, 2, 3) for _ in range(4)]
+    assert steps[:8] == rows(trained / "steps.csv")
+    # What GluonCV's "poly" has after each of 12 steps, in place of the 0 where 8 steps end.
+    rates = [0.05 * (1 - min(step, 11) / 11) ** 0.9 for step in range(9, 13)]
+    np.testing.assert_allclose([float(row["lr"]) for row in steps[8:]], rates, rtol=1e-4, atol=1e-9)
     # An unfinished run, and one that asks for fewer, keep what they were begun with.
-    assert "--epochs 5: the checkpoint" in fails(main, [*options, "--epochs", "5"], capsys)
-
-
-def processes_of(folder):
-    """Ids of processes that were called with this folder; workers share their parent's command line."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if os.fsencode(str(folder)) in path.read_bytes():
-                found.append(int(path.parent.name))
-        except OSError:  # it has just ended
-            pass
-    return found
+    assert "--epochs 2: the checkpoint" in refused(*options)
 
 
 def test_the_second_signal_ends_a_step_that_does_not_end(tmp_path):
-    program = """
-        import ctypes
+    program = f"""
+        import ctypes, sys
+        sys.path.insert(0, {str(SEGMENTATION)!r})
         from interrupt import Interrupt
         with Interrupt() as interrupt:
             print("ready", flush=True)
             while True:  # never back in Python for long, as in a wait for the engine
                 ctypes.CDLL(None).sleep(60)
     """
-    (tmp_path / "program.py").write_text(
-        f"import sys; sys.path.insert(0, {str(SEGMENTATION)!r})" + textwrap.dedent(program)
-    )
-    with Process(tmp_path, tmp_path / "program.py") as process:
-        wait_for(lambda: "ready" in process.output())
-        os.kill(process.pid, signal.SIGTERM)
-        wait_for(lambda: "stopping after this step" in process.output())
-        assert process.running()
-        os.kill(process.pid, signal.SIGINT)
-        assert process.wait() == 128 + signal.SIGINT
+    with Process(tmp_path, sys.executable, "-c", textwrap.dedent(program)) as process:
+        process.wait_for(lambda: "ready" in process.output())
+        process.popen.send_signal(signal.SIGTERM)
+        process.wait_for(lambda: "stopping after this step" in process.output())
+        process.popen.send_signal(signal.SIGINT)
+        process.ends_with(128 + signal.SIGINT)
 
 
-def test_evaluate_repeats_the_score_of_training(trained, data, capsys):
-    from errors import run
-    from evaluate import main
-
-    common = ["--resume", str(trained / "best.ckpt"), "--data-root", str(data), "--workers", "0", "--cpus", "3"]
-    assert run(main, [*common, "--test-batch-size", "4"]) == 0  # six images: the last batch has two
+def test_evaluate_repeats_the_score_of_training(trained, data, call):
+    common = ["--resume", trained / "best.ckpt", "--data-root", data, "--workers", "0", "--cpus", "3"]
+    code, said = call("evaluate", *common, "--test-batch-size", "4")  # five images: the last batch has one
     best = max(rows(trained / "epochs.csv"), key=lambda row: float(row["mIoU"]))
-    head, constant = capsys.readouterr().out.splitlines()
-    assert head == f"6 images: pixAcc {float(best['pixAcc']):.4f}, mIoU {float(best['mIoU']):.4f}"
+    head, constant = said.splitlines()
+    assert code == 0 and head == f"5 images: pixAcc {float(best['pixAcc']):.4f}, mIoU {float(best['mIoU']):.4f}"
     assert constant.startswith("best constant prediction: pixAcc 0.")
-    assert run(main, [*common, "--testval", "--flip", "--scales", "0.75", "1"]) == 0
-    assert re.match(r"6 images: pixAcc 0\.\d+, mIoU 0\.\d+", capsys.readouterr().out)
+    code, said = call("evaluate", *common, "--testval", "--flip", "--scales", "0.75", "1")
+    assert code == 0 and re.match(r"5 images: pixAcc 0\.\d+, mIoU 0\.\d+", said)
 
 
-def test_predict_writes_a_picture_and_a_mask(trained, data, tmp_path, capsys):
-    from errors import run
-    from predict import main
-
+def test_predict_writes_a_picture_and_a_mask(trained, data, tmp_path, call):
     image = data / "ADEChallengeData2016/images/validation/ADE_val_00000001.jpg"
     Image.fromarray(pixels(image)[:93, :117]).save(tmp_path / "odd size.jpg")
-    arguments = [str(image), str(tmp_path / "odd size.jpg"), "--output-dir", str(tmp_path / "out"), "--cpus", "1"]
-    assert run(main, ["--resume", str(trained / "best.ckpt"), *arguments]) == 0, capsys.readouterr().err
-    for stem, shape in (("ADE_val_00000001", pixels(image).shape[:2]), ("odd size", (93, 117))):
-        mask = pixels(tmp_path / "out" / f"{stem}_mask.png")
-        assert mask.shape == shape
+    images = [image, tmp_path / "odd size.jpg"]
+    code, said = call("predict", "--resume", trained / "best.ckpt", *images, "--output-dir", tmp_path, "--cpus", "1")
+    assert code == 0, said
+    for path in images:
+        mask, picture = (pixels(tmp_path / f"{path.stem}_{name}.png") for name in ("mask", "picture"))
+        assert mask.shape == pixels(path).shape[:2]
         assert 1 <= mask.min() <= mask.max() <= 150
-        picture = pixels(tmp_path / "out" / f"{stem}_picture.png")
         assert len(np.unique(picture.reshape(-1, picture.shape[2]), axis=0)) > 100
-
-
-# -- bad input ---------------------------------------------------------------------------------------------
-
-
-def fails(main, options, capsys):
-    """The one line that the program says, with exit code 2."""
-    from errors import run
-
-    try:
-        code = run(main, [str(option) for option in options])
-    except SystemExit as end:  # argparse's way
-        code = end.code
-    said = capsys.readouterr()
-    assert code == 2, said
-    lines = said.err.splitlines()
-    assert len(lines) == 1, said.err
-    assert " error: " in lines[0]
-    return lines[0]
 
 
 @pytest.mark.parametrize(
@@ -285,20 +349,18 @@ def fails(main, options, capsys):
         ("--epochs 2 --warmup-epochs 2", "--warmup-epochs 2: must be less than --epochs 2"),
         ("--epochs 2 --start-epoch 1", "--start-epoch: only with --resume FILE.params"),
         ("--resume nothing.ckpt", "--resume nothing.ckpt: no such file"),
-        ("--eval", "--eval: needs --resume FILE"),
     ],
 )
-def test_bad_option(options, expected, data, tmp_path, capsys):
-    from train import main
-
-    line = fails(main, [*TINY, "--data-root", data, "--save-dir", tmp_path / "run", *options.split()], capsys)
-    assert re.search(expected.replace("[", r"\["), line), line
+def test_bad_option(options, expected, data, tmp_path, refused):
+    line = refused("--data-root", data, "--save-dir", tmp_path / "run", *options.split())
+    assert re.search(expected, line), line
     assert not (tmp_path / "run").exists(), "nothing was begun"
 
 
-BASE = "ADEChallengeData2016"
-IMAGE = f"{BASE}/images/training/ADE_train_00000002.jpg"
-MASK = f"{BASE}/annotations/training/ADE_train_00000002.png"
+@pytest.mark.parametrize("options", [[], ["--kvstore", "local"]])
+def test_processes_that_would_not_know_of_each_other(options, refused, monkeypatch):
+    monkeypatch.setenv("PMI_SIZE", "2")
+    assert "mpiexec has started 2 processes; expected --kvstore mpi" in refused(*options)
 
 
 def set_class(path, value):
@@ -307,52 +369,102 @@ def set_class(path, value):
     Image.fromarray(mask).save(path)
 
 
+def crop(path):
+    Image.fromarray(pixels(path)[:40, :50]).save(path)
+
+
 @pytest.mark.parametrize(
-    "damage, expected",
+    "file, damage, expected",
     [
-        (lambda root: shutil.rmtree(root / BASE), rf"--data-root: .*{BASE}: no such folder"),
-        (lambda root: (root / MASK).unlink(), f"{MASK}: missing .image without its mask."),
-        (lambda root: (root / IMAGE).unlink(), f"{IMAGE}: missing .mask without its image."),
-        (lambda root: truncate(root / IMAGE), f"{IMAGE}: not a readable image"),
-        (lambda root: truncate(root / MASK), f"{MASK}: not a readable mask"),
-        (lambda root: set_class(root / MASK, 151), rf"{MASK}: class id 151; expected 0 .other. to 150"),
-        (
-            lambda root: Image.fromarray(pixels(root / MASK)[:40, :50]).save(root / MASK),
-            f"{MASK}: 50x40 pixels, its image has",
-        ),
+        ("ADEChallengeData2016", shutil.rmtree, "--data-root: .*{}: no such folder"),
+        (MASK, Path.unlink, "{}: missing .image without its mask."),
+        (IMAGE, Path.unlink, "{}: missing .mask without its image."),
+        (IMAGE, truncate, "{}: not a readable image"),
+        (MASK, truncate, "{}: not a readable mask"),
+        (MASK, lambda path: set_class(path, 151), "{}: class id 151; expected 0 .other. to 150"),
+        (MASK, crop, "{}: 50x40 pixels, its image has"),
     ],
 )
-def test_bad_data(damage, expected, data, tmp_path, capsys):
-    from train import main
-
+def test_bad_data(file, damage, expected, data, tmp_path, refused):
     shutil.copytree(data, tmp_path / "data")
-    damage(tmp_path / "data")
-    line = fails(main, [*TINY, "--data-root", tmp_path / "data", "--save-dir", tmp_path / "run"], capsys)
-    assert re.search(expected, line), line
+    file = file.format("00000002")
+    damage(tmp_path / "data" / file)
+    line = refused("--data-root", tmp_path / "data", "--save-dir", tmp_path / "run")
+    assert re.search(expected.format(file), line), line
     assert not (tmp_path / "run").exists(), "nothing was begun"
 
 
-def test_bad_checkpoint(trained, data, tmp_path, capsys):
-    from train import main as train
+def test_a_broken_file_that_a_worker_reads(data, tmp_path, refused, monkeypatch):
+    """In a big set, files are read first when they are trained on."""
+    import dataset
 
-    common = [*TINY, "--data-root", data, "--save-dir", tmp_path / "run", "--epochs", "4", "--syncbn", "--resume"]
-    best = trained / "best.ckpt"
-    line = fails(train, [*common, best, "--model", "psp"], capsys)
+    monkeypatch.setattr(dataset, "CHECK_CONTENTS_UP_TO", 0)
+    shutil.copytree(data, tmp_path / "data")
+    for i in range(16):
+        truncate(tmp_path / "data" / IMAGE.format(f"{i + 1:08d}"))
+    options = ["--data-root", tmp_path / "data", "--save-dir", tmp_path / "run", "--cpus", "1", "--workers", "1"]
+    assert "not a readable image" in refused(*options)
+
+
+def test_bad_checkpoint(trained, data, tmp_path, refused):
+    common = ["--data-root", data, "--save-dir", tmp_path / "run", "--syncbn", "--resume"]
+    best, bad = trained / "best.ckpt", tmp_path / "bad.ckpt"
+    line = refused(*common, best, "--model", "psp")
     assert "a checkpoint of fastscnn, but --model and --backbone ask for psp with resnet50" in line
-    line = fails(train, [*common, best, "--lr", "0.1"], capsys)
+    line = refused(*common, best, "--lr", "0.1")
     assert "--lr 0.1: the checkpoint" in line and "was made with 0.05" in line
-    shutil.copy(best, tmp_path / "short.ckpt")
-    truncate(tmp_path / "short.ckpt")
-    line = fails(train, [*common, tmp_path / "short.ckpt"], capsys)
-    assert "short.ckpt: neither a checkpoint nor a .params file, or truncated" in line
+    shutil.copy(best, bad)
+    truncate(bad)
+    assert "bad.ckpt: neither a checkpoint nor a .params file, or truncated" in refused(*common, bad)
     damaged = bytearray(best.read_bytes())
     damaged[100000] ^= 1
-    (tmp_path / "damaged.ckpt").write_bytes(damaged)
-    assert "damaged or truncated" in fails(train, [*common, tmp_path / "damaged.ckpt"], capsys)
+    bad.write_bytes(damaged)
+    assert "damaged or truncated" in refused(*common, bad)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(data, tmp_path):
-    code, output = train(tmp_path, data, "--lr", "1e18", "--epochs", "2", "--workers", "0", "--no-val")
+def test_a_loss_that_is_not_finite_stops_the_run(data, tmp_path, call):
+    options = "--lr 1e18 --cpus 1 --workers 0 --no-val".split()
+    code, said = call("train", *TINY, *options, "--data-root", data, "--save-dir", tmp_path / "run")
     assert code == 3
-    assert re.search(r"error: the loss is (nan|inf) in epoch 1, step \d: .* lower --lr", output), output
+    assert re.search(r"error: the loss is (nan|inf) in epoch 1, step \d: .* lower --lr", said), said
     assert not (tmp_path / "run/last.ckpt").exists()
+
+
+def one_of_two(rank, others):
+    """A process whose partner answers with these numbers, one after the other."""
+    from processes import Processes
+
+    processes = Processes()
+    processes.rank, processes.size = rank, 2
+    others = iter(others)
+    processes.gather = lambda own: np.array([own, next(others)] if rank == 0 else [next(others), own])
+    return processes
+
+
+@pytest.mark.parametrize("bad", [(), (0,), (1,), (0, 1)])
+def test_an_error_in_one_process_is_said_once_and_ends_all(bad):
+    from errors import ElsewhereError, NotFiniteError
+
+    def items():
+        yield 1
+        if rank in bad:
+            raise NotFiniteError("the own")
+        yield 2
+
+    for rank in range(2):
+        seen, read = [], one_of_two(rank, [0, 3 if 1 - rank in bad else 0, 0]).each(items())
+        error = NotFiniteError if bad[:1] == (rank,) else ElsewhereError
+        with pytest.raises(error) if bad else contextlib.nullcontext() as raised:
+            seen.extend(read)  # to the error
+        assert seen == ([1] if bad else [1, 2]) and (not bad or raised.value.exit_code == 3)
+
+
+def test_what_is_not_the_same_in_two_processes():
+    from errors import ElsewhereError, UserError
+
+    same, other = (zlib.crc32(repr(value).encode()) for value in (0.1, 0.2))
+    one_of_two(0, [same, 0]).check_same("--lr", 0.1)
+    with pytest.raises(UserError, match="--lr: not the same in processes 0 and 1"):
+        one_of_two(0, [other, 0]).check_same("--lr", 0.1)
+    with pytest.raises(ElsewhereError):
+        one_of_two(1, [other, 2]).check_same("--lr", 0.1)
