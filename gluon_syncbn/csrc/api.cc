@@ -15,11 +15,8 @@
 #include "log.h"
 #include "meeting/registry.h"
 #include "meeting/scope.h"
-#include "meeting/tape.h"
 #include "mxnet_api.h"
-#include "operator/updates.h"
-#include "pooling/statistics.h"
-#include "tensor.h"
+#include "operator/call.h"
 #include "to_python.h"
 #include "waiting/step.h"
 
@@ -137,28 +134,21 @@ SYNCBN_API(void, end_graph, const Span<NDArrayHandle>& running) {
 
 // ---- defaults ----
 
-SYNCBN_API(void, default_timeout, double seconds) {
-    registry().change([&](auto& all) { all.timeout = seconds; });
+// Those of Python's `Session`. The next batch that is not finite gives a warning, even shortly after the last one.
+SYNCBN_API(void, configure, double timeout, int nonfinite, const Span<const char*>& devices, Asked* exchange) {
+    said_not_finite = -kForEver;
+    registry().change([&](Settings& all) {
+        all = {timeout, *exchange, {devices.begin(), devices.end()}, all.seed, static_cast<Nonfinite>(nonfinite)};
+    });
 }
 SYNCBN_API(double, timeout_of) { return registry().defaults().timeout; }
 
-SYNCBN_API(void, devices, const Span<const char*>& contexts) {
-    registry().change([&](auto& all) { all.devices = {contexts.begin(), contexts.end()}; });
-}
-
-SYNCBN_API(int, nonfinite_of) { return static_cast<int>(registry().defaults().nonfinite); }
-
-SYNCBN_API(std::string, seed_of) { return std::to_string(registry().defaults().seed); }
 SYNCBN_API(void, seed, uint64_t seed) {
     registry().change([&](auto& all) { all.seed = seed; });
     for (const auto& layer : registry().all()) layer->restart_draws();
 }
 
 // ---- exchanges ----
-
-SYNCBN_API(void, default_exchange, Asked* exchange) {
-    registry().change([&](auto& all) { all.exchange = *exchange; });
-}
 
 // In memory of this process. `gpus`: "nccl", the "host", or either if empty.
 SYNCBN_API(Asked, memory_exchange, const char* gpus) {

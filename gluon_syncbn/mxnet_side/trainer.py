@@ -19,7 +19,7 @@ from ..system import arguments, kinds
 from ..system.logs import log
 from ..training import devices, steps
 from ..training.replicas import followers_of, stores_of
-from ..training.session import NONFINITE, session
+from ..training.session import session
 from . import advice, optimizers
 
 
@@ -156,7 +156,7 @@ def _share_store(trainer: gluon.Trainer) -> None:
             shared = named.exchange(settings["kvstore"])
             settings.update(shared.of_trainer if shared else {})
     if shared is not None and session.exchange is None and not session.chosen:  # `configure` has not chosen
-        session.set_exchange(shared)
+        session.set(exchange=shared)
         log.info("layers without a KVStore of their own use that of the Trainer: %r", shared)
 
 
@@ -209,9 +209,9 @@ def update_of(trainer: gluon.Trainer) -> List[str]:
     lines += [f"{name} {value}" for name, value in numbers.items()]
     pooled = followers_of(ordered)
     if pooled:
-        lines.append(f"nonfinite {NONFINITE[_native.nonfinite_of()]!r}")
+        lines.append(f"nonfinite {session.nonfinite!r}")
     if any(one.settings.mode == "shuffle" for one in pooled):
-        lines.append(f"seed {_native.seed_of()}")
+        lines.append(f"seed {session.seed}")
     special: Dict[Tuple[Any, ...], List[int]] = {}
     usual = tuple(_USUAL.values())
     for number, p in enumerate(ordered):

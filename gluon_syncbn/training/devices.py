@@ -64,7 +64,7 @@ def only_on(contexts: Sequence[Context]) -> Iterator[None]:
             if array.ctx in chosen:
                 _marks[array.ctx][id(array)], array._fresh_grad = array._fresh_grad, False
     _native.reset()
-    _native.devices(list(map(str, chosen)))
+    session.set(devices=list(map(str, chosen)))
     try:
         yield
         mx.nd.waitall()
@@ -73,7 +73,7 @@ def only_on(contexts: Sequence[Context]) -> Iterator[None]:
         drain("the end of only_on")
         raise
     finally:
-        _native.devices([])
+        session.set(devices=[])
         _native.reset()
         settle_gradients(session.trained())
         _marks.clear()

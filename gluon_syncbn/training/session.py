@@ -40,12 +40,14 @@ class OfTrainer:
 
 
 class Session:
-    """The state of this process. The native core keeps time limits and the seed, because only the core uses them."""
+    """The state of this process. What `set` changes, the native core has, too."""
 
     def __init__(self) -> None:
         #: The exchange of layers that name no KVStore; None is the core's own, over this process's contexts.
         self.exchange: Optional[Exchange] = None
         self._in_core = Exchange(_native.memory_exchange(""))
+        self.timeout, self.nonfinite, self.seed = 300.0, NONFINITE[0], 0
+        self.devices: List[str] = []  # contexts that alone take part; none means all
         self.chosen = False  # `configure` has set it
         self.stores = named.stores
         self._issuing: DefaultDict[Tuple[int, int], threading.Lock]  # by context
@@ -63,9 +65,13 @@ class Session:
         self.operators: Set[str] = set()
         self._done: Dict[str, int] = {}  # the process that has asked `first`
 
-    def set_exchange(self, exchange: Optional[Exchange]) -> None:
-        self.exchange = exchange
-        _native.default_exchange((exchange or self._in_core).handle)
+    def set(self, **changes: Any) -> None:
+        """Sets defaults of layers."""
+        vars(self).update(changes)
+        handle = (self.exchange or self._in_core).handle
+        _native.configure(self.timeout, NONFINITE.index(self.nonfinite), self.devices, handle)
+        if "seed" in changes:
+            _native.seed(self.seed)
 
     def tell_others(self, reason: str) -> None:
         """Tells the other processes that a step has failed here."""
@@ -172,25 +178,19 @@ def configure(
     ValueError
         If an argument is out of range. Then nothing is changed.
     """
-    changes: List[Tuple[Callable[[Any], None], Any]] = []  # none before all arguments are checked
+    changes: Dict[str, Any] = {}  # none before all arguments are checked
     if seed is not _UNCHANGED:
-        changes.append((_native.seed, arguments.seed("seed", seed)))
+        changes["seed"] = arguments.seed("seed", seed)
     if timeout is not _UNCHANGED:
-        changes.append((_native.default_timeout, arguments.seconds("timeout", timeout)))
+        changes["timeout"] = arguments.seconds("timeout", timeout)
     if nonfinite is not _UNCHANGED:
-        chosen = arguments.one_of("nonfinite", nonfinite, NONFINITE)
-        changes.append((_native.nonfinite, NONFINITE.index(chosen)))
+        changes["nonfinite"] = arguments.one_of("nonfinite", nonfinite, NONFINITE)
     if kvstore is not _UNCHANGED:
-        changes.append((session.set_exchange, named.exchange(kvstore)))
-        session.chosen = True
-    for change, value in changes:
-        change(value)
-    return {
-        "kvstore": session.exchange and session.exchange.name,
-        "timeout": _native.timeout_of(),
-        "seed": int(_native.seed_of()),
-        "nonfinite": NONFINITE[_native.nonfinite_of()],
-    }
+        changes.update(exchange=named.exchange(kvstore), chosen=True)
+    if changes:
+        session.set(**changes)
+    name = session.exchange and session.exchange.name
+    return {"kvstore": name, "timeout": session.timeout, "seed": session.seed, "nonfinite": session.nonfinite}
 
 
 def kvstore(name: Literal["mpi"] = "mpi") -> ProcessStore:

@@ -161,7 +161,7 @@ class Counting(DeviceExchange):
 
 def test_statistics_are_exchanged_once(contexts):
     counting, net = Counting(), make_net(contexts[:2], recomputed=True)
-    session.set_exchange(counting)
+    session.set(exchange=counting)
     train(net, contexts[:2], steps=1)
     assert sorted(counting.seen) == ["backward"] * 4 + ["forward"] * 4
 

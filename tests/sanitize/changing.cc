@@ -37,12 +37,16 @@ class Hands {
     std::vector<std::thread> threads_;
 };
 
+void configure(double timeout, Asked* exchange, const Span<const char*>& devices = {}) {
+    syncbn_configure(timeout, 0, devices, exchange);
+}
+
 std::vector<Hands::Turn> harmless(const Layer& layer, bool steps_fail) {
     return {
-        [](Random& random) { syncbn_default_timeout(kPatience * random.whole(1, 2)); },
+        [](Random& random) { configure(kPatience * random.whole(1, 2), *exchange_in_memory()); },
         [&](Random& random) { layer.set_timeout(kPatience * random.whole(0, 1)); },
         // Processes agree on a layer before it meets them, so a layer of this kind of exchange has it as its own.
-        [](Random&) { syncbn_default_exchange(*exchange_in_memory()); },
+        [](Random&) { configure(kPatience, *exchange_in_memory()); },
         [&](Random& random) { layer.set_exchange(any_exchange(random)); },
         [](Random&) { expect(syncbn_timeout_of() > 0, "there is a time limit"); },
         [steps_fail](Random&) {
@@ -58,7 +62,7 @@ std::vector<Hands::Turn> harmful(const Layer& layer) {
     auto knobs = harmless(layer, true);
     const std::vector<Hands::Turn> more = {
         [&](Random& random) { layer.set_timeout(0.01 * random.whole(0, 30)); },
-        [](Random& random) { syncbn_default_exchange(*any_exchange(random)); },
+        [](Random& random) { configure(kPatience, *any_exchange(random)); },
         [](Random& random) { syncbn_seed(random.seed()); },
         [](Random& random) {
             if (random.one_in(10)) syncbn_fail("somebody has let it fail");
@@ -71,7 +75,7 @@ std::vector<Hands::Turn> harmful(const Layer& layer) {
         },
         [&](Random& random) {
             const char* one[] = {layer.placed[0].context.c_str()};
-            if (random.one_in(10)) syncbn_devices({random.whole(0, 1), one});
+            if (random.one_in(10)) configure(kPatience, *exchange_in_memory(), {random.whole(0, 1), one});
         },
         [](Random& random) { syncbn_forking(random.one_in(20)); },
         [](Random& random) { syncbn_exiting(random.one_in(20)); },
@@ -93,9 +97,7 @@ std::vector<std::unique_ptr<Step>> some_steps(Run& run, Layer& layer, bool threa
 }
 
 void back_to_normal() {
-    syncbn_default_timeout(kPatience);
-    syncbn_default_exchange(*exchange_in_memory());
-    syncbn_devices({});
+    configure(kPatience, *exchange_in_memory());
     syncbn_forking(0);
     syncbn_exiting(0);
     syncbn_reset();

@@ -79,7 +79,7 @@ int main(int count, char** arguments) {
     }
     driver::load_core();
     driver::make_exchanges();
-    syncbn_default_timeout(driver::kPatience);
+    syncbn_configure(driver::kPatience, 0, {}, *driver::exchange_in_memory());
     syncbn_seed(driver::kSeed);
     bool known = only.empty();
     {

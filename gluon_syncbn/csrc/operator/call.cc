@@ -1,7 +1,6 @@
 #include "operator/call.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <limits>
 #include <numeric>
@@ -23,18 +22,7 @@ constexpr double kQuiet = 10;  // seconds
 // engine's thread, this branch is late by as much.
 constexpr double kEngineThreadWaits = 0.005;
 
-// The time of the last warning about a batch that is not finite. Such a value reaches all later layers and all replicas, and
-// one warning is enough.
-std::atomic<double> last_warning{-kQuiet};
-
 }  // namespace
-
-// The default. The values are those of Nonfinite. The next batch that is not finite gives a warning, even shortly after the
-// last one.
-SYNCBN_API(void, nonfinite, int what) {
-    last_warning = -kQuiet;
-    registry().change([&](auto& all) { all.nonfinite = static_cast<Nonfinite>(what); });
-}
 
 void Node::list_roles() {
     forward.written = {kY};
@@ -212,9 +200,10 @@ void Call::remember(std::shared_ptr<const void> device) const {
 void Call::check_finite(int64_t at, double value) const {
     const Nonfinite what = config_->nonfinite;
     if (at < 0) return;
-    double last = last_warning;
+    double last = said_not_finite;
     const double now = seconds();
-    if (what == Nonfinite::kSkip && (now - last < kQuiet || !last_warning.compare_exchange_strong(last, now))) return;
+    if (what == Nonfinite::kSkip && (now < last + kQuiet || !said_not_finite.compare_exchange_strong(last, now)))
+        return;
     const int64_t length = moments_length(channels()), within = at % length;
     std::ostringstream text;
     text << "the batch is not finite: the " << (within <= channels() ? "mean" : "variance") << " of channel "

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <exception>
 #include <memory>
 #include <string>
@@ -13,8 +14,13 @@
 #include "operator/updates.h"
 #include "pooling/pooling.h"
 #include "tensor.h"
+#include "waiting/wait.h"
 
 namespace syncbn {
+
+// The time of the last warning about a batch that is not finite. Such a value reaches all later layers and all replicas, and
+// one warning is enough.
+inline std::atomic<double> said_not_finite{-kForEver};
 
 enum Request { kNull = 0, kWrite = 1, kInplace = 2, kAdd = 3 };
 

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "lock.h"
+#include "meeting/registry.h"
 #include "operator/call.h"
 #include "to_python.h"
 #include "waiting/wait.h"
