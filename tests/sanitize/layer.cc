@@ -2,6 +2,7 @@
 
 #include "core.h"
 #include "exchange.h"
+#include "meeting/registry.h"
 
 namespace driver {
 

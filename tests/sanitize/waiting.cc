@@ -102,7 +102,7 @@ void recall(double timeout, const End& end) {
     auto error = std::async(std::launch::async, [&] {
         syncbn::Wait wait(timeout, "recalling", "it does not come", "Do something.");
         try {
-            memo.outcome(wait);
+            memo.result(wait);
         } catch (const syncbn::Failure& failure) {
             return std::string(failure.what());
         }

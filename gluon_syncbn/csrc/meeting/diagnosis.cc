@@ -7,7 +7,6 @@
 
 #include "lock.h"
 #include "log.h"
-#include "meeting/registry.h"
 #include "mxnet_api.h"
 #include "to_python.h"
 #include "waiting/wait.h"

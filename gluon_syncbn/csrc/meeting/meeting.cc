@@ -7,7 +7,7 @@
 
 #include "log.h"
 #include "meeting/diagnosis.h"
-#include "meeting/registry.h"
+#include "meeting/tape.h"
 #include "point.h"
 
 namespace syncbn {
@@ -283,16 +283,15 @@ void Layer::announce_forward(const std::string& context) {
     is_announced_ = true;
 }
 
-bool Layer::begin_forward(const std::string& context, Recall* recall) {
-    if (!is_announced_) return false;
+std::pair<std::shared_ptr<Memo>, bool> Layer::next_memo(const std::string& context) {
+    if (!is_announced_) return {};
     const Lock lock(mutex_);
     const auto found = forwards_.find(context);
-    if (found == forwards_.end()) return false;
+    if (found == forwards_.end()) return {};
     auto& [announced, last] = found->second;
-    recall->again = announced == 0;
-    if (!recall->again) --announced, last = std::make_shared<Memo>();
-    recall->memo = last;
-    return true;
+    const bool repeats = announced == 0;
+    if (!repeats) --announced, last = std::make_shared<Memo>();
+    return {last, repeats};
 }
 
 void Layer::fail(Meeting& meeting, const Failure& failure) const {

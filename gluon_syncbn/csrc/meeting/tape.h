@@ -20,27 +20,25 @@
 
 namespace syncbn {
 
-// The results of a call's forward.
-struct Outcome {
-    Place place;
-    std::shared_ptr<const Pools> pools;
-    std::vector<Slot> slots;
-    std::shared_ptr<const void> device;  // the statistics on a GPU
-};
-
-// Connects a call to those that repeat it.
+// What a call's forward leaves for those that repeat it.
 class Memo {
   public:
-    void keep(Outcome outcome) {
+    struct Result {
+        Place place;
+        std::shared_ptr<const Pools> pools;
+        std::vector<Slot> slots;
+        std::shared_ptr<const void> device;  // the statistics on a GPU
+    };
+    void keep(Result result) {
         std::lock_guard<std::mutex> lock(mutex_);
-        outcome_ = std::make_shared<const Outcome>(std::move(outcome));
+        result_ = std::make_shared<const Result>(std::move(result));
         changed_->notify_all();
     }
-    // Waits for the outcome: the recomputation may begin before the whole forward has ended. Throws as the wait does.
-    std::shared_ptr<const Outcome> outcome(Wait& wait) const {
+    // Waits for the result: the recomputation may begin before the whole forward has ended. Throws as the wait does.
+    std::shared_ptr<const Result> result(Wait& wait) const {
         std::unique_lock<std::mutex> lock(mutex_);
-        while (!changed_->wait_for(lock, kSlice, [this] { return outcome_ != nullptr; })) wait.look();
-        return outcome_;
+        while (!changed_->wait_for(lock, kSlice, [this] { return result_ != nullptr; })) wait.look();
+        return result_;
     }
     // Counts earlier repetitions: each meets in its own backwards.
     int repeat() { return repeated_++; }
@@ -48,7 +46,7 @@ class Memo {
   private:
     mutable Mutex mutex_;
     mutable Condition changed_;
-    std::shared_ptr<const Outcome> outcome_;
+    std::shared_ptr<const Result> result_;
     std::atomic<int> repeated_{0};
 };
 
@@ -59,21 +57,17 @@ struct Tape {
 };
 inline thread_local std::vector<Tape*> tapes;  // that this thread has begun, the outermost first
 
-struct Recall {
-    std::shared_ptr<Memo> memo;  // null if there is no recomputation
-    bool again = false;
-};
-// Returns the recall of the call that this thread issues now.
-inline Recall recall() {
-    Recall found;
+// The memo of the call that this thread issues now, null if there is no recomputation; and whether it repeats that.
+inline std::pair<std::shared_ptr<Memo>, bool> next_memo() {
+    std::pair<std::shared_ptr<Memo>, bool> found;
     for (Tape* tape : tapes) {  // the recomputation of an outer one is new to the inner ones
         if (!tape->again) continue;
         if (tape->next < tape->memos.size()) found = {tape->memos[tape->next], true};
         ++tape->next;
     }
-    if (!found.memo && !tapes.empty()) found.memo = std::make_shared<Memo>();
+    if (!found.first && !tapes.empty()) found.first = std::make_shared<Memo>();
     for (Tape* tape : tapes)
-        if (!tape->again) tape->memos.push_back(found.memo);
+        if (!tape->again) tape->memos.push_back(found.first);
     return found;
 }
 

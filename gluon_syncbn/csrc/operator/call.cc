@@ -5,6 +5,7 @@
 #include <limits>
 #include <numeric>
 #include <sstream>
+#include <tuple>
 
 #include "log.h"
 #include "point.h"
@@ -39,10 +40,10 @@ void Node::list_roles() {
 
 void Call::issue() {
     config_ = node_->layer->config();
-    recall_ = recall();
+    std::tie(memo_, repeats_) = next_memo();
     kept_ = within_graph;
-    if (recall_.again)
-        place_.phase = recall_.memo->repeat();
+    if (repeats_)
+        place_.phase = memo_->repeat();
     else if (within_graph || !shares())
         return;
     else
@@ -97,8 +98,11 @@ bool Call::begin(bool backward, const Arrays& arrays, bool training) {
         if (before != Stage::kIssued) {
             config_ = node_->layer->config();
             place_ = {};
-            const bool in_executor = training && !node_->frozen && node_->layer->begin_forward(context_, &recall_);
-            if (in_executor && recall_.again) place_.phase = recall_.memo->repeat();
+            if (training && !node_->frozen) {
+                const auto [memo, repeats] = node_->layer->next_memo(context_);
+                if (memo) memo_ = memo, repeats_ = repeats;
+                if (memo && repeats) place_.phase = memo->repeat();
+            }
         }
         frozen_ = !training || node_->frozen;
         const bool left_out = training && step().out_of_batches;  // the call works on no sample, and its results are 0
@@ -123,7 +127,7 @@ bool Call::begin(bool backward, const Arrays& arrays, bool training) {
             const bool writes_dz = arrays_.wants(kDaddend) && !arrays_.adds(kDaddend);
             dz_ = writes_dz ? arrays_[kDaddend] : node_->adds && node_->activation.any() ? scratch() : arrays_[kDy];
             ready = begin_differentiate();
-        } else if (!frozen_ && !recall_.again) {  // otherwise it may have to wait for the call that it repeats
+        } else if (!frozen_ && !repeats_) {  // otherwise it may have to wait for the call that it repeats
             if (shares()) join_meeting();
             tensor_.cut(node_->layer->pooling.slots());
             ready = begin_normalise();
@@ -185,16 +189,16 @@ std::shared_ptr<const void> Call::repeat() {
     Wait wait(config_->timeout, node_->layer->name,
               "the forward that this call repeats (gluon_syncbn.recompute, or memory mirroring) has not been computed",
               "An operator before it does not finish, or the replicas of the forward were not all called.");
-    const auto outcome = recall_.memo->outcome(wait);
-    place_ = {outcome->place.meeting, outcome->place.position, place_.phase};
-    pools_ = outcome->pools;
-    tensor_.slots = outcome->slots;
+    const auto result = memo_->result(wait);
+    place_ = {result->place.meeting, result->place.position, place_.phase};
+    pools_ = result->pools;
+    tensor_.slots = result->slots;
     tensor_.lay_out(tensor_.shape.block);
-    return outcome->device;
+    return result->device;
 }
 
 void Call::remember(std::shared_ptr<const void> device) const {
-    if (recall_.memo) recall_.memo->keep({place_, pools_, tensor_.slots, std::move(device)});
+    if (memo_) memo_->keep({place_, pools_, tensor_.slots, std::move(device)});
 }
 
 void Call::check_finite(int64_t at, double value) const {

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "exchange/exchange.h"
-#include "meeting/registry.h"
+#include "meeting/tape.h"
 #include "operator/updates.h"
 #include "pooling/pooling.h"
 #include "tensor.h"
@@ -152,7 +152,8 @@ class Call {
     Place place_;
     std::shared_ptr<const Pools> pools_;  // of the last forward
     bool frozen_ = false;                 // normalised with the running statistics: no gradient through them
-    Recall recall_;                       // whether the call is kept for a recomputation, or is one
+    std::shared_ptr<Memo> memo_;          // of this forward, or of the one that it repeats
+    bool repeats_ = false;
 
   private:
     enum class Stage {

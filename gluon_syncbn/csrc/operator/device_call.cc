@@ -54,7 +54,7 @@ class DeviceCall : public Call {
     }
 
     void normalise() override {
-        if (recall_.again && !frozen_) {
+        if (repeats_ && !frozen_) {
             work().gathered = std::const_pointer_cast<Gathered>(std::static_pointer_cast<const Gathered>(repeat()));
         } else if (!frozen_) {
             assign(*total_gathered(), on_devices() ? 1 : moments_length(channels()));
@@ -82,14 +82,14 @@ class DeviceCall : public Call {
         }
         with.unbiased = node_->unbiased;
         with.momentum = node_->momentum;
-        if (frozen_ || !recall_.again) {  // a repeated call has nothing new
+        if (frozen_ || !repeats_) {  // a repeated call has nothing new
             with.watch = watches();
             with.running_mean = data(arrays_[kRunningMean]);
             with.running_var = data(arrays_[kRunningVar]);
         }
         with.status = work().lease.status();
         const Kernel kernel = kernel_of("normalise", tensor_.type, node_->activation, node_->adds);
-        if (!frozen_ && !recall_.again && takes_turns()) {
+        if (!frozen_ && !repeats_ && takes_turns()) {
             update_ = update(kernel, plan, with);
             with.running_mean = nullptr;
         }
@@ -158,7 +158,7 @@ class DeviceCall : public Call {
         wait();
         const Status& status = *work_->lease.status();
         if (!in_backward()) check_finite(status.at, status.value);
-        if (!in_backward() && !frozen_ && !recall_.again) remember(work_->gathered);
+        if (!in_backward() && !frozen_ && !repeats_) remember(work_->gathered);
         if (const auto update = std::exchange(update_, nullptr)) update_in_turn(update);
         work_.reset();
     }

@@ -70,7 +70,7 @@ class HostCall : public Call {
             Slot& all = tensor_.slots[0];
             if (tensor_.shape.size() > 0)
                 all.fed = all.used = statistic(1, parameter(arrays_[kRunningMean]), parameter(arrays_[kRunningVar]));
-        } else if (recall_.again) {  // the running statistics have this batch already
+        } else if (repeats_) {  // the running statistics have this batch already
             repeat();
         } else {
             batch = assign_statistics(*total());
@@ -78,7 +78,7 @@ class HostCall : public Call {
             remember(nullptr);
         }
         write_output();
-        if (!frozen_ && !recall_.again) update_running(std::move(batch));
+        if (!frozen_ && !repeats_) update_running(std::move(batch));
     }
 
     // ---- backward --------------------------------------------------------------------------------------------
