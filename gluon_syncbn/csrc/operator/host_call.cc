@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <map>
 #include <utility>
 
 #include "cpu/kernels.h"
@@ -77,7 +76,18 @@ class HostCall : public Call {
             if (watches() && first_not_finite(batch) >= 0) batch.clear();
             remember(nullptr);
         }
-        write_output();
+        if (arrays_.wants(kY)) {
+            SYNCBN_POINT("before_output");
+            void* const addend = node_->adds ? data(arrays_[kAddend]) : nullptr;
+            const Vector shift = this->shift();
+            for (const Slot& slot : tensor_.slots) {
+                if (!slot.used) continue;
+                const Vector scale = this->scale(slot);
+                cpu::normalise(work(slot), at(data(arrays_[kX]), slot),
+                               {slot.used->mean.data(), scale.data(), shift.data(), node_->activation},
+                               at(addend, slot), at(data(arrays_[kY]), slot));
+            }
+        }
         if (!frozen_ && !repeats_) update_running(std::move(batch));
     }
 
@@ -232,10 +242,12 @@ class HostCall : public Call {
     Vector assign_statistics(const Total& moments) {
         const int64_t length = moments_length(channels());
         assign(moments, length);
-        std::map<int, std::shared_ptr<const Statistic>> statistics;  // by the beginning of the pool's list
+        // By the beginning of the pool's list, which is among the members or the slots.
+        std::vector<std::shared_ptr<const Statistic>> statistics(
+            std::max(pools_->members.size(), moments.values.size() / static_cast<size_t>(length)));
         const auto of = [&](Range pool) -> std::shared_ptr<const Statistic> {
             if (pool.begin == pool.end) return nullptr;
-            auto& found = statistics[pool.begin];
+            auto& found = statistics[static_cast<size_t>(pool.begin)];
             if (found) return found;
             const Vector all = combined(*pools_, pool, moments.values, length, Combine::kMerge);
             const auto mean = all.begin() + 1, m2 = mean + channels();
@@ -278,20 +290,6 @@ class HostCall : public Call {
             update(mean, batch.data());
             update(variance, batch.data() + n);
         });
-    }
-
-    void write_output() {
-        if (!arrays_.wants(kY)) return;
-        SYNCBN_POINT("before_output");
-        void* const addend = node_->adds ? data(arrays_[kAddend]) : nullptr;
-        const Vector shift = this->shift();
-        for (const Slot& slot : tensor_.slots) {
-            if (!slot.used) continue;
-            const Vector scale = this->scale(slot);
-            cpu::normalise(work(slot), at(data(arrays_[kX]), slot),
-                           {slot.used->mean.data(), scale.data(), shift.data(), node_->activation}, at(addend, slot),
-                           at(data(arrays_[kY]), slot));
-        }
     }
 
     Vector dgamma_, dbeta_;  // of the first half of a backward: this replica's part
