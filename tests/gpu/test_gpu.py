@@ -43,7 +43,7 @@ from replicas import (
     step,
     step_in_any_order,
 )
-from soak.case import CONTEXTS, draw_for_emulator
+from soak.case import draw
 from soak.trial import run as random_case
 
 import gluon_syncbn
@@ -94,9 +94,9 @@ def test_random_cases(first):
     """Those of `make soak`, without the events and the operators of MXNet's own that may stand in a case: every
     layout, type, setting and request for gradients, with and without an activation, an addition, a mask of any type and
     empty shards."""
-    gpus(CONTEXTS)
+    gpus(4)
     for seed in range(first, first + 20):
-        random_case(draw_for_emulator(seed), GPUS)
+        random_case(draw(seed, most=4, emulated=True), GPUS)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -227,7 +227,7 @@ def test_parallel_branches_in_another_order_on_each_gpu(rng, kvstore):
 @pytest.mark.parametrize("pooling", ["sync", "groups of 2", "shuffle, 2 slots", "local"])
 def test_every_way_gives_the_same_numbers(rng, pooling, kvstore):
     batch, contexts = make_batch(rng, 4), gpus(4)
-    layer = SyncBatchNorm(in_channels=5, kvstore=kvstore, **POOLINGS.get(pooling, {}))
+    layer = SyncBatchNorm(in_channels=5, kvstore=kvstore, **POOLINGS[pooling])
     prepare(layer, batch, contexts, "float64")
     for call in range(2):
         got = step(layer, batch, contexts, "float64")
@@ -672,17 +672,17 @@ BEHIND = {
 }
 # (replicas, pooling, way, extents, what is behind): neither the way changes anything, nor the mode of moments in
 # chunks, nor what is behind.
-COSTS = [(replicas, pooling, "eager", (4, 6), "nothing") for replicas in (1, 4) for pooling in ["sync", *POOLINGS]]
+COSTS = [(replicas, pooling, "eager", (4, 6), "nothing") for replicas in (1, 4) for pooling in POOLINGS]
 COSTS += [(4, one, "static_shape", (4, 6), "nothing") for one in ("sync", "named groups", "local, 2 slots", "shuffle")]
 COSTS += [(replicas, "sync", "eager", (180, 190), "nothing") for replicas in (1, 4)]
 COSTS += [(2, "sync", "eager", extents, behind) for extents in ((4, 6), (180, 190)) for behind in BEHIND]
-COSTS = [case for case in COSTS if fits(POOLINGS.get(case[1], {}), case[0])]
+COSTS = [case for case in COSTS if fits(POOLINGS[case[1]], case[0])]
 
 
 @on_the_emulator
 @pytest.mark.parametrize("replicas, pooling, way, spatial, behind", COSTS)
 def test_what_a_step_costs(rng, replicas, pooling, way, spatial, behind):
-    settings, (kind, arguments) = POOLINGS.get(pooling, {}), BEHIND[behind]
+    settings, (kind, arguments) = POOLINGS[pooling], BEHIND[behind]
     contexts, batch = gpus(replicas), make_batch(rng, replicas, spatial=spatial, dtype="float32")
     layer = prepare(kind(in_channels=5, **settings, **arguments), batch, contexts, "float32", WAYS[way])
     given = [batch.shards, batch.heads] if kind is SyncBatchNormAdd else [batch.shards]

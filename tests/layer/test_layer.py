@@ -31,7 +31,7 @@ from replicas import (
 )
 
 import gluon_syncbn
-from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd, convert, freeze, recompute, reference
+from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd, convert, freeze, recompute
 from gluon_syncbn.exchange import agreement
 from gluon_syncbn.mxnet_side import op
 from gluon_syncbn.training.replicas import Replicas
@@ -75,23 +75,6 @@ def test_empty_shards_everywhere(contexts):
                 ys = [layer(nd.zeros((0, 5, 4, 6), ctx=c)) for c in contexts[:2]]
             for y in ys:
                 y.wait_to_read()
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_gradient_in_predict_mode(contexts, rng, way):
-    batch = make_batch(rng, 2)
-    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:2], "float64", WAYS[way])
-    step(layer, batch, contexts, "float64")
-    mean, variance = (p.data(contexts[0]).asnumpy() for p in (layer.running_mean, layer.running_var))
-    x = nd.array(batch.shards[0], ctx=contexts[0], dtype="float64")
-    x.attach_grad()
-    with autograd.record(train_mode=False):
-        y = layer(x)
-    y.backward(nd.array(batch.heads[0], ctx=contexts[0], dtype="float64"), train_mode=False)
-    state = reference.forward(batch.shards[:1], batch.gamma, batch.beta, mean, variance, use_global_stats=True)
-    want = reference.backward(batch.shards[:1], batch.heads[:1], batch.gamma, state)
-    np.testing.assert_allclose(x.grad.asnumpy(), want.dxs[0], rtol=1e-10)
-    np.testing.assert_allclose(layer.gamma.grad(contexts[0]).asnumpy(), want.dgammas[0], rtol=1e-10)
 
 
 def test_the_number_of_devices_may_change(contexts, rng):

@@ -30,18 +30,6 @@ from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, _native
 # ---- numbers -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("of_masks", ["float16", "float32", "float64"])
-def test_numbers_that_count(contexts, rng, of_masks):
-    batch = make_batch(rng, 2, dtype="float32")
-    masks = make_masks(rng, batch, values=[-3.0, 0.5])
-    if of_masks == "float64":
-        masks[0][masks[0] == 0] = -0.0
-        masks[0][masks[0] != 0] = 1e-300
-    layer = prepare(SyncBatchNorm(), batch, contexts[:2], "float32")
-    got = masked_step(layer, batch, masks, contexts, "float32", of_masks)
-    assert_same(got, specification(layer, batch, masks=masks), TOLERANCE["float32"])
-
-
 @pytest.mark.parametrize("axis, spatial", [(1, (4, 6)), (-1, (4, 6)), (1, (3,))])
 def test_what_is_masked_may_hold_anything(contexts, rng, axis, spatial):
     batch = make_batch(rng, 2, axis=axis, spatial=spatial, dtype="float32", offset=1e4)
@@ -62,23 +50,6 @@ def test_what_is_masked_may_hold_anything(contexts, rng, axis, spatial):
         ):
             np.testing.assert_allclose(mean, wanted_mean, rtol=1e-5)
             np.testing.assert_allclose(var, wanted_var, rtol=1e-5)
-
-
-@pytest.mark.parametrize("way, of_masks", [("eager", "float64"), ("hybrid", "float16"), ("static_shape", "int32")])
-def test_a_mask_gets_no_gradient(contexts, of_masks, way):
-    x, mask = nd.random.normal(shape=(3, 5, 7)), nd.ones((3, 7), dtype=of_masks)
-    x, mask = x.as_in_context(contexts[0]), mask.as_in_context(contexts[0])
-    layer = SyncBatchNorm(in_channels=5)
-    layer.initialize(ctx=contexts[:1])
-    if WAYS[way] is not None:
-        layer.hybridize(**WAYS[way])
-    for _ in range(2):
-        mask.attach_grad()
-        mask.grad[:] = 7
-        with autograd.record():
-            y = layer(x, mask)
-        y.backward()
-        assert not mask.grad.asnumpy().any() and mask.grad.dtype == mask.dtype
 
 
 @pytest.mark.parametrize("channels", [16, 8])
@@ -223,17 +194,3 @@ def test_in_a_module(contexts, rng, settings):
     assert not of_mask.asnumpy().any()
     for parts, wanted in zip(module._exec_group.aux_arrays, (want.running_mean, want.running_var)):
         np.testing.assert_allclose([one.asnumpy() for one in parts], wanted, rtol=1e-11)
-
-
-@pytest.mark.parametrize("way", ["eager", "hybrid"])
-def test_arrays_of_mx_np(contexts, rng, way):
-    batch = make_batch(rng, 2)
-    masks = make_masks(rng, batch)
-    want = specification(SyncBatchNorm(), batch, masks=masks)
-    with mx.util.np_shape(True), mx.util.np_array(True):
-        layer = prepare(SyncBatchNorm(), batch, contexts[:2], "float64", WAYS[way])
-        xs, heads = ([mx.np.array(a, dtype="float64", ctx=c) for a, c in zip(arrays, contexts)]
-                     for arrays in (batch.shards, batch.heads))  # fmt: skip
-        marks = [mx.np.array(mask != 0, dtype="bool", ctx=x.ctx) for x, mask in zip(xs, masks)]
-        ys = forward_and_backward(layer, xs, heads, marks)
-        assert_same(collect(layer, ys, [x.grad for x in xs], contexts[:2]), want, 1e-11)

@@ -1,6 +1,5 @@
 """Modes and slots: virtual devices, groups, local and shuffled statistics, against the specification."""
 
-import itertools
 import sys
 import time
 
@@ -8,12 +7,10 @@ import mxnet as mx
 import numpy as np
 import pytest
 from environments import ended
-from masks import make_masks, masked_step
 from mxnet import autograd, nd
 from mxnet.gluon import nn
-from poolings import POOLINGS, filled_slots, fits, permutation, pooling_of, specification
+from poolings import POOLINGS, permutation, pooling_of, specification
 from replicas import (
-    ON_CPUS,
     WAYS,
     assert_same,
     assert_same_bits,
@@ -28,56 +25,6 @@ from replicas import (
 
 import gluon_syncbn
 from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, _native, reference
-
-# ---- numbers -----------------------------------------------------------------------------------------------
-
-
-#: Whether there is a mask, the way and the type: what tests/layer/test_random_cases.py does not draw, which has up to 4
-#: replicas and slots, and no bfloat16.
-BESIDE_RANDOM_CASES = [
-    pytest.param(False, "eager", "float64", marks=pytest.mark.on_gpus),
-    pytest.param(False, "static_shape", "float16", marks=pytest.mark.on_gpus),
-    pytest.param(True, "eager", "float64", marks=pytest.mark.on_gpus),
-]
-if "bfloat16" in ON_CPUS:
-    BESIDE_RANDOM_CASES += [(False, "eager", "bfloat16"), (False, "hybrid", "bfloat16"), (True, "hybrid", "bfloat16")]
-
-
-@pytest.mark.parametrize("masked, way, dtype", BESIDE_RANDOM_CASES)
-@pytest.mark.parametrize("pooling", ["sync", *POOLINGS])
-def test_equals_the_specification(contexts, rng, masked, pooling, way, dtype):
-    settings = POOLINGS.get(pooling, {})
-    for replicas in (1, 2, 3, 4, 8):
-        if not fits(settings, replicas) or replicas > len(contexts):
-            continue
-        batch = make_batch(rng, replicas, dtype=dtype)
-        masks = make_masks(rng, batch) if masked else None
-        if masked and replicas == 4:
-            masks[1] *= 0
-        slots = filled_slots(masks, settings.get("virtual_devices", 1)) if masked else 2
-        if settings.get("mode") == "shuffle" and slots < 2:
-            continue
-        layer = prepare(SyncBatchNorm(in_channels=5, **settings), batch, contexts[:replicas], dtype, WAYS[way])
-        got = masked_step(layer, batch, masks, contexts, dtype) if masked else step(layer, batch, contexts, dtype)
-        want = specification(layer, batch, node=-1 if way == "eager" else 0, masks=masks)
-        assert_same(got, want, ON_CPUS[dtype])
-
-
-@pytest.mark.parametrize("axis", [1, -1])
-@pytest.mark.parametrize("pooling", ["sync", *POOLINGS])
-def test_a_value_that_is_not_finite(contexts, rng, pooling, axis):
-    """It goes as far as the statistic that it is part of, wherever in its slot it stands."""
-    for value, where in itertools.product((np.inf, -np.inf, np.nan), ((0, 0), (1, 3), (4, -1))):
-        batch = make_batch(rng, 4, axis=axis)
-        np.moveaxis(batch.shards[1], axis, 1)[where[0], 2].flat[where[1]] = value
-        layer = SyncBatchNorm(in_channels=5, axis=axis, **POOLINGS.get(pooling, {}))
-        got = step(prepare(layer, batch, contexts[:4], "float64"), batch, contexts, "float64")
-        with np.errstate(invalid="ignore"):
-            want = specification(layer, batch)
-        assert not all(np.isfinite(y).all() for y in want.outputs)
-        for name in ("outputs", "dxs", "running_var"):
-            for g, w in zip(getattr(got, name), getattr(want, name)):
-                np.testing.assert_array_equal(np.isfinite(g), np.isfinite(w), err_msg=f"{name}, {value} at {where}")
 
 
 @pytest.mark.parametrize("pooling", ["local", "local, 2 slots"])
@@ -115,7 +62,7 @@ def test_a_seed_starts_over(contexts, rng):
 @pytest.mark.parametrize("pooling", ["sync", "local, 2 slots", "shuffle, 2 slots", "groups of 2"])
 def test_same_bits_whatever_the_order_of_arrival(contexts, rng, pooling):
     batch = make_batch(rng, 4, dtype="float32", spatial=(9, 7))
-    layer = prepare(SyncBatchNorm(in_channels=5, **POOLINGS.get(pooling, {})), batch, contexts[:4], "float32")
+    layer = prepare(SyncBatchNorm(in_channels=5, **POOLINGS[pooling]), batch, contexts[:4], "float32")
 
     def run(order):
         gluon_syncbn.configure(seed=3)
@@ -200,7 +147,7 @@ class Twice(nn.HybridBlock):
 @pytest.mark.parametrize("pooling", ["sync", "local, 2 slots", "shuffle, 2 slots", "groups of 2"])
 def test_a_layer_used_twice_in_one_forward(contexts, rng, pooling, way):
     batch = make_batch(rng, 4)
-    layer = prepare(SyncBatchNorm(in_channels=5, **POOLINGS.get(pooling, {})), batch, contexts[:4], "float64")
+    layer = prepare(SyncBatchNorm(in_channels=5, **POOLINGS[pooling]), batch, contexts[:4], "float64")
     net = Twice(layer)
     if WAYS[way] is not None:
         net.hybridize(**WAYS[way])
@@ -234,7 +181,7 @@ def test_a_layer_used_twice_in_one_forward(contexts, rng, pooling, way):
 @pytest.mark.parametrize("pooling", ["sync", "local, 2 slots", "shuffle, 2 slots"])
 def test_two_forwards_before_one_backward(contexts, rng, pooling, way, replica_by_replica):
     first, second = make_batch(rng, 3), make_batch(rng, 3, spatial=(3, 7))
-    layer = SyncBatchNorm(in_channels=5, **POOLINGS.get(pooling, {}))
+    layer = SyncBatchNorm(in_channels=5, **POOLINGS[pooling])
     prepare(layer, first, contexts[:3], "float64", WAYS[way])
     second = second._replace(gamma=first.gamma, beta=first.beta)
     xs, heads = ([on_devices(b[k], contexts, "float64") for b in (first, second)] for k in (0, 1))

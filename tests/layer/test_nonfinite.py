@@ -1,5 +1,6 @@
 """A batch that is not finite: left out of the running statistics, or the end of the step."""
 
+import itertools
 import logging
 import re
 import time
@@ -15,30 +16,35 @@ from replicas import WAYS, assert_same, forward_and_backward, make_batch, on_dev
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
 
-EAGER = pytest.param("eager", marks=pytest.mark.on_gpus)
-
 
 def spoilt(batch, replica=1, value=np.nan):
     batch.shards[replica][0, 2].flat[1] = value
     return batch
 
 
-@pytest.mark.parametrize("way", [EAGER, "hybrid", "static_shape"])
-@pytest.mark.parametrize("pooling", ["sync", "groups of 2", "local, 2 slots", "shuffle, 2 slots"])
-def test_skip_leaves_the_running_statistics(contexts, rng, pooling, way):
-    gluon_syncbn.configure(nonfinite="skip")
-    for value in (np.nan, np.inf):
-        batch = spoilt(make_batch(rng, 4), value=value)
-        layer = SyncBatchNorm(in_channels=5, **POOLINGS.get(pooling, {}))
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
+@pytest.mark.parametrize(
+    "pooling",
+    [pytest.param(name, marks=[pytest.mark.on_gpus] * (name in ("sync", "shuffle, 2 slots"))) for name in POOLINGS],
+)
+def test_it_goes_as_far_as_the_statistic_that_it_is_part_of(contexts, rng, pooling, nonfinite):
+    """Whatever it is, wherever in its slot it stands."""
+    gluon_syncbn.configure(nonfinite=nonfinite)
+    kinds = itertools.product((np.inf, -np.inf, np.nan), ((0, 0), (1, 3), (4, -1)))
+    for (value, where), axis, way in zip(kinds, itertools.cycle((1, -1)), itertools.cycle(WAYS)):
+        batch = make_batch(rng, 4, axis=axis)
+        np.moveaxis(batch.shards[1], axis, 1)[where[0], 2].flat[where[1]] = value
+        layer = SyncBatchNorm(in_channels=5, axis=axis, **POOLINGS[pooling])
         got = step(prepare(layer, batch, contexts[:4], "float64", WAYS[way]), batch, contexts, "float64")
         with np.errstate(invalid="ignore"):
-            want = specification(layer, batch, node=-1 if way == "eager" else 0, nonfinite="skip")
-        for name in ("running_mean", "running_var"):
-            np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-11, err_msg=name)
-        assert np.isfinite(got.running_var).all() and (got.running_var[1] == 1).all()
-        for g, w in zip(got.outputs, want.outputs):  # nothing plausible
-            np.testing.assert_array_equal(np.isfinite(g), np.isfinite(w))
-        assert not np.isfinite(got.outputs[1]).all()
+            want = specification(layer, batch, node=-1 if way == "eager" else 0, nonfinite=nonfinite)
+        assert not all(np.isfinite(y).all() for y in want.outputs)
+        assert np.isfinite(want.running_var).all() == (nonfinite == "skip")
+        for name in ("outputs", "dxs", "running_mean", "running_var"):
+            for g, w in zip(getattr(got, name), getattr(want, name)):
+                finite, case = np.isfinite(w), f"{name}, {value} at {where}"
+                np.testing.assert_array_equal(np.isfinite(g), finite, err_msg=case)
+                np.testing.assert_allclose(g[finite], w[finite], rtol=1e-8, atol=1e-8, err_msg=case)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -11,11 +11,6 @@ from replicas import (
     TOLERANCE,
     WAYS,
     assert_near,
-    assert_same_bits,
-    make_batch,
-    on_devices,
-    prepare,
-    step_of,
     step_of_net,
 )
 
@@ -59,46 +54,6 @@ def near(got, want, tolerance=F32):
 
 
 # ---- the layer -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("way", ["eager", "static_shape"])
-@pytest.mark.parametrize("kind", ["sync", "shuffle", "relu6", "leaky", "add"])
-def test_the_same_bits_as_with_arrays_of_nd(contexts, rng, kind, way):
-    """Both kinds take turns in one process, and leave each other alone."""
-    batch, addends = make_batch(rng, 2, dtype="float32"), make_batch(rng, 2, dtype="float32").shards
-    places = contexts[:2]
-
-    def layer():
-        if kind == "add":
-            return SyncBatchNormAdd(in_channels=5)
-        return SyncBatchNorm(
-            in_channels=5,
-            activation=kind if kind in ("relu6", "leaky") else None,
-            mode="shuffle" if kind == "shuffle" else "sync",
-        )
-
-    def arrays(put):
-        data = [put(batch.shards, places, "float32")]
-        return data + ([put(addends, places, "float32")] if kind == "add" else []), put(batch.heads, places, "float32")
-
-    def classic():
-        made = prepare(layer(), batch, places, "float32", WAYS[way])
-        inputs, heads = arrays(on_devices)
-        return made, [step_of(made, inputs, heads) for _ in range(2)]
-
-    before, want = classic()
-    with np_arrays():
-        made = prepare(layer(), batch, places, "float32", WAYS[way])
-        inputs, heads = arrays(put)
-        got = [step_of(made, inputs, heads) for _ in range(2)]
-        predicted = made(*[array[0] for array in inputs])
-    _, again = classic()
-    for (one, of_last), (other, of_last_other), (third, _) in zip(want, got, again):
-        assert_same_bits(other, one)
-        assert_same_bits(third, one)
-        for a, b in zip(of_last_other, of_last):
-            np.testing.assert_array_equal(a, b)
-    near(predicted, before(*[array[0] for array in arrays(on_devices)[0]]), 0)
 
 
 # ---- nets ------------------------------------------------------------------------------------------------------

@@ -55,22 +55,6 @@ def test_a_layer_in_parallel_branches(contexts, rng, way):
         np.testing.assert_allclose(np.concatenate([y.asnumpy() for y in ys]), want, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-def test_one_backward_per_loss(contexts, rng, reverse):
-    batch = make_batch(rng, 3)
-    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:3], "float64")
-    xs, dys = on_devices(batch.shards, contexts, "float64"), on_devices(batch.heads, contexts, "float64")
-    for x in xs:
-        x.attach_grad()
-    with autograd.record():
-        losses = [(layer(x) * dy).sum() for x, dy in zip(xs, dys)]
-    for loss in losses[::-1] if reverse else losses:
-        loss.backward()
-    want = truth(batch)
-    for x, dx in zip(xs, want.dxs):
-        np.testing.assert_allclose(x.grad.asnumpy(), dx, rtol=0, atol=1e-11)
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("given", [True, False], ids=["channels", "deferred"])
 @pytest.mark.parametrize(

@@ -119,8 +119,9 @@ class Columns(Value):
 
 def storing(data: np.ndarray, dtype: str) -> np.ndarray:
     """How far an element of this type may be off."""
-    kind = np.finfo(dtype)
-    return float(kind.eps) / 2 * np.abs(data) + float(kind.smallest_subnormal) / 2
+    kind = np.finfo("float32" if dtype == "bfloat16" else dtype)
+    eps = 2.0**-7 if dtype == "bfloat16" else float(kind.eps)
+    return eps / 2 * np.abs(data) + float(kind.smallest_subnormal) / 2
 
 
 def gradients(outputs: Sequence[Value], heads: Sequence[np.ndarray], leaves: Sequence[Value]) -> List[Value]:

@@ -52,7 +52,9 @@ class Gradients(NamedTuple):
 class Truth:
     """Holds what the running statistics and the accumulated gradients have to be."""
 
-    def __init__(self, case: Case, gamma: np.ndarray, beta: np.ndarray) -> None:
+    def __init__(
+        self, case: Case, gamma: np.ndarray, beta: np.ndarray, running_mean: np.ndarray, running_var: np.ndarray
+    ) -> None:
         self.case, self.gamma, self.beta = case, gamma, beta
         self.parameters = "float64" if case.dtype == "float64" else "float32"
         # Elements are computed in at least single precision; sums are accumulated in double, but by MXNet's operator.
@@ -60,8 +62,7 @@ class Truth:
         self.rounding = Rounding(unit, unit if case.settings["use_global_stats"] else 2**-53)
         # A thread of a GPU takes the moments of its few elements as they are computed in.
         self.moments = Rounding(unit, unit) if case.emulated else DOUBLE
-        zeros, ones = np.zeros((case.channels, 1)), np.ones((case.channels, 1))
-        self.running = {context: (Value(zeros), Value(ones)) for context in case.contexts}
+        self.running = dict.fromkeys(case.contexts, (Value(running_mean[:, None]), Value(running_var[:, None])))
         self.gradients: Dict[Any, Value] = {}
 
     # ---- forward -----------------------------------------------------------------------------------------------
@@ -185,13 +186,14 @@ class Truth:
         return z.stored(self.case.dtype) if separate else z.fetched(self.case.dtype)
 
     def activated(self, z: Value, separate: bool) -> Value:
-        kind, slope = self.case.activation, float(np.float32(self.case.slope))
+        kind, exact = self.case.activation, self.case.dtype == "float64"
+        slope = self.case.slope if exact else float(np.float32(self.case.slope))
         if kind is None:
             return z
         capped = (z.data > 6) & (kind == "relu6")
         factor = np.where(z.data > 0, np.where(capped, 0.0, 1.0), slope if kind == "leaky" else 0.0)
         # MXNet's LeakyReLU multiplies in single precision (`xelu` in src/operator/mshadow_op.h).
-        single = SINGLE * slope if separate and kind == "leaky" else 0.0
+        single = SINGLE * slope if separate and kind == "leaky" and (self.case.fused or not exact) else 0.0
         y = z * Value(factor, single * (factor != 1)) + Value(np.where(capped, 6.0, 0.0))
         return y.looser(z.slack * (1 - factor))  # the value may lie on the other side of a kink
 

@@ -80,7 +80,7 @@ def _lost_by_module(module: str, words: List[str]) -> Iterator[str]:
         known = importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
         known = False
-    if module not in ("pip", "venv", "families", "soak") and not known:
+    if module not in ("pip", "venv", "families") and not known:
         yield f"no module {module}"
     if module == "gluon_syncbn":
         source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "gluon_syncbn" / "command").glob("*.py"))

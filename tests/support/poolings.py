@@ -9,6 +9,7 @@ from gluon_syncbn.activation import NONE
 
 #: Every way of pooling that some number of replicas can have.
 POOLINGS = {
+    "sync": {},
     "sync, unbiased": {"running_variance": "unbiased"},
     "sync, 3 slots": {"virtual_devices": 3},
     "groups of 2": {"group_size": 2},

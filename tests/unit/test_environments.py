@@ -8,7 +8,7 @@ from environments import shell
 from places import TESTS
 
 # Started by a user, or by this helper.
-PROGRAMS = ("soak", "families", "cuda_emulator", "support/environments.py")
+PROGRAMS = ("families", "cuda_emulator", "support/environments.py")
 STARTS = {"Popen", "run", "call", "check_call", "check_output"}
 COPIES = re.compile(r"(\*\*|dict\(|=)os\.environ\b(?![.\[])|\bos\.environ\.copy\(")
 

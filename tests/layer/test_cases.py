@@ -1,0 +1,112 @@
+"""Layers chosen, and drawn at random with what happens between their steps, against a second implementation,
+tests/soak/truth.py. `make soak` draws more of them."""
+
+import gc
+import os
+import signal
+import sys
+
+import mxnet as mx
+import pytest
+from environments import ended
+from poolings import POOLINGS, fits
+from replicas import ON_CPUS, WAYS
+from soak.case import Case, draw
+from soak.events import choices
+from soak.trial import run
+
+from gluon_syncbn import _native
+
+DOOR = int(os.environ.get("GLUON_SYNCBN_OPERATOR") == "custom")
+FIRST = 120 * int(os.environ.get("GLUON_SYNCBN_TEST_SEED", 0))
+
+
+@pytest.fixture
+def layers():
+    """A case sends Ctrl-C, and leaves no layer."""
+    gc.collect()
+    before, handler = _native.layers(), signal.signal(signal.SIGINT, lambda *_: None)
+    yield
+    signal.signal(signal.SIGINT, handler)
+    mx.nd.waitall()
+    gc.collect()
+    assert _native.layers() <= before
+
+
+# ---- chosen ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def check(contexts):
+    """A case with each of these settings."""
+
+    def check(*some, **settings):
+        emulated = contexts[0].device_type == "gpu"
+        for one in some or [{}]:
+            run(Case(**settings, **one, emulated=emulated), contexts)
+
+    return check
+
+
+ACTIVATIONS = (None, "relu", "relu6", "leaky")
+EPILOGUES = [{"activation": activation, "addend": addend} for addend in (None, "own") for activation in ACTIVATIONS]
+
+
+@pytest.mark.on_gpus
+@pytest.mark.parametrize("masked", [None, "all"])
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_each_pooling(check, contexts, pooling, masked):
+    for replicas, dtype, way in ((4, "float64", "eager"), (8, "float32", "static_shape"), (3, "bfloat16", "hybrid")):
+        if fits(POOLINGS[pooling], replicas) and replicas <= len(contexts) and dtype in ON_CPUS:
+            check(pooling=POOLINGS[pooling], contexts=range(replicas), dtype=dtype, way=way, masked=masked)
+
+
+@pytest.mark.parametrize("dtype", set(ON_CPUS) & {"float64", "bfloat16"})
+@pytest.mark.parametrize("empty", ["sample", "position"])
+def test_an_empty_shard(check, empty, dtype):
+    """MXNet gives no memory for it; a null pointer does not mean that there is no such input."""
+    for req in ("write", "add"):
+        check(*EPILOGUES, empty=empty, dtype=dtype, reqs=dict.fromkeys(("x", "addend"), req))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("axis, spatial", [(1, (4, 6)), (1, (5, 7)), (-1, (4, 6))], ids=str)
+def test_each_activation_in_bfloat16(check, axis, spatial, way):
+    check(*EPILOGUES, dtype="bfloat16", axis=axis, spatial=spatial, way=way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["frozen", "reverted"])
+def test_by_operators_of_mxnet(check, kind, way):
+    """Its own addition is wrong in graphs where a gradient is added to an array, or wanted by nobody; it plans with the
+    memory of the first step."""
+    given = {"contexts": [1] if kind == "reverted" else [1, 0], "spatial": (3,)}
+    given.update({"settings": {"use_global_stats": kind == "frozen"}, "reverted": kind == "reverted"})
+    check(*EPILOGUES, **given, way=way, steps=["train", "predict"])
+    for x, addend in (("write", "null"), ("write", "add"), ("add", "write"), ("add", "add"), ("null", "add")):
+        check(*EPILOGUES[4:], **given, way=way, reqs={"x": x, "addend": addend})
+    if kind == "frozen":
+        check(*EPILOGUES, **given, way=way, empty="sample")
+
+
+# ---- drawn -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("layers")
+@pytest.mark.parametrize("seed", range(FIRST + DOOR, FIRST + 120, 2))
+def test_random(contexts, seed):
+    case = draw(seed)
+    for _ in range(case.rng.randint(3)):
+        place = case.rng.randint(1, len(case.steps) + 1)
+        case.steps[place:place] = [str(case.rng.choice(choices(case))), "train"]
+    print(case)
+    run(case, contexts)
+
+
+@pytest.mark.skipif(DOOR, reason="this is MXNet's Custom")
+@pytest.mark.timeout(900)
+def test_random_through_custom():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "test_random[", __file__]
+    ran = ended(command, timeout=800, GLUON_SYNCBN_OPERATOR="custom")
+    assert ran.returncode == 0, ran.stdout
