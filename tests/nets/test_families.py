@@ -11,8 +11,8 @@ from families import checks
 from families.models import BY_NAME
 from replicas import release
 
-QUICK = [BY_NAME[name] for name in ("mobilenetv3_small", "mobile_pose_resnet18_v1b", "fastscnn")]
-LARGE = [BY_NAME[name] for name in ("hrnet_w18_small_v1_c", "fcn", "psp", "deeplab")]
+QUICK = [BY_NAME[name] for name in ("mobilenetv3_small", "fastscnn")]
+LARGE = [BY_NAME[name] for name in ("mobile_pose_resnet18_v1b", "hrnet_w18_small_v1_c", "fcn", "psp", "deeplab")]
 LARGE += [BY_NAME["r2plus1d_resnet18_kinetics400"]._replace(inputs=((3, 4, 16, 16),))]
 MODELS = [*QUICK, *(pytest.param(model, marks=pytest.mark.slow) for model in LARGE)]
 

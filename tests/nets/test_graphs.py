@@ -93,6 +93,7 @@ WAYS = {
     "in an eager net": lambda block: within(block),
     "in a graph": lambda block: within(block, True),
 }
+EACH = [("BatchNorm", way) for way in WAYS] + [("BatchNormReLU", "by itself"), ("contrib", "in a graph")]
 
 
 def within(block, hybrid=False):
@@ -102,8 +103,7 @@ def within(block, hybrid=False):
     return net
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("norm", RECORDERS)
+@pytest.mark.parametrize("norm, way", EACH)
 def test_equals_one_device(norm, way, contexts, rng):
     recorder = RECORDERS[norm]
     dtype, tolerance = ("float64", 1e-9) if norm == "BatchNorm" else ("float32", 1e-4)  # all that MXNet's others take
@@ -143,11 +143,10 @@ def test_twice_in_one_graph(contexts, rng):
 
 
 @untyped_symbol
-def test_there_and_back(contexts, rng, tmp_path):
+def test_there_and_back_and_in_a_file(contexts, rng, tmp_path):
     net = recorded(body(), contexts[:2])
-    text, parameters, values = net._cached_graph[1].tojson(), net.collect_params(), {}
-    for name, parameter in parameters.items():
-        values[name] = parameter.data(contexts[0]).asnumpy()
+    text, parameters = net._cached_graph[1].tojson(), net.collect_params()
+    values = {name: parameter.data(contexts[0]).asnumpy() for name, parameter in parameters.items()}
     (x,) = on_devices([rng.randn(2, 3, 7, 7)], contexts, "float64")
     before = net(x).asnumpy()
     assert convert(net) is net and isinstance(net, gluon.SymbolBlock)
@@ -160,20 +159,10 @@ def test_there_and_back(contexts, rng, tmp_path):
     for name, parameter in net.collect_params().items():
         np.testing.assert_array_equal(parameter.data(contexts[1]).asnumpy(), values[name])
     net.export(str(tmp_path / "net"))
-    paths = [str(tmp_path / name) for name in ("net-symbol.json", "net-0000.params")]
-    np.testing.assert_allclose(gluon.SymbolBlock.imports(paths[0], ["data"], paths[1])(x).asnumpy(), before, atol=1e-12)
-
-
-@untyped_symbol
-def test_an_imported_model(contexts, rng, tmp_path):
-    source = prepared(body(), contexts[:1], "float32")
-    source.hybridize()
-    source(nd.array(rng.randn(1, 3, 7, 7)))
-    source.export(str(tmp_path / "net"))
-    paths = [str(tmp_path / name) for name in ("net-symbol.json", "net-0000.params")]
 
     def imported(contexts):
-        net = gluon.SymbolBlock.imports(paths[0], ["data"], paths[1], ctx=contexts)
+        files = str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params")
+        net = gluon.SymbolBlock.imports(*files, ctx=contexts)
         net.cast("float64")
         return net
 
@@ -183,8 +172,11 @@ def test_an_imported_model(contexts, rng, tmp_path):
 
 
 def test_a_copy_trains_by_itself(contexts, rng):
-    net = recorded(body(), contexts[:2])
-    net.hybridize()  # forgets what MXNet cannot copy: the operator that it made of the graph
+    """MXNet cannot copy the operator that it made of the graph, and its error leaves half an operator behind."""
+    net = recorded(body(SyncBatchNorm), contexts[:2])
+    with pytest.raises(TypeError, match=r"cannot be copied or pickled: call net\.hybridize\(\) before"):
+        copy.deepcopy(net)
+    net.hybridize()
     convert(net)
     twin = copy.deepcopy(net)
     twin.collect_params().reset_ctx(contexts[:2])  # MXNet copies all to the first
@@ -192,15 +184,6 @@ def test_a_copy_trains_by_itself(contexts, rng):
     want = whole(recorded(body(), contexts[:1]), arrays, heads)
     for one in (twin, net):
         assert_near(step(one, arrays, heads, contexts), want, 1e-9)
-
-
-def test_a_net_with_a_graph_is_not_copied(contexts):
-    """Nor by MXNet, whose error leaves half an operator behind."""
-    net = prepared(within(SyncBatchNorm(in_channels=3), True), contexts[:1], "float32")
-    with pytest.raises(TypeError, match=r"cannot be copied or pickled: call net\.hybridize\(\) before"):
-        copy.deepcopy(net)
-    net.hybridize()
-    assert (copy.deepcopy(net)(nd.ones((1, 3))).asnumpy() == net(nd.ones((1, 3))).asnumpy()).all()
 
 
 def test_a_selection(contexts, capsys):
@@ -295,22 +278,25 @@ def written(norm, **settings):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_symbol(way, contexts, rng):
+def test_a_symbol(way, contexts, rng, monkeypatch):
+    """In the place of MXNet's, too."""
     arrays, heads = data_of(rng)
-    net = prepared(WAYS[way](written(gluon_syncbn.symbol.SyncBatchNorm, key="k", ndev=2)), contexts[:2])
-    want = whole(prepared(written(mx.sym.BatchNorm), contexts[:1]), arrays, heads)
+    plain = written(mx.sym.BatchNorm)
+    want = whole(prepared(plain, contexts[:1]), arrays, heads)
+    if way == "by itself":
+        monkeypatch.setattr(mx.sym, "BatchNorm", gluon_syncbn.symbol.SyncBatchNorm)
+    block = written(gluon_syncbn.symbol.SyncBatchNorm, key="k", ndev=2)
+    assert [f"bn0_{name}" in block.collect_params() for name in ("gamma", "beta", "moving_mean", "moving_var")] == [
+        True
+    ] * 4
+    net = prepared(WAYS[way](block), contexts[:2])
     assert_near(step(net, arrays, heads, contexts), want, 1e-9)
-
-
-def test_a_symbol_there_and_back(contexts, rng):
-    net = prepared(written(gluon_syncbn.symbol.SyncBatchNorm, mode="local"), contexts[:2])
-    assert sorted(name for name in net.collect_params() if "bn0" in name) == [
-        f"bn0_{name}" for name in ("beta", "gamma", "moving_mean", "moving_var")
-    ]
-    plain = prepared(written(mx.sym.BatchNorm), contexts[:1])
-    (x,) = on_devices([rng.randn(2, 3, 7, 7)], contexts, "float64")
-    np.testing.assert_allclose(revert(net)(x).asnumpy(), plain(x).asnumpy(), atol=1e-12)
-    assert type(net) is gluon.SymbolBlock and operators(net).count("BatchNorm") == 2
+    assert operators(freeze(block)).count("BatchNorm") == 0
+    assert operators(revert(block)) == operators(plain) and type(block) is gluon.SymbolBlock
+    freeze(block, active=False)
+    (x,) = on_devices(arrays[:1], contexts, "float64")
+    np.testing.assert_allclose(net(x).asnumpy(), plain(x).asnumpy(), atol=1e-12)
+    assert operators(convert(plain)).count("Custom") == 2
 
 
 def test_threads_that_call_a_symbol_first(contexts, monkeypatch):
@@ -330,18 +316,6 @@ def test_threads_that_call_a_symbol_first(contexts, monkeypatch):
     monkeypatch.setattr(gluon_syncbn.symbol, "open_graph", slowly)
     in_threads(lambda i: net(nd.ones((2, 3), ctx=contexts[i])), 2)
     assert opened == [net]
-
-
-def test_a_symbol_in_the_place_of_mxnets(contexts, rng, monkeypatch):
-    arrays, heads = data_of(rng)
-    plain = written(mx.sym.BatchNorm)
-    want = whole(prepared(plain, contexts[:1]), arrays, heads)
-    monkeypatch.setattr(mx.sym, "BatchNorm", gluon_syncbn.symbol.SyncBatchNorm)
-    net = prepared(written(mx.sym.BatchNorm), contexts[:2])
-    assert_near(step(net, arrays, heads, contexts), want, 1e-9)
-    assert operators(freeze(net)).count("BatchNorm") == 0
-    assert operators(revert(net)) == operators(plain)
-    assert operators(convert(plain)).count("Custom") == 2
 
 
 def test_attributes_of_a_symbol():
@@ -388,29 +362,27 @@ def test_gluoncvs_feature_pyramid(contexts, rng):
     def pyramid(norm):
         return feature.FPNFeatureExpander(
             network="resnet18_v1b",
-            outputs=["layers1_relu3_fwd", "layers2_relu3_fwd", "layers3_relu3_fwd", "layers4_relu3_fwd"],
-            num_filters=[8] * 4,
+            outputs=["layers1_relu3_fwd", "layers2_relu3_fwd"],
+            num_filters=[8] * 2,
             pretrained=False,
             norm_layer=norm,
             norm_kwargs={"fix_gamma": False},
         )
 
-    nets = [convert(pyramid(gluon_syncbn.symbol.SyncBatchNorm)), pyramid(mx.sym.BatchNorm)]
-    weights = {}
-    for net, places in zip(nets, (contexts[:2], contexts[:1])):
-        net.initialize(ctx=places)
-        for x in on_devices([np.zeros((1, 3, 64, 64))] * 2, places, "float32"):
-            net(x)
-        for number, parameter in enumerate(net.collect_params(".*(gamma|beta|weight)").values()):
-            centre = 1 if parameter.name.endswith("gamma") else 0
-            value = weights.setdefault(number, rng.randn(*parameter.shape) * 0.1 + centre)
-            parameter.set_data(nd.array(value))
-    assert operators(nets[0]).count("Custom") == 28 and "BatchNorm" not in operators(nets[0])
+    net, plain = convert(pyramid(gluon_syncbn.symbol.SyncBatchNorm)), pyramid(mx.sym.BatchNorm)
+    for one, places in ((net, contexts[:2]), (plain, contexts[:1])):
+        one.initialize(ctx=places)
+        for context in places:
+            one(nd.zeros((1, 3, 64, 64), ctx=context))
+    for ours, theirs in zip(net.collect_params().values(), plain.collect_params().values()):
+        theirs.set_data(nd.array(rng.randn(*ours.shape) * 0.1 + ours.name.endswith(("gamma", "var"))))
+        ours.set_data(theirs.data())
+    assert operators(net).count("Custom") == 14 and "BatchNorm" not in operators(net)
     images = shards(rng, (3, 64, 64))
     with autograd.record():
-        got = [nets[0](x) for x in on_devices(images, contexts, "float32")]
-        want = nets[1](nd.array(np.concatenate(images)))
-    for level in range(4):
+        got = [net(x) for x in on_devices(images, contexts, "float32")]
+        want = plain(nd.array(np.concatenate(images)))
+    for level in range(2):
         whole = want[level].asnumpy()
         parts = np.concatenate([outputs[level].asnumpy() for outputs in got])
         np.testing.assert_allclose(parts, whole, atol=1e-3 * np.abs(whole).max())

@@ -1,7 +1,6 @@
 """What a user is told about which layers are synchronised."""
 
 import re
-import warnings
 
 import mxnet as mx
 import pytest
@@ -28,65 +27,74 @@ def rows(capsys, net):
     return {name: rest for name, *rest in cells}, lines[-2]
 
 
-def test_every_normalisation_layer_has_a_row(contexts, capsys):
-    class Own(nn.BatchNorm):
-        def forward(self, x, *args):
-            return super().forward(x, *args)
+class Own(nn.BatchNorm):
+    def forward(self, x, *args):
+        return super().forward(x, *args)
 
-    made = {
-        "sync_": SyncBatchNorm(in_channels=3, prefix="sync_"),
-        "groups_": SyncBatchNorm(group_size=2, virtual_devices=4, prefix="groups_"),
-        "named_": SyncBatchNorm(groups=[[1], [0]], in_channels=3, prefix="named_"),
-        "alone_": SyncBatchNorm(group_size=1, in_channels=3, prefix="alone_"),
-        "local_": SyncBatchNorm(mode="local", in_channels=3, prefix="local_"),
-        "frozen_": freeze(SyncBatchNorm(in_channels=3, prefix="frozen_")),
-        "plain_": nn.BatchNorm(in_channels=3, prefix="plain_"),
-        "contrib_": ContribSyncBatchNorm(in_channels=3, num_devices=2, prefix="contrib_"),
-        "own_": Own(in_channels=3, prefix="own_"),
-        "each_": nn.InstanceNorm(in_channels=3, prefix="each_"),
-    }
-    net = nn.HybridSequential()
-    net.add(*made.values(), nn.Dense(3), made["sync_"])
-    net.initialize(ctx=contexts[:2])
-    got, count = rows(capsys, net)
-    both, alone = "[cpu(0), cpu(1)]", "plain, because each group has one device"
-    assert got == {
-        "sync (SyncBatchNorm)": ["3", "sync", "1", both, "-", "synchronised"],
-        "groups (SyncBatchNorm)": ["-", "sync, groups of 2", "4", both, "-", "synchronised"],
-        "alone (SyncBatchNorm)": ["3", "sync, groups of 1", "1", both, "-", alone],
-        "named (SyncBatchNorm)": ["3", "sync, 2 named groups", "1", both, "-", alone],
-        "local (SyncBatchNorm)": ["3", "local", "1", both, "-", "plain, because mode 'local' shares nothing"],
-        "frozen (SyncBatchNorm)": ["3", "sync", "1", both, "-", "plain, because it is frozen: use_global_stats"],
-        "plain (BatchNorm)": ["3", "-", "-", both, "-", "plain, because it is BatchNorm; convert(net) changes it"],
-        "contrib (SyncBatchNorm)": [
-            "3",
+
+def test_every_normalisation_layer_has_a_row(contexts, capsys):
+    alone = "plain, because each group has one device"
+    table = [
+        (SyncBatchNorm(prefix="sync_"), "sync", "1", "synchronised"),
+        (SyncBatchNorm(group_size=2, virtual_devices=4, prefix="groups_"), "sync, groups of 2", "4", "synchronised"),
+        (SyncBatchNorm(groups=[[1], [0]], prefix="named_"), "sync, 2 named groups", "1", alone),
+        (SyncBatchNorm(group_size=1, prefix="alone_"), "sync, groups of 1", "1", alone),
+        (SyncBatchNorm(mode="local", prefix="local_"), "local", "1", "plain, because mode 'local' shares nothing"),
+        (freeze(SyncBatchNorm(prefix="frozen_")), "sync", "1", "plain, because it is frozen: use_global_stats"),
+        (nn.BatchNorm(prefix="plain_"), "-", "-", "plain, because it is BatchNorm; convert(net) changes it"),
+        (
+            ContribSyncBatchNorm(num_devices=2, prefix="c_"),
             "-",
-            "-",
-            both,
             "-",
             "plain, because it is contrib's; convert(net) changes it",
-        ],
-        "own (Own)": ["3", "-", "-", both, "-", "plain, because it has a forward of its own"],
-        "each (InstanceNorm)": ["3", "-", "-", both, "-", "plain, because it normalises each sample by itself"],
+        ),
+        (Own(prefix="own_"), "-", "-", "plain, because it has a forward of its own"),
+        (nn.InstanceNorm(prefix="each_"), "-", "-", "plain, because it normalises each sample by itself"),
+    ]
+    net = nn.HybridSequential()
+    net.add(*[layer for layer, *_ in table], nn.Dense(3), table[0][0])
+    for layer, *_ in table[::2]:
+        for parameter in layer.collect_params().values():
+            parameter.shape = (3,)
+    net.initialize(ctx=contexts[:2])
+    got, count = rows(capsys, net)
+    assert got == {
+        f"{layer.name} ({type(layer).__name__})": ["-" if i % 2 else "3", mode, slots, "[cpu(0), cpu(1)]", "-", said]
+        for i, (layer, mode, slots, said) in enumerate(table)
     }
     assert count == "Layers of batch normalisation: 9, synchronised: 2"
-    for row in summary(net, show=False)[::8]:
-        layer = made[row.layer.split()[0] + "_"]
-        ours = isinstance(layer, SyncBatchNorm)
-        assert (row.channels, row.contexts, row.synchronised) == (3, contexts[:2], ours)
-        assert (row.mode, row.slots) == (("sync", 1) if ours else (None, None))
+    first, *_, last = summary(net, show=False)
+    assert (first.channels, first.contexts, first.synchronised, first.mode, first.slots) == (
+        3,
+        contexts[:2],
+        True,
+        "sync",
+        1,
+    )
+    assert (last.channels, last.contexts, last.synchronised, last.mode, last.slots) == (
+        None,
+        contexts[:2],
+        False,
+        None,
+        None,
+    )
 
 
-def test_before_it_is_initialised_and_on_one_context(contexts, capsys):
+def test_before_it_is_initialised_and_where_it_cannot_train(contexts, capsys):
+    layer = SyncBatchNorm(group_size=2, prefix="sync_")
+
+    def said():
+        ((_, cells),), count = rows(capsys, layer)[0].items(), rows(capsys, layer)[1]
+        assert count.endswith("1, synchronised: 0")
+        return cells
+
+    assert said() == ["-", "sync, groups of 2", "1", "-", "-", "not known before it is initialised"]
+    layer.initialize(ctx=contexts[:3])
+    assert said()[-1].startswith("an error in training: group_size: 2 was given, expected a divisor")
     layer = SyncBatchNorm(prefix="sync_")
-    said, count = rows(capsys, layer)
-    assert said == {"sync (SyncBatchNorm)": ["-", "sync", "1", "-", "-", "not known before it is initialised"]}
-    assert count.endswith("1, synchronised: 0")
     layer.initialize(ctx=contexts[0])
     layer(nd.ones((2, 3)))
-    said, count = rows(capsys, layer)
-    assert said["sync (SyncBatchNorm)"] == ["3", "sync", "1", "[cpu(0)]", "-", "plain, because it has one replica"]
-    assert count.endswith("1, synchronised: 0")
+    assert said() == ["3", "sync", "1", "[cpu(0)]", "-", "plain, because it has one replica"]
 
 
 def test_that_all_layers_are_synchronised_is_asserted(contexts):
@@ -105,13 +113,6 @@ def test_that_all_layers_are_synchronised_is_asserted(contexts):
         assert_synchronised(net[2])
 
 
-def test_a_layer_that_cannot_train(contexts, capsys):
-    layer = SyncBatchNorm(group_size=2, in_channels=3, prefix="sync_")
-    layer.initialize(ctx=contexts[:3])
-    ((*_, said),) = rows(capsys, layer)[0].values()
-    assert said.startswith("an error in training: group_size: 2 was given, expected a divisor")
-
-
 @pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments:UserWarning")
 def test_recorded_graphs(contexts, capsys):
     body = nn.HybridSequential(prefix="net_")
@@ -124,6 +125,7 @@ def test_recorded_graphs(contexts, capsys):
     assert plain[-1].startswith("plain, because it is in the recorded graph")
     assert sum(rest[-1] == "synchronised, in a recorded graph" for rest in got.values()) == 1
     assert count == "Layers of batch normalisation: 2, synchronised: 1"
+    assert rows(capsys, convert(net))[1] == "Layers of batch normalisation: 2, synchronised: 2"
 
 
 class Calling(nn.HybridBlock):
@@ -152,23 +154,8 @@ def test_an_operator_that_a_hybrid_forward_calls(contexts, capsys):
     assert count == "Layers of batch normalisation: 2, synchronised: 1"
 
 
-@pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments:UserWarning")
-def test_a_symbol_block_that_calls_a_network_as_it_is_made(capsys):
-    class Feature(gluon.SymbolBlock):
-        def __init__(self, layer):
-            network = nn.HybridSequential()
-            network.add(layer(in_channels=3), layer(in_channels=3))
-            data = mx.sym.var("data")
-            super().__init__(network(data), data)
-
-    assert rows(capsys, Feature(nn.BatchNorm))[1] == "Layers of batch normalisation: 2, synchronised: 0"
-    net = convert(Feature(nn.BatchNorm))
-    net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
-    assert rows(capsys, net)[1] == "Layers of batch normalisation: 2, synchronised: 2"
-
-
-def train(net, contexts):
-    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+def train(net, contexts, *others):
+    trainer = gluon.Trainer([*net.collect_params().values(), *others], "sgd", {"learning_rate": 0.1})
     for _ in range(2):
         forward_and_backward(net, [nd.random.normal(shape=(2, 3, 32, 32), ctx=c) for c in contexts])
         trainer.step(2 * len(contexts), ignore_stale_grad=True)
@@ -183,8 +170,22 @@ def mixed(contexts):
     return net
 
 
-def test_a_mixed_net_is_warned_about_once(contexts, recwarn):
-    train(mixed(contexts[:2]), contexts[:2])
+CHANGES = {
+    "converted": convert,
+    "frozen": lambda net: freeze(net, select="(?!(first|last))"),
+    "all plain": gluon_syncbn.revert,
+    "one context": lambda net: net,
+    "none": lambda net: net,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_mixed_net_is_warned_about_once(contexts, change, recwarn):
+    places = contexts[: 1 if change == "one context" else 2]
+    train(CHANGES[change](mixed(places)), places)
+    if change != "none":
+        assert not recwarn.list
+        return
     (warning,) = recwarn.list
     said = str(warning.message)
     assert said.startswith("2 of 34 layers of batch normalisation are synchronised, and these are not: ")
@@ -192,7 +193,7 @@ def test_a_mixed_net_is_warned_about_once(contexts, recwarn):
     assert warning.filename == __file__
 
 
-def small(prefix="net_"):
+def small(prefix):
     net = nn.HybridSequential(prefix=prefix)
     with net.name_scope():
         net.add(nn.Conv2D(3, 1, in_channels=3), SyncBatchNorm(), nn.Activation("relu"))
@@ -203,10 +204,12 @@ def small(prefix="net_"):
 def test_fusing_without_a_graph_is_warned_about(contexts, hybridized, recwarn):
     net = nn.HybridSequential()
     net.add(small("a_"), small("b_"))
+    net.__held__ = [SyncBatchNorm(in_channels=3)]  # which nobody uses, and of which nothing is said
     convert(net, fuse=True)
-    net.initialize(ctx=contexts[:2])
+    for block in (net, *net.__held__):
+        block.initialize(ctx=contexts[:2])
     (net if hybridized == "whole" else net[0]).hybridize(hybridized != "not")
-    train(net, contexts[:2])
+    train(net, contexts[:2], *net.__held__[0].collect_params().values())
     if hybridized != "not":
         assert not recwarn.list
         return
@@ -234,26 +237,3 @@ def test_a_layer_that_is_not_computed_is_warned_about(contexts, used, recwarn):
     net.initialize(ctx=contexts[:2])
     train(net, contexts[:2])
     assert [str(one.message).partition(": ")[0] for one in recwarn.list] == ["net_batchnorm0"] * (not used)
-
-
-def test_a_layer_that_nobody_uses_is_not_warned_about(contexts, recwarn):
-    net = small()
-    net.unused = SyncBatchNorm(in_channels=3)
-    net.initialize(ctx=contexts[:2])
-    train(net, contexts[:2])  # with ignore_stale_grad
-    assert not recwarn.list
-
-
-@pytest.mark.parametrize("why", ["converted", "frozen", "one context", "all plain"])
-def test_a_net_that_is_not_mixed(contexts, why):
-    places = contexts[:1] if why == "one context" else contexts[:2]
-    net = mixed(places)
-    if why == "converted":
-        convert(net)
-    if why == "frozen":
-        freeze(net, select="(?!(first|last))")
-    if why == "all plain":
-        gluon_syncbn.revert(net)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        train(net, places)
