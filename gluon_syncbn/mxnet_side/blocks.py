@@ -59,7 +59,7 @@ def difference(block: Block) -> str:
         return "it is a subclass of contrib's SyncBatchNorm"
     for name in ("forward", "__call__", "hybrid_forward"):
         owner = next(one for one in cls.__mro__ if name in vars(one))
-        known = owner in _BatchNorm.__mro__ or cls in _KNOWN or _is_cudnn_off(owner)
+        known = owner in _BatchNorm.__mro__ or has_nothing_of_its_own(owner)
         own = vars(block).get(name)
         if not known or getattr(own, "replaced", own):  # `recompute` calls what it has replaced
             return f"it has a {name} of its own"
@@ -68,11 +68,7 @@ def difference(block: Block) -> str:
 
 def has_nothing_of_its_own(cls: Any) -> bool:
     """Whether a class of batch normalisation is one of MXNet's, of this package's or of GluonCV's."""
-    return cls in _KNOWN or _is_cudnn_off(cls)
-
-
-def _is_cudnn_off(cls: Any) -> bool:
-    return (cls.__module__, cls.__qualname__) == _CUDNN_OFF
+    return cls in _KNOWN or (cls.__module__, cls.__qualname__) == _CUDNN_OFF
 
 
 class Recorded(NamedTuple):

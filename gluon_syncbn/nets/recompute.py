@@ -318,15 +318,10 @@ class _Forwards:
         """
         key = os.getpid(), context, len(self.frames)
         if key not in self._threads:
-            self._threads[key] = ThreadPoolExecutor(1)
-            self._threads[key].submit(_begin, context).result()
+            place = context.device_id if context.device_type == "cpu" else -1
+            self._threads[key] = ThreadPoolExecutor(1, thread_name_prefix=f"gluon_syncbn-again-{context}")
+            self._threads[key].submit(_native.issue_on, place)  # and its thread is made here, not by one of MXNet's
         return self._threads[key]
-
-
-def _begin(context: mx.Context) -> None:
-    threading.current_thread().name = f"gluon_syncbn-again-{context}"
-    if context.device_type == "cpu":
-        _native.issue_on(context.device_id)
 
 
 _seed = mx.random.seed  # without `follow`
@@ -354,8 +349,7 @@ def _check(block: Block, within: List[Block], operators: _Operators, context: mx
 class _Operators(NamedTuple):
     """What is known of the operators that a block calls."""
 
-    settings: List[Any]  # of the block, then
-    means: Set[str]  # names of the running means of its layers, then
+    deciding: List[Any]  # what decided which ones
     draw: bool  # whether some may draw random numbers
     plain: List[str]  # the names of those that normalise with the batch, and belong to no layer
 
@@ -367,8 +361,8 @@ def _operators(block: Block, within: List[Block], forward: Callable[..., Any], a
     good, because a graph that was recorded keeps its rate.
     """
     before: Optional[_Operators] = vars(block).get("_operators")
-    settings, means = _settings(within), {one.running_mean.name for one in within if blocks.is_batch_norm(one)}
-    if before is not None and before.means == means and (before.draw or before.settings == settings):
+    deciding = _deciding(within)
+    if before is not None and before.deciding == deciding:
         return before
     draw, graphs = True, [json_of(one._cached_graph[1]) for one in within if isinstance(one, SymbolBlock)]
     if isinstance(block, HybridBlock):
@@ -380,15 +374,18 @@ def _operators(block: Block, within: List[Block], forward: Callable[..., Any], a
         except Exception:  # the user's code fails; the only consequence here is that it cannot be traced
             pass
     nodes = [node for graph in graphs for node in blocks.recorded(block, graph) if node.operator in blocks.OPERATORS]
+    means = {one.running_mean.name for one in within if blocks.is_batch_norm(one)}
     plain = [node.name for node in nodes if not node.frozen and node.inputs[3] not in means]
-    block._operators = _Operators(settings, means, draw or (before is not None and before.draw), plain)
+    block._operators = _Operators(deciding, draw or (before is not None and before.draw), plain)
     return block._operators
 
 
-def _settings(within: List[Block]) -> List[Any]:
-    """Returns what may decide which operators these blocks call: the mode, and the numbers and texts that they hold."""
+def _deciding(within: List[Block]) -> List[Any]:
+    """Returns what may decide which operators these blocks call: which they are, the mode, and the numbers and texts
+    that they hold.
+    """
     fixed = SyncBatchNorm, SymbolBlock  # always call the same
-    found: List[Any] = [autograd.is_training()]
+    found: List[Any] = [autograd.is_training(), *((type(one), one.name) for one in within)]
     for value in (value for one in within if not isinstance(one, fixed) for value in vars(one).values()):
         parts = list(value.values()) if isinstance(value, dict) else value
         parts = parts if isinstance(parts, (list, tuple)) else [parts]

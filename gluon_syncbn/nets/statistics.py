@@ -244,7 +244,12 @@ def _population(
         for layer in layers:
             afterwards.callback(layer.register_forward_pre_hook(see).detach)
         for batch in batches:
-            _check_batch(f"batches[{done}]", batch, contexts)
+            arrays = batch if isinstance(batch, (list, tuple)) else ()
+            known = arrays and all(isinstance(shard, mx.nd.NDArray) for shard in arrays)
+            if not known or Counter(shard.ctx for shard in arrays) - Counter(contexts):
+                places = ", ".join(map(str, contexts))
+                expected = f"a list of arrays, one on each context of the net ({places})"
+                arguments.refuse(f"batches[{done}]", batch, expected)
             with autograd.pause(train_mode=True):
                 for shard in batch:
                     net(shard)
@@ -261,14 +266,6 @@ def _population(
     if not done:
         raise ValueError("batches: none was given, expected at least one batch")
     return totals
-
-
-def _check_batch(name: str, batch: Any, contexts: List[mx.Context]) -> None:
-    listed = isinstance(batch, (list, tuple)) and len(batch) > 0
-    arrays = listed and all(isinstance(shard, mx.nd.NDArray) for shard in batch)
-    if not arrays or Counter(shard.ctx for shard in batch) - Counter(contexts):
-        places = ", ".join(map(str, contexts))
-        arguments.refuse(name, batch, f"a list of arrays, one on each context of the net ({places})")
 
 
 def _equally_many(store: Optional[ProcessStore], batches: Any, num_iters: int) -> Iterator[Any]:

@@ -208,8 +208,8 @@ def test_threads(stages):
     started = set()
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
-        started |= set(re.findall(r'(?:name ?= ?f?|made[(,] ?)"(gluon_syncbn-[^"{]+)', text))
-    assert {name.replace("cpu(0)", "") for name in named} == started
+        started |= set(re.findall(r'(?:name(?:_prefix)? ?= ?f?|made[(,] ?)"(gluon_syncbn-[^"{]+)', text))
+    assert {name.replace("cpu(0)_0", "") for name in named} == started
 
 
 def test_the_environment(stages):
