@@ -3,68 +3,47 @@
 What a process does stands in dist_sync_worker.py.
 """
 
-import contextlib
 import os
 import re
-import subprocess
 import sys
-import tempfile
-import time
-from pathlib import Path
 
 import mpi_job
 import pytest
-from environments import ended, shell
+from environments import ended
 from places import PACKAGE, SUPPORT
 
 pytestmark = mpi_job.needs_horovod
 WORKER = str(SUPPORT / "dist_sync_worker.py")
 
 
-@contextlib.contextmanager
-def environments():
-    """Of each process, while the store through which they meet is there."""
-    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
-    from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
-    from horovod.runner.http.http_server import RendezvousServer
+class Two(mpi_job.Programs):
+    """Processes, and the store through which they meet."""
 
-    slots = get_host_assignments(parse_hosts("localhost:2"), 2)
-    server = RendezvousServer()
-    job = create_run_env_vars("127.0.0.1", ["lo"], server.start())
-    server.init(slots)
-    try:
-        yield [{key: str(value) for key, value in {**job, **create_slot_env_vars(slot)}.items()} for slot in slots]
-    finally:
-        server.stop()
-        server._httpd.server_close()
+    def __init__(self, *arguments):
+        from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+        from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
+        from horovod.runner.http.http_server import RendezvousServer
 
-
-def outcome(*arguments, limit=90):
-    """The exit codes of both processes, None for one that has not ended in time, and what they print and report."""
-    with tempfile.TemporaryDirectory() as folder, environments() as own, contextlib.ExitStack() as stack:
-        job = {"OMP_NUM_THREADS": 1, "MPI_WORKER_REPORTS": folder}
-        running = []
-        for rank in range(2):
-            to = stack.enter_context(open(Path(folder, f"output {rank}"), "w"))
-            environment = shell(SUPPORT, PACKAGE.parent, **job, **own[rank])
-            command = [sys.executable, WORKER, *arguments]
-            running.append(subprocess.Popen(command, env=environment, stdout=to, stderr=subprocess.STDOUT))
-            stack.callback(running[-1].wait)
-            stack.callback(running[-1].kill)
-        end = time.monotonic() + limit
-        for process in running:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.1, end - time.monotonic()))
-        output = "".join(path.read_text() for path in sorted(Path(folder).iterdir()))
-        return [process.poll() for process in running], output
+        super().__init__()
+        slots = get_host_assignments(parse_hosts("localhost:2"), 2)
+        server = RendezvousServer()
+        of_job = create_run_env_vars("127.0.0.1", ["lo"], server.start())
+        server.init(slots)
+        self._stack.callback(server._httpd.server_close)
+        self._stack.callback(server.stop)
+        command = [sys.executable, WORKER, *arguments]
+        self.workers = [
+            self.start(f"worker {slot.rank}", command, {**of_job, **create_slot_env_vars(slot)}) for slot in slots
+        ]
 
 
-@pytest.mark.parametrize("case", ["equals_one_device eager", "equals_one_device graph", "rows_arrive"])
-def test_processes(case):
-    name, *kind = case.split()
-    codes, output = outcome(name, "horovod", *kind)
-    assert codes == [0, 0], output
-    assert len(set(re.findall("running (.*)", output))) == len(kind)  # the same bits
+@pytest.mark.parametrize(
+    "arguments", [("equals_one_device+rows_arrive", "horovod", "eager"), ("equals_one_device", "horovod", "graph")]
+)
+def test_processes(arguments):
+    with Two(*arguments) as job:
+        assert job.wait(job.workers) == [0, 0], job.output()
+        assert len(set(re.findall("running (.*)", job.output()))) == 1  # the same bits
 
 
 @pytest.mark.parametrize(
@@ -78,8 +57,9 @@ def test_processes(case):
     ],
 )
 def test_a_process_that_is_not_like_the_other(kind, text):
-    codes, output = outcome("fault", "horovod", kind, limit=40 if kind == "hangs" else 60)
-    assert re.search(text, mpi_job.failure_of(0, output)[1]), output
+    with Two("fault", "horovod", kind) as job:
+        codes = job.wait(job.workers, 40 if kind == "hangs" else 60)
+        assert re.search(text, mpi_job.failure_of(0, job.output())[1]), job.output()
     assert None not in codes[: 1 if kind == "hangs" else 2]
 
 

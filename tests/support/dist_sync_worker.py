@@ -72,8 +72,7 @@ def batches(count):
         yield [values.randn(n, 3) * (1 + i) + i for i, n in enumerate(SIZES)], [values.randn(n, 2) for n in SIZES]
 
 
-def equals_one_device(way, kind):
-    job = Job(way)
+def equals_one_device(job, kind):
     plain = made(nn.BatchNorm, [mx.cpu()], 7)
     if kind == "graph":
         job.net.hybridize(static_alloc=True, static_shape=True)
@@ -101,11 +100,8 @@ def equals_one_device(way, kind):
     print(f"running {'-'.join(running)}", flush=True)
 
 
-def rows_arrive(way):
+def rows_arrive(job, *_):
     """As they are. Each worker of Horovod's may begin with another call of a layer."""
-    job = Job(way)
-    for xs, heads in batches(1):
-        job.backward(xs, heads)
     exchange, found = job.net.norm._replicas.exchange, {}
     rank = exchange.rank
 
@@ -126,9 +122,8 @@ def rows_arrive(way):
     assert len(found) == 3
 
 
-def fault(way, kind):
+def fault(job, kind):
     gluon_syncbn.configure(timeout=4)  # seconds
-    job = Job(way)
     start = time.monotonic()
     try:
         for step, (xs, heads) in enumerate(batches(3)):
@@ -160,8 +155,7 @@ def fault(way, kind):
         raise SystemExit(3) from None
 
 
-def refuses(way):
-    job = Job(way)
+def refuses(job, *_):
     for value in (True, None):
         with pytest.raises(
             ValueError, match=r"update_on_kvstore: .*the servers' optimizer would run on the statistics"
@@ -179,5 +173,8 @@ def refuses(way):
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]](*sys.argv[2:])
+    scenarios, of_store, *rest = sys.argv[1:]
+    made_once = Job(of_store)
+    for scenario in scenarios.split("+"):
+        globals()[scenario](made_once, *rest)
     print(f"OK {os.environ.get('HOROVOD_RANK', os.environ.get('WORKER'))}", flush=True)

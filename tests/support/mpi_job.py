@@ -1,14 +1,17 @@
-"""A job of mpi_worker.py, or another worker, under ``mpiexec``."""
+"""A job of mpi_worker.py, or another worker, under ``mpiexec``, and programs that run side by side without it."""
 
+import contextlib
 import importlib.util
 import re
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
-from environments import ended
-from places import SUPPORT
+from environments import ended, shell
+from places import PACKAGE, SUPPORT
 
 WORKER = SUPPORT / "mpi_worker.py"
 BIN = Path(sys.executable).parent
@@ -28,6 +31,41 @@ def assert_no_strange_error(output, known="OSError"):
     """No rank, also none that the test does not look at, has raised an exception but that of its scenario."""
     raised = re.findall(r"^([\w.]*(?:Error|Exception))(?::|$)", output, re.MULTILINE)
     assert set(raised) <= {known}, output
+
+
+class Programs:
+    """What runs side by side, each ended by its process id at the end of the block. Their output, and what they leave
+    by reports.py, is in one folder.
+    """
+
+    def __init__(self):
+        self._stack = contextlib.ExitStack()
+        self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
+
+    def start(self, name, command, environment):
+        output = self._stack.enter_context(open(self.folder / name, "w"))  # noqa: SIM115
+        own = shell(SUPPORT, PACKAGE.parent, OMP_NUM_THREADS=1, MPI_WORKER_REPORTS=self.folder, **environment)
+        process = subprocess.Popen(list(map(str, command)), env=own, stdout=output, stderr=subprocess.STDOUT)
+        self._stack.callback(process.wait)
+        self._stack.callback(process.kill)
+        return process
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._stack.close()
+
+    def output(self):
+        return "".join(path.read_text() for path in sorted(self.folder.glob("[!.]*")))
+
+    def wait(self, processes, limit=90):
+        """Their exit codes; None where a process has not ended in time."""
+        end = time.monotonic() + limit
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.1, end - time.monotonic()))
+        return [process.poll() for process in processes]
 
 
 class Job:
