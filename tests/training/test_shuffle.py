@@ -4,7 +4,7 @@ import math
 import pickle
 import re
 from collections import Counter
-from itertools import chain, permutations
+from itertools import chain
 
 import mxnet as mx
 import numpy as np
@@ -120,23 +120,6 @@ def test_gradients_are_those_without_shuffling(contexts, rng, count):
 # ---- the permutation --------------------------------------------------------------------------------
 
 
-def chi_square(draws, categories):
-    expected = len(draws) / len(categories)
-    counts = Counter(draws)
-    assert set(counts) <= set(categories)
-    return sum((counts[c] - expected) ** 2 / expected for c in categories)
-
-
-def test_permutations_are_uniform():
-    categories = list(permutations(range(4)))
-    shuffle = SampleShuffle(seed=11)
-    within_a_seed = [tuple(shuffle.permutation(4)) for _ in range(4800)]
-    over_seeds = [tuple(SampleShuffle(seed).permutation(4)) for seed in range(4800)]
-    in_pairs = [tuple(np.argsort(np.take(a, b))) for a, b in zip(within_a_seed, within_a_seed[1:])]
-    for draws in (within_a_seed, over_seeds, in_pairs):
-        assert chi_square(draws, categories) < 49.7  # 23 degrees of freedom: 1 in 1000 is above
-
-
 def test_permutations_are_fresh_reproducible_and_resumable():
     shuffle, again, other = SampleShuffle(7), SampleShuffle(7), SampleShuffle(8)
     drawn = [shuffle.permutation(32).tolist() for _ in range(5)]
@@ -151,12 +134,8 @@ def test_permutations_are_fresh_reproducible_and_resumable():
 
 
 def test_permutations_are_the_same_in_each_version():
-    assert SampleShuffle(2**64 - 1, position=2**33).permutation(8).tolist() == GOLDEN["shuffle"]
-    sampler = ShuffleSampler(8, 2, 2, 1, seed=3, epoch=4)
-    assert list(sampler) == GOLDEN["sampler"]
-
-
-GOLDEN = {"shuffle": [2, 4, 5, 1, 6, 0, 7, 3], "sampler": [[(5, 3), (6, 2)], [(7, 7), (4, 4)]]}
+    assert SampleShuffle(2**64 - 1, position=2**33).permutation(8).tolist() == [2, 4, 5, 1, 6, 0, 7, 3]
+    assert list(ShuffleSampler(8, 2, 2, 1, seed=3, epoch=4)) == [[(5, 3), (6, 2)], [(7, 7), (4, 4)]]
 
 
 def test_no_other_generator_is_touched(contexts):
@@ -214,18 +193,10 @@ def test_loading_moves_each_sample_once(contexts, copies, count):
     split_and_load(numbered(9, 2), devices, even_split=False, shuffle=SampleShuffle(6))
     assert not copies  # each device's samples are gathered and loaded
     batch.apply(lambda x: x)
-    assert sum(rows for rows, _, _ in copies) == crossing(batch.order, batch_lengths(batch))
-
-
-def batch_lengths(batch):
-    return [x.shape[0] for x in batch.shuffled_shards]
+    assert sum(rows for rows, _, _ in copies) == crossing(batch.order, [len(x) for x in batch.shuffled_shards])
 
 
 # ---- several processes ------------------------------------------------------------------------------
-
-
-def rows_of_batch(length, whole, batch):
-    return min(whole, length - batch * whole)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -249,7 +220,8 @@ def test_keys_come_back_to_their_queries_from_other_processes(ranks, length, las
             keys = [[k for _, k in pairs[rank][batch]] for rank in range(ranks)]
             flat, flat_keys = list(chain(*queries)), list(chain(*keys))
             seen += flat
-            sizes = [len(part) for part in np.array_split(range(rows_of_batch(length, whole, batch)), ranks)]
+            rows = range(min(whole, length - batch * whole))
+            sizes = [len(part) for part in np.array_split(rows, ranks)]
             assert [len(q) for q in queries] == [len(k) for k in keys] == sizes
             assert sorted(flat) == sorted(flat_keys)
             gathered = np.concatenate([table[k] for k in keys])
@@ -272,44 +244,6 @@ def test_an_iterator_keeps_its_epoch():
     under_way = iter(sampler)
     sampler.set_epoch(1)
     assert list(under_way) == first != list(sampler)
-
-
-class Views(gluon.data.Dataset):
-    """Two views of a sample, each from the index it is asked for."""
-
-    def __init__(self, samples):
-        self.samples = samples
-
-    def __len__(self):
-        return len(self.samples)
-
-    def __getitem__(self, pair):
-        query, key = pair
-        return self.samples[query], -self.samples[key]
-
-
-def test_the_sampler_serves_a_data_loader(contexts):
-    samples = numbered(22, 3)
-    samplers = [ShuffleSampler(22, 4, 2, rank, seed=1, last_batch="keep") for rank in range(2)]
-    loaders = [gluon.data.DataLoader(Views(samples), batch_sampler=s) for s in samplers]
-    for batch, views in enumerate(zip(*loaders)):
-        gathered = nd.concat(*[keys for _, keys in views], dim=0)
-        for sampler, (queries, _) in zip(samplers, views):
-            assert_same([sampler.restore(gathered, batch)], [-queries])
-    assert batch == 2
-
-
-def test_gradients_go_through_restore(rng):
-    sampler = ShuffleSampler(7, 4, 2, 1, seed=1, last_batch="keep")
-    gathered = nd.array(rng.randn(7, 3))
-    gathered.attach_grad()
-    with autograd.record():
-        keys = sampler.restore(gathered, 0)
-    head = nd.array(rng.randn(3, 3))
-    keys.backward(head)
-    back = np.zeros((7, 3), "float32")
-    back[sampler.restore(np.arange(7), 0)] = head.asnumpy()
-    np.testing.assert_array_equal(gathered.grad.asnumpy(), back)
 
 
 # ---- mistakes ---------------------------------------------------------------------------------------
@@ -396,22 +330,25 @@ def test_wrong_arguments(message):
         MISTAKES[message]()
 
 
-def test_wrong_features_of_the_sampler():
-    sampler = ShuffleSampler(14, 4, 2, 0, seed=1, last_batch="keep")
-    for batch in (-1, 2, 0.0):
-        with pytest.raises(ValueError, match=f"batch: {batch} was given, expected a whole number from 0 to 1"):
-            sampler.restore(np.ones((8, 2)), batch)
-    assert sampler.restore(np.ones((6, 2)), 1).shape == (3, 2)
-    for wrong in (np.ones((8, 2)), nd.ones((4, 2)), np.ones(())):
-        with pytest.raises(
-            ValueError,
-            match=r"features: .* was given, expected 3 rows, those of this process in batch 1, or 6, all of them",
-        ):
-            sampler.restore(wrong, 1)
-    with pytest.raises(
-        ValueError, match=r"features: .* was given, expected an NDArray, a list of them or a numpy.ndarray"
-    ):
-        sampler.restore([np.ones((3, 2))] * 2, 1)
-    expected = "kvstore: this process is rank 0 of 1 in it, expected one in which this is rank 0 of 2"
-    with pytest.raises(ValueError, match=expected):
-        sampler.restore(nd.ones((3, 2)), 1)
+def restored(features, batch=1):
+    return ShuffleSampler(14, 4, 2, 0, seed=1, last_batch="keep").restore(features, batch)
+
+
+@pytest.mark.parametrize(
+    "said, expected, mistakes",
+    [
+        ("batch", "a whole number from 0 to 1", [(np.ones((8, 2)), batch) for batch in (-1, 2, 0.0)]),
+        (
+            "features",
+            "3 rows, those of this process in batch 1, or 6, all of them",
+            [(wrong,) for wrong in (np.ones((8, 2)), nd.ones((4, 2)), np.ones(()))],
+        ),
+        ("features", "an NDArray, a list of them or a numpy.ndarray", [([np.ones((3, 2))] * 2,)]),
+        ("kvstore", "one in which this is rank 0 of 2, as the sampler says", [(nd.ones((3, 2)),)]),
+    ],
+)
+def test_wrong_features_of_the_sampler(said, expected, mistakes):
+    assert restored(np.ones((6, 2))).shape == (3, 2)
+    for mistake in mistakes:
+        with pytest.raises(ValueError, match=f"^{said}: .*, expected {expected}"):
+            restored(*mistake)
