@@ -1,6 +1,7 @@
 """Symbols in `Module`, BucketingModule and SequentialModule, against one context; other executors only predict."""
 
 import contextlib
+import functools
 import gc
 import json
 import threading
@@ -46,9 +47,8 @@ def samples(seed, count, size=12, dtype="float64"):
 def batch_of(seed, size=12, dtype="float64"):
     source = samples(seed, size, size, dtype)
     batch = next(source)
-    return mx.io.DataBatch(
-        batch.data, batch.label, 0, provide_data=source.provide_data, provide_label=source.provide_label
-    )
+    shapes = dict(provide_data=source.provide_data, provide_label=source.provide_label)
+    return mx.io.DataBatch(batch.data, batch.label, 0, bucket_key=size, **shapes)
 
 
 def parameters_of(symbol):
@@ -65,17 +65,15 @@ def parameters_of(symbol):
     return [{name: values[name] for name in part} for part in names]
 
 
-def bound(symbol, contexts, *, labels=True, shapes=None, work_load_list=None, fixed=None, group2ctxs=None, **given):
-    module = mx.mod.Module(
-        symbol,
-        context=contexts,
-        label_names=["softmax_label"] if labels else None,
-        work_load_list=work_load_list,
-        fixed_param_names=fixed,
-        group2ctxs=group2ctxs,
-    )
+def bound(symbol, contexts, *, labels=True, buckets=None, given=None, **binding):
+    """``buckets`` makes the graph of each batch size."""
+    names = ["softmax_label"] if labels else None
+    if buckets:
+        module = mx.mod.BucketingModule(lambda _: (buckets(), ["data"], names), 12, context=contexts)
+    else:
+        module = mx.mod.Module(symbol, context=contexts, label_names=names, **given or {})
     data = batch_of(0)
-    module.bind(shapes or data.provide_data, data.provide_label if labels else None, **given)
+    module.bind(data.provide_data, data.provide_label if labels else None, **binding)
     arguments, states = parameters_of(symbol)
     module.init_params(arg_params=arguments, aux_params=states)
     return module
@@ -127,7 +125,10 @@ def fitted(symbol, contexts, kvstore="local", work_load_list=None):
         aux_params=states,
         eval_end_callback=lambda given: scores.append(given.eval_metric.get()[1]),
     )
-    return {**values_of(module), "scores": np.array(scores)}
+    before = values_of(module)
+    predicted = module.predict(samples(4, 20)).asnumpy()  # the last batch is padded
+    assert_same(values_of(module), before, 0)
+    return {**before, "scores": np.array(scores), "predicted": predicted}
 
 
 # ---- fit -----------------------------------------------------------------------------------------------------
@@ -140,23 +141,20 @@ def one_device():
 
 
 @pytest.mark.parametrize(
-    "count, kvstore, work_load_list", [(1, None, None), (2, "local", None), (3, "device", None), (2, "local", [1, 3])]
+    "count, kvstore, work_load_list, on_kvstore",
+    [(1, None, None, 1), (2, "local", None, 1), (3, "device", None, 1), (2, "local", [1, 3], 1), (2, "local", None, 0)],
 )
-def test_fit(count, kvstore, work_load_list, contexts, one_device):
+def test_fit(count, kvstore, work_load_list, on_kvstore, contexts, one_device, monkeypatch):
+    monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", str(on_kvstore))
     assert_same(fitted(classifier(SyncBatchNorm), contexts[:count], kvstore, work_load_list), one_device)
-
-
-def test_fit_with_the_optimizer_outside_of_the_store(contexts, one_device, monkeypatch):
-    monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", "0")
-    assert_same(fitted(classifier(SyncBatchNorm), contexts[:2]), one_device)
 
 
 # ---- one step ------------------------------------------------------------------------------------------------
 
 
-def stepped(norm, contexts, heads, **given):
+def stepped(norm, contexts, heads, grad_req="write", **given):
     """Of a step with a random head gradient: output, gradients of data and parameters, running statistics."""
-    module = bound(body(norm), contexts, labels=False, inputs_need_grad=True, **given)
+    module = bound(body(norm), contexts, labels=False, inputs_need_grad=True, grad_req=grad_req, given=given)
     for _ in range(2):
         module.forward(batch_of(1), is_train=True)
         module.backward([heads])
@@ -171,36 +169,34 @@ def stepped(norm, contexts, heads, **given):
     return found
 
 
-@pytest.mark.parametrize(
-    "given",
-    [{}, dict(grad_req="add"), dict(fixed=["bn0_gamma", "bn0_beta", "conv0_weight"])],
-    ids=["write", "add", "fixed"],
-)
-def test_a_step(given, contexts, rng):
+def elsewhere(y, **given):
+    with mx.AttrScope(ctx_group="norms"):
+        return SyncBatchNorm(y, **given)
+
+
+STEPS = {
+    "write": (SyncBatchNorm, 1, {}),
+    "add": (SyncBatchNorm, 1, dict(grad_req="add")),
+    "fixed": (SyncBatchNorm, 1, dict(fixed_param_names=["bn0_gamma", "bn0_beta", "conv0_weight"])),
+    "groups of one": (functools.partial(SyncBatchNorm, groups=[[1], [0], [2]]), 3, {}),
+    "one group": (functools.partial(SyncBatchNorm, groups=[[2, 0, 1]]), 1, {}),
+    "a part elsewhere": (
+        elsewhere,
+        1,
+        {},
+    ),  # of a layer that `group2ctxs` puts on other contexts, those are the replicas
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step(name, contexts, rng):
+    norm, alike, given = STEPS[name]  # to plain BatchNorm on so many contexts
     heads = nd.array(rng.randn(12, 5, 4, 4), dtype="float64")
-    got = stepped(SyncBatchNorm, contexts[:3], heads, work_load_list=[3, 1, 2], **given)
-    assert_same(got, stepped(PLAIN, contexts[:1], heads, **given))
-
-
-def test_named_groups_of_executors(contexts, rng):
-    """Groups of one are plain BatchNorm on each context, and one group of all is one context."""
-    heads = nd.array(rng.randn(12, 5, 4, 4), dtype="float64")
-    for groups, places in (([[1], [0], [2]], contexts[:3]), ([[2, 0, 1]], contexts[:1])):
-        got = stepped(lambda *args, of=groups, **given: SyncBatchNorm(*args, groups=of, **given), contexts[:3], heads)
-        assert_same(got, stepped(PLAIN, places, heads))
-
-
-def test_a_part_of_the_net_elsewhere(contexts, rng):
-    """Of a layer that `group2ctxs` puts on other contexts, those are the replicas."""
-
-    def norm(y, **given):
-        with mx.AttrScope(ctx_group="norms"):
-            return SyncBatchNorm(y, **given)
-
-    heads = nd.array(rng.randn(12, 5, 4, 4), dtype="float64")
+    shares = dict(work_load_list=[3, 1, 2])
+    places = {"group2ctxs": {"rest": contexts[:3], "norms": contexts[3:6]}} if norm is elsewhere else {}
     with mx.AttrScope(ctx_group="rest"):
-        got = stepped(norm, contexts[:2], heads, group2ctxs={"rest": contexts[:2], "norms": contexts[2:4]})
-    assert_same(got, stepped(PLAIN, contexts[:1], heads))
+        got = stepped(norm, contexts[:3], heads, **given, **shares, **places)
+    assert_same(got, stepped(PLAIN, contexts[:alike], heads, **given, **(shares if alike == 3 else {})))
 
 
 def test_a_net_of_gluon_in_a_module(contexts):
@@ -231,28 +227,17 @@ def test_a_net_of_gluon_in_a_module(contexts):
 # ---- shapes, validation, files ---------------------------------------------------------------------------------
 
 
-def test_validation_in_the_middle_of_training(contexts):
-    def trained(symbol, places):
-        module = ready(symbol, places)
-        train(module, [1, 2])
-        before = values_of(module)
-        score = dict(module.score(samples(3, 24), "ce"))["cross-entropy"]
-        predicted = module.predict(samples(4, 20)).asnumpy()  # the last batch is padded
-        assert_same(values_of(module), before, 0)
-        return {**train(module, [3]), "score": score, "predicted": predicted}
-
-    assert_same(trained(classifier(SyncBatchNorm), contexts[:2]), trained(classifier(PLAIN), contexts[:1]))
-
-
-@pytest.mark.parametrize("sizes", [(12, 6, 12, 20, 6), (6, 24)])
-def test_other_batch_sizes(sizes, contexts):
-    """With a reshape that is asked for, and by the batch; with two forwards that nothing else puts in order."""
+@pytest.mark.parametrize("sizes, buckets", [((12, 6, 12, 20, 6), False), ((6, 24), False), ((12, 6, 12, 20, 6), True)])
+def test_other_batch_sizes(sizes, buckets, contexts):
+    """With a reshape that is asked for, and by the batch; with two forwards that nothing else puts in order. Buckets
+    have graphs of their own, on the same parameters.
+    """
 
     def trained(norm, places):
-        module = ready(classifier(norm), places)
+        module = ready(classifier(norm), places, buckets=buckets and functools.partial(classifier, norm))
         for seed, size in enumerate(sizes):
             batch = batch_of(seed, size)
-            if seed % 2:
+            if seed % 2 and not buckets:
                 module.reshape(batch.provide_data, batch.provide_label)
             module.forward_backward(batch)
             settle(norm)
@@ -271,18 +256,20 @@ def test_memory_mirroring(contexts, monkeypatch, mirrors, mode):
     if mirrors == "all nodes":
         monkeypatch.setenv("MXNET_BACKWARD_DO_MIRROR", "1")
     attributes = {"attr": {"force_mirroring": "True"}} if mirrors == "this node" else {}
-    for places in (contexts[:1], contexts[:2]) if mode == "sync" else (contexts[:1],):
-        module = ready(classifier(SyncBatchNorm, mode=mode, **attributes), places)
+
+    def trained(norm, places, **given):
+        module = ready(classifier(norm, **given), places)
         for seeds in ([1, 2], [3]):
             got = train(module, seeds)
-            module.forward(batch_of(0), is_train=True)  # which no backward follows
+            module.forward(batch_of(0), is_train=True)
+            if norm is PLAIN:  # it moves its running statistics in a backward
+                module.backward()
             got.update({f"{i}": value.asnumpy() for i, value in enumerate(module.get_outputs())})
-        plain = ready(classifier(PLAIN), contexts[:1])
-        for seeds in ([1, 2], [3]):
-            want = train(plain, seeds)
-            plain.forward_backward(batch_of(0))  # plain BatchNorm moves its running statistics in a backward
-            want.update({f"{i}": value.asnumpy() for i, value in enumerate(plain.get_outputs())})
-        assert_same(got, want)
+        return got
+
+    want = trained(PLAIN, contexts[:1])
+    for count in (1, 2) if mode == "sync" else (1,):
+        assert_same(trained(SyncBatchNorm, contexts[:count], mode=mode, **attributes), want)
 
 
 @pytest.mark.parametrize("count, kvstore", [(1, "local"), (2, "local"), (2, None)])
@@ -300,21 +287,16 @@ def test_a_gamma_that_does_not_count_is_1(contexts, tmp_path, count, kvstore):
         np.testing.assert_array_equal(stored, 1)
 
 
-def test_only_on_beside_a_module(contexts):
-    """The layers of a Module have no parameters of Gluon."""
-    module = ready(classifier(SyncBatchNorm), contexts[:2])
-    with gluon_syncbn.only_on(contexts[:1]):
-        pass
-    train(module, [1])
-
-
 # MXNet leaves the file of the optimizer's states to the garbage collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_checkpoint(contexts, tmp_path):
     """Its file is for any MXNet; a Module of it goes on as if nothing had been saved."""
     symbol = classifier(SyncBatchNorm, ndev=2, key="k")
     module = ready(symbol, contexts[:2])
-    train(module, [1, 2])
+    train(module, [1])
+    with gluon_syncbn.only_on(contexts[:1]):  # the layers of a Module have no parameters of Gluon
+        pass
+    train(module, [2])
     module.save_checkpoint(str(tmp_path / "net"), 2, save_optimizer_states=True)
     want = train(module, [3, 4])
 
@@ -328,28 +310,20 @@ def test_a_checkpoint(contexts, tmp_path):
     assert_same(train(again, [3, 4]), want, 1e-12)
 
 
-def test_a_file_keeps_the_settings(contexts, tmp_path, rng):
-    heads = nd.array(rng.randn(12, 5, 4, 4), dtype="float64")
-    for settings in (
-        dict(mode="local", virtual_devices=2, running_variance="unbiased", timeout=17.0),
-        dict(groups=[[0, 2], [1]], virtual_devices=2, running_variance="unbiased", timeout=17.0),
-    ):
-        keeps_the_settings(contexts[:3], tmp_path, heads, settings)
-
-
-def keeps_the_settings(contexts, tmp_path, heads, settings):
-    def norm(y, **given):
-        return SyncBatchNorm(y, **given, **settings)
+@pytest.mark.parametrize("settings", [dict(mode="local"), dict(groups=((0, 2), (1,)))], ids=str)
+def test_a_file_keeps_the_settings(settings, contexts, tmp_path, rng):
+    norm = functools.partial(SyncBatchNorm, virtual_devices=2, running_variance="unbiased", timeout=17.0, **settings)
 
     def loaded(y, **given):
         norm(y, **given).save(str(tmp_path / "norm.json"))
         return mx.sym.load(str(tmp_path / "norm.json"))
 
-    assert_same(stepped(loaded, contexts, heads), stepped(norm, contexts, heads), 1e-12)
+    heads = nd.array(rng.randn(12, 5, 4, 4), dtype="float64")
+    assert_same(stepped(loaded, contexts[:3], heads), stepped(norm, contexts[:3], heads), 1e-12)
     for symbol in (made(mx.sym.var("data"), name="bn0") for made in (norm, loaded)):
-        ((_, replicas),) = bound(symbol, contexts, labels=False)._exec_group.layers
+        ((_, replicas),) = bound(symbol, contexts[:3], labels=False)._exec_group.layers
         assert replicas.settings.unbiased and (replicas.settings.timeout, replicas.settings.virtual_devices) == (17, 2)
-        assert replicas.settings.groups == (((0, 2), (1,)) if "groups" in settings else None)
+        assert replicas.settings.groups == settings.get("groups")
 
 
 def test_parameters_are_read_behind_the_forward(contexts):
@@ -415,36 +389,6 @@ def test_forwards_of_other_batch_sizes_come_in_their_order(buckets, contexts):
 
 
 # ---- several modules ------------------------------------------------------------------------------------------
-
-
-def test_buckets(contexts):
-    """Each has a graph of its own, on the same parameters."""
-
-    def trained(norm, places):
-        def symbol_of(size):
-            y = mx.sym.Pooling(body(norm), global_pool=True, pool_type="avg")
-            y = mx.sym.FullyConnected(y, num_hidden=CLASSES, name="fc")
-            return mx.sym.SoftmaxOutput(y, name="softmax"), ["data"], ["softmax_label"]
-
-        def batch_for(seed, size):
-            batch = batch_of(seed)
-            images = batch.data[0][:, :, :size, :size]
-            shapes = [mx.io.DataDesc("data", images.shape, "float64")]
-            return mx.io.DataBatch(
-                [images], batch.label, bucket_key=size, provide_data=shapes, provide_label=batch.provide_label
-            )
-
-        module = mx.mod.BucketingModule(symbol_of, default_bucket_key=7, context=places)
-        first = batch_for(0, 7)
-        module.bind(first.provide_data, first.provide_label)
-        module.init_params(*[None], *parameters_of(symbol_of(7)[0]))
-        module.init_optimizer("local", "sgd", dict(learning_rate=0.05, momentum=0.9))
-        for seed, size in enumerate((7, 5, 6, 5, 7)):
-            module.forward_backward(batch_for(seed, size))
-            module.update()
-        return values_of(module)
-
-    assert_same(trained(SyncBatchNorm, contexts[:2]), trained(PLAIN, contexts[:1]))
 
 
 def sequence(norm, contexts):

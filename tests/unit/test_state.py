@@ -132,19 +132,41 @@ def test_functions(stages):
     assert set(stages["everything"]["functions"]) - replaced == AT_IMPORT | LATER
 
 
-def test_classes():
-    """Only these change their class, as the page says: a layer and a graph."""
-    assigned = {}
-    for path in PACKAGE.rglob("*.py"):
-        found = len(re.findall(r"\.__class__\b.*=", path.read_text(encoding="utf-8")))
-        if found:
-            assigned[path.relative_to(PACKAGE).as_posix()] = found
-    assert assigned == {"nets/convert.py": 2, "nets/graphs.py": 2}
+def found(pattern):
+    """What matches in the package, by file."""
+    texts = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
+    hits = {name: [hit.group() for hit in re.finditer(pattern, text)] for name, text in texts.items()}
+    return {name: some for name, some in hits.items() if some}
+
+
+OTHERS_CLASS = {"nets/convert.py": 2, "nets/graphs.py": 2}
+HANDLERS = {
+    "mxnet_side/lifetime.py": 2,
+    "system/locks.py": 1,
+    "exchange/job.py": 1,
+    "exchange/dist_sync.py": 1,
+    "command/replacements.py": 1,
+    "command/run.py": 1,
+    "mxnet_side/compatibility/__init__.py": 1,
+}
+
+
+@pytest.mark.parametrize(
+    "pattern, where",
+    [
+        (r"\.__class__\b.*=", OTHERS_CLASS),  # these change their class, as the page says: a layer and a graph
+        (r"\.(environ|getenv|putenv)\b", {"system/environment.py": 1}),
+        (r"atexit\.register\(|register_at_fork\(|signal\.signal\(|excepthook ?=|meta_path\.insert", HANDLERS),
+    ],
+    ids=["classes", "environment", "handlers that outlive a call"],
+)
+def test_what_few_places_do(pattern, where):
+    assert {name: len(hits) for name, hits in found(pattern).items()} == where
 
 
 def test_state_of_modules():
     """These alone hold what changes, in modules and classes. Names in capitals stay as they are made."""
-    found = {}
+    places = {}
     for path in PACKAGE.rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         names = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
@@ -157,8 +179,8 @@ def test_state_of_modules():
                 names.add(node.name)
         for name in names:
             if name.strip("_").islower() and name not in ("__all__", "_fields_"):
-                found.setdefault(path.relative_to(PACKAGE).as_posix(), set()).add(name)
-    assert found == {
+                places.setdefault(path.relative_to(PACKAGE).as_posix(), set()).add(name)
+    assert places == {
         "_native.py": {"_functions", "_why_custom"},
         "symbol.py": {"_written"},
         "command/replacements.py": {"_installed"},
@@ -182,13 +204,9 @@ def test_the_session_is_written_by_its_own_module():
     writes = (
         rf"{fields}(\[[^\]]*\])? [-+|]?= |{fields}\.(add|append|clear|extend|insert|pop|remove|setdefault|update)\("
     )
-    found = {}
-    for path in PACKAGE.rglob("*.py"):
-        hits = [hit.group() for hit in re.finditer(writes, path.read_text(encoding="utf-8"))]
-        if hits:
-            found[path.relative_to(PACKAGE).as_posix()] = hits
-    assert not found.keys() - {"training/session.py", "training/steps.py"}, found
-    assert not any(hit.startswith("session.") for hit in found.get("training/steps.py", ()))
+    hits = found(writes)
+    assert not hits.keys() - {"training/session.py", "training/steps.py"}, hits
+    assert not any(hit.startswith("session.") for hit in hits.get("training/steps.py", ()))
 
 
 def test_everything_is_taken_back(stages):
@@ -205,43 +223,13 @@ def test_threads(stages):
     assert stages["before"]["threads"] == []
     assert stages["import"]["threads"] == stages["step"]["threads"] == ["gluon_syncbn-log"]
     assert {re.sub(r"\d+", "0", name) for name in stages["everything"]["threads"]} <= named
-    started = set()
-    for path in PACKAGE.rglob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        started |= set(re.findall(r'(?:name(?:_prefix)? ?= ?f?|made[(,] ?)"(gluon_syncbn-[^"{]+)', text))
+    started = found(r'(?:name(?:_prefix)? ?= ?f?|made[(,] ?)"(gluon_syncbn-[^"{]+)')
+    started = {hit.split('"')[1] for hits in started.values() for hit in hits}
     assert {name.replace("cpu(0)_0", "") for name in named} == started
 
 
 def test_the_environment(stages):
     read = first_column("Environment variables", "Read")
-    text = "".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
-    assert read == set(re.findall(rf'"((?:{PREFIXES})_[A-Z_]+)"', text))
+    names = found(rf'"(?:{PREFIXES})_[A-Z_]+"')
+    assert read == {name.strip('"') for hits in names.values() for name in hits}
     assert stages["before"]["environment"] == stages["import"]["environment"] == stages["everything"]["environment"]
-
-
-def test_one_module_knows_the_environment():
-    for path in PACKAGE.rglob("*.py"):
-        if path != PACKAGE / "system" / "environment.py":
-            names = {
-                node.attr for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Attribute)
-            }
-            assert not names & {"environ", "getenv", "putenv"}, path
-
-
-def test_one_place_for_handlers():
-    """Who registers what outlives a call is on the page."""
-    pattern = r"atexit\.register\(|register_at_fork\(|signal\.signal\(|excepthook ?=|meta_path\.insert"
-    found = {}
-    for path in PACKAGE.rglob("*.py"):
-        hits = re.findall(pattern, path.read_text(encoding="utf-8"))
-        if hits:
-            found[path.relative_to(PACKAGE).as_posix()] = len(hits)
-    assert found == {
-        "mxnet_side/lifetime.py": 2,
-        "system/locks.py": 1,
-        "exchange/job.py": 1,
-        "exchange/dist_sync.py": 1,
-        "command/replacements.py": 1,
-        "command/run.py": 1,
-        "mxnet_side/compatibility/__init__.py": 1,
-    }
