@@ -407,5 +407,5 @@ def _initialising(initialise: Callable, parameter: Parameter, *args: Any) -> Non
 
 def _place(replicas: Replicas, parameter: Parameter) -> None:
     replicas.set_contexts(parameter.list_ctx(), parameter._data[0].shape[0])
-    if replicas.separates() and replicas.on_cpus:
+    if len(replicas.contexts) > 1 and replicas.on_cpus:
         patches.replace(for_replica, Block, "__call__")

@@ -61,7 +61,7 @@ class _Issuing(mx.nd.CachedOp):
             for layer in self.layers:
                 layer.runs(IN_GRAPH)
             self.exchange = session.exchange
-        if self.keeps and autograd.is_recording() and any(layer.separates() for layer in self.layers):
+        if self.keeps and autograd.is_recording() and any(len(one.contexts) > 1 for one in self.layers):
             self._note_call(context)
         with self.lock(context), executing(context, *self.calls if training else ()) if self.keeps else nullcontext():
             outputs = super().__call__(*args, **kwargs)

@@ -278,7 +278,7 @@ class Replicas:
         self.contexts, self.channels = list(contexts), channels
         self.on_cpus = any(context.device_type != "gpu" for context in contexts)
         self.settings = self.settings  # calls depend on it
-        if self.separates():
+        if len(contexts) > 1:  # replicas need temporary space and random states of their own
             problem = _native.separate_resources()
             if problem:
                 warnings.warn(
@@ -350,10 +350,6 @@ class Replicas:
     def meets(self) -> bool:
         """Whether the layer has several replicas."""
         return self.reaches_other_processes() or len(self.contexts) > 1
-
-    def separates(self) -> bool:
-        """Whether replicas of one process need temporary space and random states of their own."""
-        return len(self.contexts) > 1
 
     def reaches_other_processes(self) -> bool:
         exchange = self.exchange or session.exchange
