@@ -626,10 +626,16 @@ def contribs(y, **given):
     return mx.sym.contrib.SyncBatchNorm(y, ndev=2, key=given["name"], **given)
 
 
-def test_contribs_symbol(contexts, installed, one_device):
-    symbol = classifier(contribs)
-    assert_same(fitted(symbol, contexts[:2]), one_device)
-    assert "_contrib_SyncBatchNorm" in symbol.tojson() and "gluon_syncbn" not in symbol.tojson()
+@pytest.mark.parametrize("norm, convert", [(contribs, False), (PLAIN, True)], ids=["contrib's", "plain"])
+def test_symbols_of_others(norm, convert, contexts, one_device):
+    gluon_syncbn.install(convert=convert)
+    try:
+        symbol = classifier(norm)
+        assert_same(fitted(symbol, contexts[:2]), one_device)
+    finally:
+        gluon_syncbn.uninstall()
+    assert norm is PLAIN or "_contrib_SyncBatchNorm" in symbol.tojson()
+    assert "gluon_syncbn" not in symbol.tojson()
 
 
 @pytest.mark.parametrize("operator", ["SyncBatchNorm", "BatchNorm"])
