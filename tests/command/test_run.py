@@ -5,14 +5,18 @@ import json
 import os
 import signal
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import environments
 import pytest
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
 from places import PACKAGE, SUPPORT
 
 import gluon_syncbn
 from gluon_syncbn.command import run
+from gluon_syncbn.training.session import session
 
 SCRIPT = '''
 """Prints how far a training step's losses, gradients and running statistics are from those of one device."""
@@ -195,16 +199,7 @@ def test_a_script_in_two_processes(job, kvstore):
         assert errors.count("gluon_syncbn: This is one of 2 processes (PMI_SIZE), but its layers meet no replica") == 2
 
 
-#: Two nets that call the operator, one eager, which its parameters tell, one hybridized, whose graph tells.
-OPERATORS = """
-import warnings
-
-import mxnet as mx
-from mxnet import autograd, gluon
-from mxnet.gluon import nn
-
-
-class Own(nn.HybridBlock):
+class Calls(nn.HybridBlock):
     def __init__(self, names, **kwargs):
         super().__init__(**kwargs)
         for name, own in zip(("gamma", "beta", "mean", "var"), names):
@@ -215,29 +210,28 @@ class Own(nn.HybridBlock):
         return F.BatchNorm(x, gamma, beta, mean, var, fix_gamma=False, name="bare")
 
 
-contexts = [mx.gpu(0), mx.gpu(1)]
-named, graph = Own(("gamma", "beta", "running_mean", "running_var"), prefix="named_"), Own("gbmv", prefix="other_")
-graph.hybridize()
-for net in (named, graph):
-    net.initialize(ctx=contexts)
-    trainer = gluon.Trainer(net.collect_params(), "sgd")
-    with autograd.record():
-        losses = [net(number + mx.nd.random.normal(shape=(4, 3), ctx=c)) for number, c in enumerate(contexts)]
-    autograd.backward(losses)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        trainer.step(8)
-    print(*(str(one.message).partition(". ")[0] for one in told))
-"""
-
-
-def test_a_script_that_calls_the_operator(job):
-    code, output, errors = job(OPERATORS, *RUN, "--cpus", "2", "--convert", TRAIN)
-    assert code == 0, errors
-    said = "0 of 1 layers of batch normalisation are synchronised, and these are not:"
-    assert output.splitlines() == [f"{said} named", f"{said} other_bare"]
-    last = errors.splitlines()[-1]
-    assert last.endswith("these blocks call an operator: call a layer there (named, other_bare)"), errors
+def test_nets_that_call_the_operator(contexts, monkeypatch):
+    """One is eager, and its parameters tell; one is hybridized, and its graph tells."""
+    for name, empty in (("unsynchronised", {}), ("ran", Counter()), ("stores", [])):
+        monkeypatch.setattr(session, name, empty)
+    gluon_syncbn.install(convert=True)
+    try:
+        nets = Calls(("gamma", "beta", "running_mean", "running_var"), prefix="named_"), Calls("gbmv", prefix="other_")
+        nets[1].hybridize()
+        for net, name in zip(nets, ("named", "other_bare")):
+            net.initialize(ctx=contexts[:2])
+            trainer = gluon.Trainer(net.collect_params(), "sgd")
+            with autograd.record():
+                losses = [net(nd.random.normal(shape=(4, 3), ctx=context)) for context in contexts[:2]]
+            autograd.backward(losses)
+            with pytest.warns(
+                UserWarning, match=rf"^0 of 1 layers of .* are synchronised, and these are not: {name}\."
+            ):
+                trainer.step(8)
+    finally:
+        gluon_syncbn.uninstall()
+    (text,) = run._what_met("train.py", True)
+    assert text.endswith("these blocks call an operator: call a layer there (named, other_bare)")
 
 
 def test_the_script_finds_what_it_finds_by_itself(job):
