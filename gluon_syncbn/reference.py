@@ -53,7 +53,7 @@ Wu, Xie and Girshick, "Momentum Contrast for Unsupervised Visual Representation 
 section 3.3. The paper shuffles samples; this layer shuffles statistics.
 """
 
-from typing import List, NamedTuple, Optional, Sequence, Tuple
+from typing import List, NamedTuple, Optional, Sequence
 
 import numpy as np
 
@@ -171,17 +171,18 @@ def forward(
         for device in group:
             group_of[device] = number
     if use_global_stats:
-        slots = [Slot(*part, None, 0) for part in parts]
-        statistics = [(*old, 0)]
+        slots, statistics = [Slot(*part, None, 0) for part in parts], [(*old, 0)]
     else:
-        feeding = [bool(counts[device][samples].any()) for device, samples in parts]
+        values = [arrays[device][samples][counts[device][samples]] for device, samples in parts]
         group_of_slot = [group_of[device] if mode == "sync" else i for i, (device, _) in enumerate(parts)]
-        slots = _slots(parts, feeding, group_of_slot, mode == "shuffle", permutation)
-        statistics = []
-        for k in sorted({slot.feeds for slot in slots if slot.feeds is not None}):
-            feeders = [(slot.device, slot.samples) for slot in slots if slot.feeds == k]
-            x = np.concatenate([arrays[device][samples][counts[device][samples]] for device, samples in feeders])
-            statistics.append((x.mean(0), x.var(0), len(x)))
+        present = sorted({group for group, x in zip(group_of_slot, values) if x.size})
+        if not present:
+            raise ValueError("the shards hold no value that counts, expected at least one")
+        own = [present.index(group) if group in present else None for group in group_of_slot]
+        uses = _permuted(own, permutation, len(present)) if mode == "shuffle" else own
+        slots = [Slot(*part, k if x.size else None, u) for part, x, k, u in zip(parts, values, own, uses)]
+        pooled = [np.concatenate([x for x, k in zip(values, own) if k == pool]) for pool in range(len(present))]
+        statistics = [(x.mean(0), x.var(0), len(x)) for x in pooled]
 
     if nonfinite == "error" and not all(np.isfinite(part).all() for statistic in statistics for part in statistic):
         raise ValueError("the statistics are not finite")
@@ -211,28 +212,14 @@ def forward(
     return Forward(outputs, means, variances, pools, slots, axis, scale, slopes, counts)
 
 
-def _slots(
-    parts: Sequence[Tuple[int, np.ndarray]],
-    feeding: Sequence[bool],
-    group_of: Sequence[int],
-    shuffles: bool,
-    permutation: Optional[Sequence[int]],
-) -> List[Slot]:
-    """Assigns slots to pools: each group that `feeding` gives a value has one."""
-    present = sorted({group for group, feeds in zip(group_of, feeding) if feeds})
-    if not present:
-        raise ValueError("the shards hold no value that counts, expected at least one")
-    own = [present.index(group) if group in present else None for group in group_of]
-    uses = own
-    if shuffles:
-        taken = [] if permutation is None else list(permutation)
-        if sorted(taken) != list(range(len(present))) or any(i == j for i, j in enumerate(taken)):
-            raise ValueError(
-                f"permutation is {permutation}, expected one without fixed points of the {len(present)} slots that "
-                "hold a value"
-            )
-        uses = [None if k is None else taken[k] for k in own]
-    return [Slot(*part, k if feeds else None, u) for part, k, feeds, u in zip(parts, own, feeding, uses)]
+def _permuted(pools: Sequence[Optional[int]], permutation: Optional[Sequence[int]], count: int) -> List[Optional[int]]:
+    """Returns the pools of other slots."""
+    taken = [] if permutation is None else list(permutation)
+    if sorted(taken) != list(range(count)) or any(i == j for i, j in enumerate(taken)):
+        raise ValueError(
+            f"permutation is {permutation}, expected one without fixed points of the {count} slots that hold a value"
+        )
+    return [None if k is None else taken[k] for k in pools]
 
 
 def backward(
