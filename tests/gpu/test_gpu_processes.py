@@ -53,7 +53,7 @@ def failed():
     """Jobs of two processes that end early, two at a time: most of each is starting Python and waiting."""
     jobs = {
         "not finite": ("a_batch_that_is_not_finite",),
-        "frozen": ("fault", "frozen", 3),
+        "frozen": ("freezes",),
     }
     with ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2)) as pool:
         return dict(zip(jobs, pool.map(lambda one: Job(2, *one, environment=ON_GPUS), jobs.values())))

@@ -109,9 +109,12 @@ def assert_sound(result, action, point, told=True):
 
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("point", WITHIN)
-def test_a_replica_that_raises(workers, replicas, point):
+def test_a_replica_that_is_hit(workers, replicas, point):
+    """It raises, in the forward and in the backward, when the others have come as far as they can; it is late; of two,
+    it hangs for longer than the time limit, while the other one waits for it, or does not.
+    """
     worker = workers(replicas)
-    result = worker.case(point, "raise", seconds=0.05)  # when the others have come as far as they can
+    result = worker.case(point, "raise", seconds=0.05)
     assert_sound(result, "raise", point)
     if point in BEFORE_THE_TOTAL:
         assert set(result["statistics"]) == {"old"}
@@ -121,26 +124,16 @@ def test_a_replica_that_raises(workers, replicas, point):
         assert_sound(result, "raise", point)
         # Its own. Another replica on a busy machine may still be in its forward, which fails then.
         assert "new" in result["statistics"]
-
-
-@pytest.mark.parametrize("replicas", [2, 3])
-@pytest.mark.parametrize("point", WITHIN)
-def test_a_replica_that_is_late(workers, replicas, point):
-    result = workers(replicas).case(point, "delay", seconds=0.1)
+    result = worker.case(point, "delay", seconds=0.1)
     assert_sound(result, "delay", point, told=False)
     assert not result["errors"]
-
-
-@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("point", WITHIN)
-def test_a_replica_that_hangs(workers, replicas, point):
-    """For longer than the time limit, while others wait for it; or nobody does."""
-    result = workers(replicas).case(point, "delay", seconds=2.0, limit=0.4)
-    waited_for = point in ("before_join", "before_contribution")  # elsewhere there is a grace beside the limit
-    assert_sound(result, "hang", point, told=waited_for)
-    if waited_for:
-        assert any("missing cpu(" in error and "after 0.4 s" in error for error in result["errors"])
-        assert set(result["statistics"]) == {"old"}
+    if replicas == 2:
+        result = worker.case(point, "delay", seconds=2.0, limit=0.4)
+        waited_for = point in ("before_join", "before_contribution")  # elsewhere there is a grace beside the limit
+        assert_sound(result, "hang", point, told=waited_for)
+        if waited_for:
+            assert any("missing cpu(" in error and "after 0.4 s" in error for error in result["errors"])
+            assert set(result["statistics"]) == {"old"}
 
 
 # ---- two processes -----------------------------------------------------------------------------------------------

@@ -586,10 +586,21 @@ def gathers_other_rows():
 # ---- faults: rank 1 does something else, the others must hear of it ----------------------------------------------
 
 
-def fault():
-    for k in range(3):
-        with reporting([0]):  # mpiexec ends the others with the first that ends with an error
-            train_step(k)
+def freezes():
+    """In the second step; the first one, for which everything is built, takes its time."""
+    gluon_syncbn.configure(kvstore=kv)
+    layer = gluon_syncbn.SyncBatchNorm(in_channels=5, prefix="layer0_")
+    layer.initialize(ctx=CONTEXTS[:1])
+    x = nd.array(np.random.randn(2, 5, 3), ctx=CONTEXTS[0])
+    for timeout in (300, 3):
+        gluon_syncbn.configure(timeout=timeout)
+        if timeout == 3 and kv.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        with reporting():
+            with autograd.record():
+                y = layer(x)
+            y.backward(x)
+            mx.nd.waitall()
 
 
 def saves_its_work():
@@ -626,28 +637,6 @@ def saves_its_work():
         if way != "exits":
             save()
         raise SystemExit(3) from None
-
-
-_layers = []
-
-
-def train_step(k):
-    if not _layers:
-        gluon_syncbn.configure(kvstore=kv)
-        for i in range(2):
-            layer = gluon_syncbn.SyncBatchNorm(in_channels=5, prefix=f"layer{i}_")
-            layer.initialize(ctx=CONTEXTS[:1])
-            _layers.append(layer)
-    if k == 1:  # the first step, for which everything is built, takes its time
-        gluon_syncbn.configure(timeout=float(sys.argv[3]))
-    fault, faulty = sys.argv[2], kv.rank == 1 and k == 1
-    x = nd.array(np.random.randn(2, 5, 3), ctx=CONTEXTS[0])
-    if faulty and fault == "frozen":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    with autograd.record():
-        y = _layers[1](_layers[0](x))
-    y.backward(x)
-    mx.nd.waitall()
 
 
 def fails_beside_two():
