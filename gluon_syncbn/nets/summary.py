@@ -128,56 +128,48 @@ def assert_synchronised(net: Block) -> None:
 _NO_BATCH = "plain, because it normalises each sample by itself"
 
 
-def _rows(block: Block) -> Iterator[Row]:
-    if isinstance(block, SyncBatchNorm):
-        replicas = block._replicas
-        mode = replicas.settings.mode
-        if replicas.settings.group_size:
-            mode += f", groups of {replicas.settings.group_size}"
-        if replicas.settings.groups:
-            mode += f", {len(replicas.settings.groups)} named groups"
-        fused = replicas.taken_in or replicas.settings.behind
-        yield _row(block, _statistics(block), mode=mode, slots=replicas.settings.virtual_devices, fused=fused)
-    elif blocks.is_batch_norm(block):
-        whose = "contrib's" if type(block) is ContribSyncBatchNorm else "BatchNorm"
-        reason = blocks.difference(block) or f"it is {whose}; convert(net) changes it"
-        yield _row(block, f"plain, because {reason}")
-    elif isinstance(block, _OF_ONE_SAMPLE):
-        yield _row(block, _NO_BATCH)
-    elif isinstance(block, SymbolBlock):
+def _rows(block: Any) -> Iterator[Row]:
+    if isinstance(block, SymbolBlock):
         there = f"it is in the recorded graph {block.name}".rstrip() + "; convert(net) changes it"
         for node in block._left if isinstance(block, Opened) else blocks.recorded(block):
             ours, statistics = node.operator == NAME, f"plain, because {node.reason or there}"
             if ours and not node.reason:
                 statistics = f"{_FROZEN if node.frozen else SYNCHRONISED}, in a recorded graph"
             yield Row(f"{node.name} ({'SyncBatchNorm' if ours else node.operator})", statistics=statistics)
+    elif blocks.is_batch_norm(block) or isinstance(block, _OF_ONE_SAMPLE):
+        known = block.gamma._data is not None or block.gamma._deferred_init
+        contexts = list(block.gamma.list_ctx()) if known else []
+        channels = (block.gamma.shape or [0])[0] or None
+        row = Row(f"{block.name} ({type(block).__name__})", channels, contexts=contexts, statistics=_NO_BATCH)
+        if isinstance(block, SyncBatchNorm):
+            settings = block._replicas.settings
+            mode = settings.mode
+            if settings.group_size:
+                mode += f", groups of {settings.group_size}"
+            if settings.groups:
+                mode += f", {len(settings.groups)} named groups"
+            fused = block._replicas.taken_in or settings.behind
+            statistics = _statistics(block, contexts)
+            row = row._replace(mode=mode, slots=settings.virtual_devices, fused=fused, statistics=statistics)
+        elif blocks.is_batch_norm(block):
+            whose = "contrib's" if type(block) is ContribSyncBatchNorm else "BatchNorm"
+            reason = blocks.difference(block) or f"it is {whose}; convert(net) changes it"
+            row = row._replace(statistics=f"plain, because {reason}")
+        yield row
 
 
-def _statistics(layer: SyncBatchNorm) -> str:
-    replicas = layer._replicas
-    if layer._kwargs["use_global_stats"]:
+def _statistics(layer: SyncBatchNorm, contexts: List[Context]) -> str:
+    replicas, settings = layer._replicas, layer._replicas.settings
+    if settings.use_global_stats:
         return _FROZEN
-    if replicas.settings.mode == "local":
+    if settings.mode == "local":
         return "plain, because mode 'local' shares nothing"
-    if replicas.settings.group_size == 1 or {len(ranks) for ranks in replicas.settings.groups or ()} == {1}:
+    if settings.group_size == 1 or {len(ranks) for ranks in settings.groups or ()} == {1}:
         return "plain, because each group has one device"
-    contexts = _contexts(layer)
     if not contexts:
         return "not known before it is initialised"
     if replicas.problem_on(contexts):
         return f"an error in training: {replicas.problem_on(contexts)}"
-    if not replicas.reaches_other_processes() and len(contexts) * replicas.settings.virtual_devices == 1:
+    if not replicas.reaches_other_processes() and len(contexts) * settings.virtual_devices == 1:
         return "plain, because it has one replica"
     return SYNCHRONISED
-
-
-def _row(block: Any, statistics: str, **cells: Any) -> Row:
-    """Returns the row of a layer, which has a gamma."""
-    channels = (block.gamma.shape or [0])[0] or None
-    name = f"{block.name} ({type(block).__name__})"
-    return Row(name, channels, contexts=_contexts(block), statistics=statistics, **cells)
-
-
-def _contexts(block: Any) -> List[Any]:
-    known = block.gamma._data is not None or block.gamma._deferred_init
-    return list(block.gamma.list_ctx()) if known else []

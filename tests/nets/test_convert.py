@@ -18,6 +18,7 @@ from replicas import WAYS, assert_near, on_devices, step_of_net
 
 import gluon_syncbn
 from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd, convert, freeze, revert
+from gluon_syncbn.activation import RELU
 from gluon_syncbn.command import replacements
 from gluon_syncbn.mxnet_side import blocks
 from gluon_syncbn.mxnet_side.nodes import json_of
@@ -321,25 +322,7 @@ def test_subclasses_that_compute_the_same_are_converted(make):
         np.testing.assert_allclose(net(x).asnumpy(), plain(x).asnumpy(), rtol=1e-12, atol=1e-12)
 
 
-def test_a_relu_before_global_pooling():
-    def gradients(*layers):
-        net = nn.HybridSequential()
-        net.add(*layers, nn.GlobalAvgPool2D())
-        net.initialize()
-        convert(net)  # MXNet's own BatchNormReLU gets a wrong gamma gradient here
-        x = mx.nd.array(shards((4, 8, 8), (8,))[0], dtype="float32")
-        x.attach_grad()
-        with autograd.record():
-            loss = (net(x) ** 2).sum()
-        loss.backward()
-        return [x.grad.asnumpy(), net[0].gamma.grad().asnumpy(), net[0].beta.grad().asnumpy()]
-
-    fused = gradients(nn.BatchNormReLU(in_channels=4))
-    for got, expected in zip(fused, gradients(nn.BatchNorm(in_channels=4), nn.Activation("relu"))):
-        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_contribs_layer_is_converted():
+def test_contribs_layer_and_one_with_a_relu_are_converted():
     def make(cls=ContribSyncBatchNorm, **kwargs):
         return cls(in_channels=3, epsilon=1e-3, momentum=0.75, **kwargs)
 
@@ -350,6 +333,9 @@ def test_contribs_layer_is_converted():
     assert_one_device_equals(layer, pair(functools.partial(make, nn.BatchNorm))[1], shards())
     assert type(revert(layer)) is nn.BatchNorm
     assert layer._kwargs["axis"] == 1
+    layer = convert(nn.BatchNormReLU())
+    assert type(layer) is SyncBatchNorm and layer._replicas.settings.activation == RELU
+    assert type(revert(layer)) is nn.BatchNormReLU
 
 
 def test_subclasses_of_the_layer():
@@ -489,18 +475,17 @@ def test_frozen_layers(converted):
     net, plain = pair()
     for model in (net, plain):
         freeze(model, select=".*")
-    net.branches[0][0]._kwargs["fix_gamma"] = net.branches[1][0]._kwargs["fix_gamma"] = False  # which writes 1
-    plain.branches[0][0]._kwargs["fix_gamma"] = plain.branches[1][0]._kwargs["fix_gamma"] = False
-    before = [p.data(CONTEXTS[0]).asnumpy() for p in net.collect_params(".*(gamma|beta|running).*").values()]
+        for branch in model.branches:
+            branch[0]._kwargs["fix_gamma"] = False  # which writes 1
+    parameters = list(net.collect_params(".*(gamma|beta|running).*").values())
+    before = [p.data(CONTEXTS[0]).asnumpy() for p in parameters]
     if converted:
         convert(net)
     assert_one_device_equals(net, plain, shards())
-    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.5, "wd": 0.1})
-    trainer.step(1)
-    after = [p.data(CONTEXTS[0]).asnumpy() for p in net.collect_params(".*(gamma|beta|running).*").values()]
-    for one, other in zip(before, after):
-        np.testing.assert_array_equal(one, other)
-    assert not [p.name for p in net.collect_params(".*(gamma|beta)").values() if p.grad_req != "null"]
+    gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.5, "wd": 0.1}).step(1)
+    for one, parameter in zip(before, parameters):
+        np.testing.assert_array_equal(one, parameter.data(CONTEXTS[0]).asnumpy())
+        assert parameter.grad_req == "null"
 
 
 @pytest.mark.parametrize("hybridized", [False, True])
@@ -514,12 +499,11 @@ def test_five_dimensions(hybridized, training):
     net.hybridize(hybridized)
     x, head = (mx.nd.random.normal(shape=shape) for shape in ((2, 4, 5, 6, 7), (2, 16, 3, 4, 5)))
     x.attach_grad()
+    gamma, beta, mean, var = (net[1]._reg_params[name].data().reshape((1, -1, 1, 1, 1)) for name in blocks.PARAMETERS)
     found = []
-    for F in (net[1], lambda z: (z - mean) / (var + 1e-2).sqrt() * gamma + beta):
-        parameters = (net[1]._reg_params[name].data() for name in blocks.PARAMETERS)
-        gamma, beta, mean, var = (p.reshape((1, -1, 1, 1, 1)) for p in parameters)
+    for F in (net, lambda x: (net[0](x) - mean) / (var + 1e-2).sqrt() * gamma + beta):
         with autograd.record(train_mode=training):
-            y = net(x) if F is net[1] else F(net[0](x))
+            y = F(x)
         y.backward(head)
         found.append((y.asnumpy(), x.grad.asnumpy(), net[0].weight.grad().asnumpy()))
     for got, want in zip(*found):
@@ -541,6 +525,20 @@ def test_freezing_is_undone(converted):
     assert freeze(freeze(net), active=False).norm.gamma.grad_req == "add"
 
 
+def test_freezing_nodes_of_a_graph_is_undone():
+    """No layer stands for them between the calls."""
+    data = mx.sym.var("data", dtype="float32")
+    net = mx.sym.BatchNorm(mx.sym.BatchNorm(data, name="one"), name="two", use_global_stats=True)
+    block = gluon.SymbolBlock(net, data)
+    block.collect_params()["one_gamma"].grad_req = "add"
+    freeze(block)
+    assert [node.frozen for node in blocks.recorded(block)] == [True, True]
+    with pytest.warns(UserWarning, match="freeze left as it was: two "):
+        freeze(block, active=False)
+    assert [node.frozen for node in blocks.recorded(block)] == [False, True]
+    assert block.collect_params()["one_gamma"].grad_req == "add"
+
+
 def test_what_something_else_has_frozen_or_thawed_stays():
     layer, other = nn.BatchNorm(in_channels=3, use_global_stats=True), nn.BatchNorm(in_channels=3)
     layer.gamma.grad_req, other.beta.grad_req = "null", "add"
@@ -559,21 +557,6 @@ def test_what_something_else_has_frozen_or_thawed_stays():
         other._kwargs["use_global_stats"], other.gamma.grad_req = False, "add"
         freeze(other, active=False)
         assert other.gamma.grad_req == other.beta.grad_req == "add" and not other._kwargs["use_global_stats"]
-
-
-def test_freezing_nodes_of_a_graph_is_undone():
-    """No layer stands for them between the calls."""
-    data, net = mx.sym.var("data", dtype="float32"), nn.HybridSequential(prefix="net_")
-    with net.name_scope():
-        net.add(nn.BatchNorm(in_channels=3), nn.BatchNorm(in_channels=3, use_global_stats=True))
-    block = gluon.SymbolBlock(net(data), data, params=net.collect_params())
-    block.collect_params()["net_batchnorm0_gamma"].grad_req = "add"
-    freeze(block)
-    assert [node.frozen for node in blocks.recorded(block)] == [True, True]
-    with pytest.warns(UserWarning, match="freeze left as it was: net_batchnorm1 "):
-        freeze(block, active=False)
-    assert [node.frozen for node in blocks.recorded(block)] == [False, True]
-    assert block.collect_params()["net_batchnorm0_gamma"].grad_req == "add"
 
 
 @pytest.fixture
@@ -638,14 +621,24 @@ def test_initialisation_that_is_still_pending():
     np.testing.assert_allclose(output, step(plain, [np.concatenate(inputs)], [mx.cpu()])["y"], atol=1e-5)
 
 
-def test_no_name_is_used_up():
+def test_nothing_else_has_a_name_or_is_a_layer_to_come():
+    """Processes that agree on their layers would wait for a layer that only helped to convert."""
+
     def number(layer):
         return int(re.search(r"(\d+)_$", layer.prefix).group(1))
 
     first = number(nn.BatchNorm())
     net = nn.HybridSequential()
-    net.add(nn.BatchNorm(), nn.BatchNorm())
-    convert(net)
+    net.add(nn.BatchNorm(in_channels=3), nn.BatchNorm(in_channels=3))
+    net.initialize(ctx=CONTEXTS)
+    gc.collect()
+    before = [layer for layer in Replicas.by_id.values() if not layer.contexts]
+    gc.disable()
+    try:
+        convert(net)
+        assert [layer for layer in Replicas.by_id.values() if not layer.contexts] == before
+    finally:
+        gc.enable()
     revert(net)
     assert number(nn.BatchNorm()) == first + 3
 
@@ -679,20 +672,6 @@ def test_an_error_leaves_the_net_as_it_was(kwargs, error, message):
     with pytest.raises(error, match=message):
         convert(net, **kwargs)
     assert [(type(layer), dict(vars(layer))) for layer in net] == before
-
-
-def test_nothing_else_is_a_layer_to_come():
-    """Processes that agree on their layers would wait for a layer that only helped to convert."""
-    net = Residual()
-    net.initialize(ctx=CONTEXTS)
-    gc.collect()
-    before = [layer for layer in Replicas.by_id.values() if not layer.contexts]
-    gc.disable()
-    try:
-        convert(net)
-        assert [layer for layer in Replicas.by_id.values() if not layer.contexts] == before
-    finally:
-        gc.enable()
 
 
 def test_arguments_reach_every_layer():
