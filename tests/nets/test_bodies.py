@@ -122,26 +122,6 @@ def test_a_recorded_graph(kind, contexts, capsys):
     capsys.readouterr()
 
 
-def test_a_call_of_the_operator_in_a_body_is_seen(contexts, capsys):
-    class Bare(nn.HybridBlock):
-        def __init__(self):
-            super().__init__()
-            with self.name_scope():
-                self.norm = nn.BatchNorm(in_channels=3)
-            for name in ("g", "b", "mean", "var"):
-                setattr(self, name, self.params.get(name, shape=(3,), init="ones", grad_req="null"))
-
-        def hybrid_forward(self, F, x, **own):
-            return LOOPS["foreach"](F, lambda y: F.BatchNorm(self.norm(y), *own.values(), name="bare"), x)
-
-    net = convert(Bare())
-    net.initialize(ctx=contexts[:2])
-    net.hybridize()
-    net(*data("foreach", contexts[:1]))
-    assert "bare" in str(summary(net)) and "2, synchronised: 1" in repr(summary(net))
-    capsys.readouterr()
-
-
 @pytest.mark.parametrize("kind", LOOPS)
 def test_no_gradient_of_a_body(kind, contexts):
     """MXNet has none for any BatchNorm there. On two contexts, a loop waits for its condition before the second one is

@@ -294,27 +294,40 @@ def test_threads_draw_masks_of_their_own(contexts, anew):
 # ---- arguments, results, use -------------------------------------------------------------------------------
 
 
-class Structured(nn.Block):
-    """Takes and returns more than an array; one output is not used, one is an input, one has no gradient."""
+class Rows(nn.Block):
+    """Takes a number, and no array."""
 
     def __init__(self):
         super().__init__()
-        self.norm = SyncBatchNorm(in_channels=4)
+        self.table = self.params.get("table", shape=(6, 1, 1, 1), init="ones")
+
+    def forward(self, count):
+        return self.table.data()[:count]
+
+
+class Structured(nn.Block):
+    """Takes and returns more than an array; one output is not used, one is an input, one has no gradient."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.norm, self.rows, self.places = SyncBatchNorm(in_channels=4), change(Rows()), []
         self.scale = self.params.get("scale", shape=(1,), init="ones")
         self.unused = self.params.get("unused", shape=(1,), init="ones")
+        change(self)
 
     def forward(self, a, more, factor):
-        b = more["b"][0] * factor
+        self.places.append(mx.current_context())
+        b = more["b"][0] * factor * self.rows(len(a)).as_in_context(a.context)
         y = self.norm(a + b) * self.scale.data(a.context)
         return {"y": [y, a], "n": nd.array([1], ctx=a.context, dtype="int32"), "spare": self.norm(b)}
 
 
 def test_arguments_and_results_of_any_structure(contexts):
+    """And the second forward has the current context of the first, where numbers are drawn without `ctx=`."""
     found = []
     for change in (lambda block: block, recompute):
-        block = Structured()
+        block = Structured(change)
         block.initialize(ctx=contexts[:2])
-        change(block)
         xs, heads = make_data(contexts[:2])
         bs = [x * 2 for x in xs]
         for array in (*xs, *bs):
@@ -326,42 +339,9 @@ def test_arguments_and_results_of_any_structure(contexts):
         autograd.backward(sums, heads)
         assert (block.unused.grad(contexts[0]).asnumpy() == 0).all()
         arrays = [*[out["y"][0] for out in outs], *[array.grad for array in (*xs, *bs)], *block.scale.list_grad()]
-        found.append([array.asnumpy() for array in arrays])
+        found.append([array.asnumpy() for array in (*arrays, block.rows.table.grad(contexts[0]))])
+        assert block.places == contexts[:1] * (4 if change is recompute else 2)
     assert_close(*reversed(found))
-
-
-class Rows(nn.Block):
-    """Takes a number, and no array."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = self.params.get("table", shape=(6, 3), init="ones")
-
-    def forward(self, count):
-        return self.table.data()[:count]
-
-
-class OfRows(nn.Block):
-    def __init__(self):
-        super().__init__()
-        self.rows, self.places = recompute(Rows()), []
-
-    def forward(self, x):
-        self.places.append(mx.current_context())
-        return x * x * self.rows(len(x)).as_in_context(x.context)
-
-
-def test_a_block_within_may_take_no_array(contexts):
-    """And the second forward has the current context of the first, where numbers are drawn without `ctx=`."""
-    net, x = recompute(OfRows()), nd.full((2, 3), 3, ctx=contexts[1])
-    net.initialize(ctx=contexts[:1])
-    x.attach_grad()
-    with autograd.record():
-        y = net(x)
-    y.backward()
-    np.testing.assert_array_equal(x.grad.asnumpy(), np.full((2, 3), 6))
-    np.testing.assert_array_equal(net.rows.table.grad().asnumpy(), [[9] * 3] * 2 + [[0] * 3] * 4)
-    assert net.places == [contexts[0]] * 2
 
 
 def test_a_parameter_that_is_frozen_before_the_backward():

@@ -245,9 +245,9 @@ def test_a_net_that_overwrites(contexts, rng, monkeypatch):
             self.norm = SyncBatchNorm(in_channels=5)
 
         def hybrid_forward(self, F, x):
-            x = x + 1
-            y = self.norm(x)
-            x[:] = 0
+            x, mask = x + 1, F.ones((len(x), 1, 1, 1), ctx=x.context)
+            y = self.norm(x, mask)
+            x[:], mask[:] = 0, 0
             return y
 
     net = Net()
@@ -257,7 +257,7 @@ def test_a_net_that_overwrites(contexts, rng, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(nd.NDArray, "asnumpy", lambda array: read.append(array.size) or original(array))
         update_bn_stats(net, batches)
-    assert set(read) == {5}
+    assert max(read) == 5
     mean, var, _ = moments([shard for each in shards for shard in each])
     assert_statistics(net.norm, contexts[:2], (mean + 1, var), 1e-5)
 

@@ -131,26 +131,32 @@ def test_recorded_graphs(contexts, capsys):
 class Calling(nn.HybridBlock):
     """One layer, and one operator of its own."""
 
-    def __init__(self, **kwargs):
+    def __init__(self, loops, **kwargs):
         super().__init__(**kwargs)
+        self.loops = loops
         with self.name_scope():
-            self.bn = SyncBatchNorm(in_channels=3)
+            self.bn = nn.BatchNorm(in_channels=3)
             for name in blocks.PARAMETERS:
                 kind = {"grad_req": "null"} if name.startswith("running") else {}
                 setattr(self, name, self.params.get(f"own_{name[-4:]}", shape=(3,), init="ones", **kind))
 
     def hybrid_forward(self, F, x, gamma, beta, running_mean, running_var):
-        return F.BatchNorm(self.bn(x), gamma, beta, running_mean, running_var, name="called")
+        def call(x, state):
+            return F.BatchNorm(self.bn(x), gamma, beta, running_mean, running_var, name="called"), state
+
+        return F.contrib.foreach(call, x, F.zeros((1,)))[0] if self.loops else call(x, None)[0]
 
 
-def test_an_operator_that_a_hybrid_forward_calls(contexts, capsys):
+@pytest.mark.parametrize("loops", [False, True])
+def test_an_operator_that_a_hybrid_forward_calls(contexts, capsys, loops):
     net = nn.HybridSequential(prefix="outer_")
-    net.add(Calling(prefix="net_"))
-    net.initialize(ctx=contexts[:2])
+    net.add(Calling(loops, prefix="net_"))
+    convert(net).initialize(ctx=contexts[:2])
     net.hybridize()
-    net(nd.ones((2, 3)))
+    net(nd.ones((4, 2, 3) if loops else (2, 3)))
     got, count = rows(capsys, net)
-    assert got["net_called (BatchNorm)"][-1].startswith("plain, because a hybrid_forward calls the operator")
+    ((said, *_),) = [rest[::-1] for name, rest in got.items() if name.endswith("called (BatchNorm)")]
+    assert said.startswith("plain, because a hybrid_forward calls the operator")
     assert count == "Layers of batch normalisation: 2, synchronised: 1"
 
 
