@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import weakref
-from typing import Any, Callable, Iterator, List, NamedTuple, Optional, Set
+from typing import Any, Iterator, List, NamedTuple, Optional, Set
 
 from mxnet.gluon import Block, HybridBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from mxnet.gluon.nn.basic_layers import BatchNorm, BatchNormReLU, _BatchNorm
 
 from ..activation import BatchNormActivation, BatchNormAdd
-from ..system import arguments
 from .nodes import Json, attribute, json_of, operator_of, walk
 from .op import NAME
 
@@ -92,19 +90,6 @@ def recorded(block: HybridBlock, graph: Optional[Json] = None) -> List[Recorded]
             frozen = bool(attribute(node["attrs"], "use_global_stats", False))
             found.append(Recorded(number, node["name"], operator, frozen, inputs))
     return found
-
-
-def selection(select: Any) -> Callable[..., bool]:
-    """Returns a function that says whether one of a layer's names is selected. As in ``collect_params``, a regular
-    expression must match from the beginning. None selects all.
-    """
-    if select is not None and not isinstance(select, str):
-        arguments.refuse("select", select, "None or a regular expression")
-    try:
-        pattern = re.compile(select or "")
-    except re.error as error:
-        arguments.refuse("select", select, f"a regular expression ({error})")
-    return lambda *names: any(map(pattern.match, names))
 
 
 #: The blocks that have recorded a graph, by `id`, because a block's class may define ``==``. A block does not know the

@@ -61,22 +61,19 @@ def number_nodes(graph: Json) -> bool:
     """
     count: Counter = Counter()
     updating: Dict[Tuple[int, int], List[Dict[str, str]]] = {}  # by the input
-    changes = False
-    for _, within, node in walk(graph):
-        if is_ours(node):
-            layer, before = node["attrs"]["layer"], node["attrs"]["node"]
-            node["attrs"]["node"] = str(count[layer])
-            changes |= before != node["attrs"]["node"]
-            count[layer] += 1
-            frozen = node["attrs"]["use_global_stats"] == "1"
-            updating.setdefault((id(node if frozen else within), node["inputs"][-1][0]), []).append(node["attrs"])
+    ours = [(within, node) for _, within, node in walk(graph) if is_ours(node)]
+    before = [dict(node["attrs"]) for _, node in ours]
+    for within, node in ours:
+        attributes = node["attrs"]
+        attributes.pop("turn", None)
+        attributes["node"] = str(count[attributes["layer"]])
+        count[attributes["layer"]] += 1
+        frozen = attributes["use_global_stats"] == "1"
+        updating.setdefault((id(node if frozen else within), node["inputs"][-1][0]), []).append(attributes)
     for nodes in updating.values():
-        for turn, attributes in enumerate(nodes):
-            before = attributes.pop("turn", "")
-            if len(nodes) > 1:
-                attributes["turn"] = f"{turn} of {len(nodes)}"
-            changes |= before != attributes.get("turn", "")
-    return changes
+        for turn, attributes in enumerate(nodes if len(nodes) > 1 else ()):
+            attributes["turn"] = f"{turn} of {len(nodes)}"
+    return before != [node["attrs"] for _, node in ours]
 
 
 def symbol_of(graph: Json) -> mx.sym.Symbol:

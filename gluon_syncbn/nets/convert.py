@@ -7,6 +7,7 @@ block twice: the object stays, its class and its settings change.
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from contextlib import contextmanager
 from dataclasses import replace
@@ -146,13 +147,18 @@ def _selected(verb: str, net: Block, select: Optional[str]) -> Iterator[Tuple[Li
     Afterwards, graphs without synchronised layers are plain again, and those that were recorded with the old layers are
     forgotten.
     """
-    selects = blocks.selection(select)
+    if select is not None and not isinstance(select, str):
+        arguments.refuse("select", select, "None or a regular expression")
+    try:
+        matches = re.compile(select or "").match
+    except re.error as error:
+        arguments.refuse("select", select, f"a regular expression ({error})")
     recorded = [block for block in blocks.iterate(net) if isinstance(block, SymbolBlock)]
     stay: List[Any] = []
     try:
         nodes = [node for block in recorded for node in open_graph(block)]
         layers = [block for block in blocks.iterate(net) if blocks.is_batch_norm(block)]
-        chosen = [one for one in layers if selects(one.name, *(given.name for given in one._reg_params.values()))]
+        chosen = [one for one in layers if any(matches(of.name) for of in (one, *one._reg_params.values()))]
         yield chosen, stay
     finally:
         for block in recorded:
@@ -170,7 +176,7 @@ def _selected(verb: str, net: Block, select: Optional[str]) -> Iterator[Tuple[Li
             )
         warnings.warn(f"{verb} changed nothing: {why}", stacklevel=4)
     texts = [f"{block.name} ({type(block).__name__}: {reason})" for block, reason in stay if reason]
-    left = [node for node in nodes if selects(node.name) and (node.operator == NAME or verb != "revert")]
+    left = [node for node in nodes if matches(node.name) and (node.operator == NAME or verb != "revert")]
     texts += [f"{node.name} ({node.operator}: {node.reason})" for node in left]
     if texts:
         warnings.warn(f"{verb} left as it was: {arguments.some(texts, '; ')}", stacklevel=4)
