@@ -21,6 +21,7 @@ from gluon_syncbn.training.session import session
 WORKER = SUPPORT / "gradients_worker.py"
 pytestmark = pytest.mark.timeout(600)  # one job does most of this
 SCENARIOS = [
+    "updates_alike",
     "shares_the_store",
     "accumulates",
     "clips",
@@ -31,6 +32,7 @@ SCENARIOS = [
     "trains_in_threads",
     "resumes",
     "copies_a_net",
+    "takes_many_small_steps",
 ]
 # What the processes learn: of rank 1, and of the arrays.
 FAULTS = {
@@ -52,10 +54,6 @@ FAULTS = {
         "the processes begin with different states of the optimizer: that of 'dense1_bias' on rank 1 is not that on ",
     ),
     "loads_other_states": (" the update in ", ": loaded states ", " on rank 1 and none on rank 0. "),
-    "ends": ("rank 1 of 2 has ended (rank 0 was in the gradient of 'dense0_bias' and 3 more, step 2 of trainer 1)",),
-    "is_late": (
-        "rank 0 of 2 waits for rank 1 in the gradient of 'dense0_bias' and 3 more, step 2 of trainer 1 after 5 s",
-    ),
 }
 
 
@@ -73,45 +71,23 @@ def store_of_one():
 @pytest.fixture(scope="module")
 def two():
     """A job of two processes, also what fails."""
-    parts = "+".join(["updates_alike", *SCENARIOS, "takes_many_small_steps"])
-    failing = "+".join(f"!{fault}" for fault in FAULTS if fault != "ends")
-    return Job(2, f"{parts}+{failing}", worker=WORKER, limit=400)
-
-
-def assert_done(job, ranks):
-    for scenario in SCENARIOS:
-        assert all(f"DONE {rank} {scenario}" in job.output for rank in range(ranks)), job.output
-    assert job.succeeded(ranks), job.output
-    assert f"Processes: <kvstore 'mpi': rank 1 of {ranks}>" in job.output
+    return Job(2, "+".join([*SCENARIOS, *(f"!{fault}" for fault in FAULTS)]), worker=WORKER, limit=400)
 
 
 def test_steps(two):
-    assert_done(two, 2)
+    for scenario in SCENARIOS:
+        assert all(f"DONE {rank} {scenario}" in two.output for rank in range(2)), two.output
+    assert two.succeeded(2), two.output
+    assert "Processes: <kvstore 'mpi': rank 1 of 2>" in two.output
 
 
-def test_steps_of_three_over_tcp():
-    """As between machines, by MPICH."""
-    tcp = {"UCX_TLS": "tcp,self", "MPIR_CVAR_NOLOCAL": "1"}
-    assert_done(Job(3, "+".join(SCENARIOS), worker=WORKER, environment=tcp, limit=250), 3)
-
-
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "ends"])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_step_that_fails(fault, two):
     """It changes no parameter, which the worker checks."""
-    assert_told(two, fault, fault)
-
-
-def assert_told(job, fault, case):
-    seconds, error = job.failure_of(0, case)
+    seconds, error = two.failure_of(0, fault)
     assert seconds < 30
     for text in FAULTS[fault]:
         assert text in error
-
-
-def test_a_process_that_ends():
-    job = Job(2, "ends", worker=WORKER)
-    assert job.code not in (0, None)
-    assert_told(job, "ends", "")
 
 
 def test_what_an_update_depends_on():

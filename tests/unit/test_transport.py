@@ -378,6 +378,25 @@ def test_a_rank_that_goes(fault, size):
         assert fault is None or text in str(error), error
 
 
+@pytest.mark.parametrize(
+    "ends, told",
+    [(True, "rank 1 of 2 has ended (rank 0 was in {}"), (False, "rank 0 of 2 waits for rank 1 in {} after 2.5 s")],
+)
+def test_a_rank_that_does_not_come_to_a_sum(ends, told):
+    gluon_syncbn.configure(timeout=20 if ends else 0.5)  # what it has sent before its end has 5 s to arrive
+
+    def work(store):
+        trainer, array = Trainer(), mx.nd.ones(3)
+        for _ in range(2 - store.rank):
+            store.add_gradients(trainer, {"weight": [array], "bias": [mx.nd.ones(1)]})
+            array.asnumpy()
+        if ends and store.rank == 1:
+            _native.processes_ended(store.handle)
+
+    error = everywhere(stores(2), work)[0]
+    assert told.format("the gradient of 'weight' and 1 more, step 2 of trainer 1") in str(error)
+
+
 def test_a_message_that_mpi_refuses():
     """Its request is none, and nobody asks for its end."""
     store, _ = stores(2)
