@@ -1,12 +1,7 @@
-"""What happens to a layer between its steps, or in the middle of one, and what ends a step. The next step is right."""
+"""What happens to a layer between its steps, and what ends a step. The next step is right."""
 
-import ctypes
-import faulthandler
 import os
-import signal
 import tempfile
-import time
-import traceback
 from contextlib import suppress
 from typing import Any, List
 
@@ -18,7 +13,6 @@ import gluon_syncbn
 from .case import Case
 
 SHORT = 0.4  # seconds that a replica waits for one that does not come
-CHILD, CHILD_ENDS = 90, 5  # seconds that the child of a fork may take, and its exit code
 LEFT = "OutOfData left the recorded step"
 
 
@@ -35,13 +29,10 @@ def choices(case: Case) -> List[str]:
     kinds = ["change_store", "change_seed"]
     if not case.of_np:  # MXNet reads the file of a net that is one layer as arrays of mx.nd
         kinds.append("save_and_load")
-    if case.reqs["gamma"] != "add" and case.reqs["beta"] != "add" and not case.empty:
-        kinds.append("fork")
     if case.mode == "local" or len(case.contexts) == 1 or case.settings["use_global_stats"] or case.empty:
         return kinds
-    kinds.append("interrupt")
     if case.way != "static_shape" and not case.threads:
-        kinds += ["an_exception", "a_replica_that_is_never_called", "a_fork_between_replicas"]
+        kinds += ["an_exception", "a_replica_that_is_never_called"]
         if case.way == "eager" and case.dtype != "float64" and case.addend is None and not case.fused:
             kinds.append("another_type")
     return kinds
@@ -65,38 +56,6 @@ def save_and_load(trial: Any) -> None:
         trial.net.load_parameters(path, ctx=trial.places)
     trial.truth.average_running()
     trial.check_running()
-
-
-def interrupt(trial: Any) -> None:
-    """Ctrl-C while a replica waits, whose handler only takes note: `child` has one."""
-
-    def wait_and_interrupt() -> None:
-        time.sleep(0.15)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    trial.train(meanwhile=wait_and_interrupt)
-
-
-def fork(trial: Any) -> None:
-    """While a step is in flight. The child trains, and ends with a step in flight of its own."""
-
-    def be_two() -> None:
-        child = os.fork()
-        if child:
-            wait_for(child, CHILD_ENDS)
-            return
-        try:
-            faulthandler.dump_traceback_later(CHILD - 10, exit=True)
-            trial.train()
-            with autograd.record():
-                ys = trial.issue(trial.batch())
-            autograd.backward([y for y in ys if y.size])
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        ctypes.pythonapi.Py_Exit(CHILD_ENDS)  # as at the end of a program, which pytest would catch
-
-    trial.train(unread=be_two)
 
 
 # ---- what ends a step ------------------------------------------------------------------------------------------
@@ -134,18 +93,6 @@ def another_type(trial: Any) -> None:
     recover(trial)
 
 
-def a_fork_between_replicas(trial: Any) -> None:
-    batch = trial.batch()
-    with autograd.record():
-        trial.net(*batch.inputs(0))
-        child = os.fork()
-        if child == 0:
-            os._exit(CHILD_ENDS)
-        wait_for(child, CHILD_ENDS)
-        fails(trial.net(*batch.inputs(1)), "the process was forked")
-    recover(trial)
-
-
 def fails(array: nd.NDArray, text: str) -> None:
     try:
         array.asnumpy()
@@ -166,18 +113,3 @@ def recover(trial: Any) -> None:
             pass
     trial.start_over(trial.case.seed)  # a call that failed may have taken a permutation, or not
     trial.check_running()
-
-
-def wait_for(child: int, code: int) -> None:
-    """Wrong where the child of a fork does not end in time with this exit code."""
-    deadline = time.monotonic() + CHILD
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            if os.WIFEXITED(status) and os.WEXITSTATUS(status) == code:
-                return
-            raise Wrong(f"the child of a fork ended with status {status}, expected exit code {code}")
-        time.sleep(0.005)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    raise Wrong(f"the child of a fork had not ended after {CHILD} s")

@@ -1,6 +1,6 @@
 """A case on its way through MXNet, each step checked against `truth`."""
 
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
 import mxnet as mx
 import numpy as np
@@ -18,7 +18,7 @@ from . import events
 from .case import Case
 from .events import Wrong
 from .tape import Value
-from .truth import Gradients, Truth
+from .truth import Forward, Gradients, Truth
 
 TIMEOUT = 30.0  # seconds that a replica waits for the others
 #: Another order of the same operations has other roundings: the error may be this many times the bound.
@@ -116,48 +116,24 @@ class Trial:
 
     # ---- steps -------------------------------------------------------------------------------------------------
 
-    def train(
-        self, meanwhile: Optional[Callable[[], None]] = None, unread: Optional[Callable[[], None]] = None
-    ) -> None:
-        """``meanwhile`` runs after the first replica, ``unread`` when all is issued and nothing has been read."""
-        case, truth, batch = self.case, self.truth, self.batch()
-        with autograd.record():
-            ys = self.issue(batch, meanwhile)
+    def train(self, backward: bool = True) -> None:
+        truth, batch = self.truth, self.batch()
+        with autograd.record() if backward else autograd.train_mode():
+            ys = self.issue(batch)
         forward = truth.forward(batch.shards, batch.addends, batch.masks, self._permutation(batch))
-        whole = [np.ones(y.data.shape) for y in forward.ys]
-        for mask, z in zip(whole, forward.zs):
-            mask[truth.undecided(z, TIMES)] = 0
-        heads = [head * kept for head, kept in zip(case.like(batch.shards), self._joined(whole, batch))]
-        gradients, heads = self._backward(forward, heads)
-        order = self.rng.permutation(len(ys))
-        dys = self._put(heads)
-        if self.rng.rand() < 0.3:
-            for i in order:
-                ys[i].backward(dys[i])
-        else:
-            autograd.backward([ys[i] for i in order], [dys[i] for i in order])
+        gradients = self._backward(batch, forward, ys) if backward else None
         truth.move(forward)
-        if unread is not None:
-            unread()
-        self._waits()
-        self._check_all("y", ys, self._joined(self._stored(forward.ys), batch))
-        self._check_inputs(batch, gradients)
-        frozen = case.settings["use_global_stats"]  # in whose graphs nothing uses a mask
-        if not frozen and any(mark is not None and mark.grad.asnumpy().any() for mark in batch.marks):
-            raise Wrong("a mask has got a gradient")
-        self._check_parameters(gradients)
+        if self.case.way == "static_shape":
+            mx.nd.waitall()  # reading running statistics does not wait until such a graph has written them
+        self._check_all("y", ys, truth.joined(self._stored(forward.ys), batch.shards))
+        if gradients is not None:
+            self._check_inputs(batch, gradients)
+            self._check_parameters(gradients)
         self.check_running()
 
     def forward(self) -> None:
         """Training without a backward: the running statistics move on."""
-        batch = self.batch()
-        with autograd.train_mode():
-            ys = self.issue(batch)
-        forward = self.truth.forward(batch.shards, batch.addends, batch.masks, self._permutation(batch))
-        self.truth.move(forward)
-        self._waits()
-        self._check_all("y", ys, self._joined(self._stored(forward.ys), batch))
-        self.check_running()
+        self.train(backward=False)
 
     def predict(self, replica: Optional[int] = None) -> None:
         batch = self.batch()
@@ -196,7 +172,7 @@ class Trial:
                 fill(array.grad, START)
         return inputs
 
-    def issue(self, batch: Batch, meanwhile: Optional[Callable[[], None]] = None) -> List[nd.NDArray]:
+    def issue(self, batch: Batch) -> List[nd.NDArray]:
         ys: Dict[int, nd.NDArray] = {}
         order = self.rng.permutation(len(self.places))
         mode = autograd.record if autograd.is_recording() else autograd.train_mode
@@ -205,13 +181,11 @@ class Trial:
             with mode(), self.case.scope():  # which are each thread's own
                 ys[order[k]] = self.net(*batch.inputs(order[k]))
 
-        if self.case.threads and meanwhile is None:
+        if self.case.threads:
             in_threads(replica, len(order))
         else:
             for k in range(len(order)):
                 replica(k)
-                if meanwhile is not None and k == 0:
-                    meanwhile()
         return [ys[i] for i in range(len(ys))]
 
     def _permutation(self, batch: Batch) -> Sequence[int]:
@@ -226,43 +200,35 @@ class Trial:
         call, self.calls = self.calls, self.calls + 1
         return derangement(self.seed, self.layer._replicas.id, node, call, filled)
 
-    def _backward(self, forward: Any, heads: List[np.ndarray]) -> Any:
-        """With heads so small that the gradients do not overflow the type."""
+    def _backward(self, batch: Batch, forward: Forward, ys: Sequence[nd.NDArray]) -> Gradients:
+        """No head where rounding decides about a gradient, and none so large that one overflows the type."""
+        truth, dtype = self.truth, self.case.dtype
+        sure = truth.joined([~truth.undecided(z, TIMES) for z in forward.zs], batch.shards)
+        heads = [head * kept for head, kept in zip(self.case.like(batch.shards), sure)]
         while True:
-            heads = [rounded(head, self.case.dtype) for head in heads]
-            gradients = self.truth.backward(forward, [part for head in heads for part in self.truth.cut(head)])
+            heads = [rounded(head, dtype) for head in heads]
+            gradients = truth.backward(forward, [part for head in heads for part in truth.cut(head)])
             largest = max(float(np.abs(g.data).max(initial=0)) for g in gradients.xs)
             if largest < np.finfo(heads[0].dtype).max / 8:
-                return gradients, heads
+                break
             heads = [head / 16 for head in heads]
-
-    def _waits(self) -> None:
-        if self.case.way == "static_shape":
-            mx.nd.waitall()  # reading running statistics does not wait until such a graph has written them
+        dys, order = self._put(heads), self.rng.permutation(len(ys))
+        if self.rng.rand() < 0.3:
+            for i in order:
+                ys[i].backward(dys[i])
+        else:
+            autograd.backward([ys[i] for i in order], [dys[i] for i in order])
+        return gradients
 
     # ---- checks ------------------------------------------------------------------------------------------------
 
     def _stored(self, values: Sequence[Value]) -> List[Value]:
         return [value.stored(self.case.dtype) for value in values]
 
-    def _joined(self, parts: Sequence[Any], batch: Batch) -> List[Any]:
-        """From one for each slot to one for each replica: arrays in the shape of its data, values as ``[C, M]``."""
-        slots, joined = self.case.slots, []
-        for i, shard in enumerate(batch.shards):
-            some = parts[i * slots : (i + 1) * slots]
-            if isinstance(some[0], Value):
-                joined.append(
-                    Value(np.concatenate([v.data for v in some], 1), np.concatenate([v.slack for v in some], 1))
-                )
-            else:
-                moved = np.moveaxis(shard, self.case.axis, 0).shape
-                joined.append(np.moveaxis(np.concatenate(some, 1).reshape(moved), 0, self.case.axis))
-        return joined
-
     def _check_inputs(self, batch: Batch, gradients: Gradients) -> None:
-        dxs, addends = self._joined(self._stored(gradients.xs), batch), []
+        dxs, addends = self.truth.joined(self._stored(gradients.xs), batch.shards), []
         if batch.addends is not None:
-            addends = self._joined(self._stored(gradients.addends), batch)
+            addends = self.truth.joined(self._stored(gradients.addends), batch.shards)
         if self.case.addend == "x":
             dxs = self._stored([dx + addend for dx, addend in zip(dxs, addends)])
         for name, arrays, wants in (("x", batch.xs, dxs), ("addend", batch.others, addends)):
@@ -271,6 +237,9 @@ class Trial:
                 continue
             wants = [self.truth.accumulated(req, Value(START), want, self.case.dtype) for want in wants]
             self._check_all(f"gradient of {name}", [array.grad for array in arrays], wants)
+        frozen = self.case.settings["use_global_stats"]  # in whose graphs nothing uses a mask
+        if not frozen and any(mark is not None and mark.grad.asnumpy().any() for mark in batch.marks):
+            raise Wrong("a mask has got a gradient")
 
     def _check_parameters(self, gradients: Gradients) -> None:
         for name, parts in (("gamma", gradients.gammas), ("beta", gradients.betas)):

@@ -130,6 +130,19 @@ class Truth:
         moved = np.moveaxis(array, self.case.axis, 0)
         return moved.reshape(self.case.channels, moved.size // self.case.channels)
 
+    def joined(self, parts: Sequence[Any], shards: Sequence[np.ndarray]) -> List[Any]:
+        """From one for each slot to one for each replica: arrays in the shape of its data, values as ``[C, M]``."""
+        joined, slots, axis = [], self.case.slots, self.case.axis
+        for i, shard in enumerate(shards):
+            some = parts[i * slots : (i + 1) * slots]
+            if isinstance(some[0], Value):
+                data, slack = (np.concatenate([getattr(v, name) for v in some], 1) for name in ("data", "slack"))
+                joined.append(Value(data, slack))
+            else:
+                moved = np.moveaxis(shard, axis, 0).shape
+                joined.append(np.moveaxis(np.concatenate(some, 1).reshape(moved), 0, axis))
+        return joined
+
     def _statistics(self, parts: Sequence[Part], permutation: Sequence[int]) -> Tuple[List[Any], List[Any]]:
         """Of each part, the statistic that normalises it, and the one that its replica's running statistics take."""
         if self.case.mode == "sync":

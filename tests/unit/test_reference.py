@@ -78,12 +78,8 @@ def assert_same_layers(seeds):
 
         # No gradient where rounding decides on which side of a kink of the activation a value is.
         heads = [case.rng.randn(*y.shape) * ~truth.undecided(z, 8) for y, z in zip(ys, want.zs)]
-        whole = []
-        for i, shard in enumerate(shards):
-            of_shard = np.concatenate(heads[i * case.slots : (i + 1) * case.slots], 1)
-            moved = np.moveaxis(shard, case.axis, 0).shape
-            whole.append(np.moveaxis(of_shard.reshape(moved), 0, case.axis))
-        wanted, given = truth.backward(want, heads), reference.backward(shards, whole, gamma, got)
+        wanted = truth.backward(want, heads)
+        given = reference.backward(shards, truth.joined(heads, shards), gamma, got)
         for found, values in ((given.dxs, wanted.xs), (given.daddends if addends else [], wanted.addends)):
             for part, value in zip([part for array in found for part in truth.cut(array)], values):
                 assert_near(part, value)
@@ -127,24 +123,6 @@ def test_a_fault_is_found(monkeypatch, fault):
     monkeypatch.setattr(Truth, *FAULTS[fault])
     with pytest.raises(AssertionError):
         assert_same_layers(range(100))
-
-
-def run(shards, heads, gamma, beta, mean, var, **kwargs):
-    """All that forward and backward give."""
-    result = reference.forward(shards, gamma, beta, mean, var, **kwargs)
-    grads = reference.backward(shards, heads, gamma, result)
-    return [array for arrays in (*result[:3], *grads[:3]) for array in arrays]
-
-
-@pytest.mark.parametrize("kwargs", [{"group_size": 1}, {"mode": "local"}, {"mode": "shuffle"}])
-def test_global_statistics_are_used_whatever_the_mode(kwargs):
-    """Nothing is shuffled then, so no permutation is needed, nor a second slot, nor a value."""
-    for shapes in ([(4, 3, 5), (2, 3, 5)], [(4, 3, 5)], [(0, 3, 5)]):
-        arguments = problem(shapes)
-        want = run(*arguments, use_global_stats=True)
-        got = run(*arguments, use_global_stats=True, virtual_devices=2, **kwargs)
-        for a, b in zip(got, want):
-            np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-11)
 
 
 def test_arguments_are_not_changed():
