@@ -20,9 +20,9 @@ DOOR = int(os.environ.get("GLUON_SYNCBN_OPERATOR") == "custom")
 FIRST = 120 * int(os.environ.get("GLUON_SYNCBN_TEST_SEED", 0))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module", autouse=True)
 def layers():
-    """A case leaves none."""
+    """Cases leave none."""
     gc.collect()
     before = _native.layers()
     yield
@@ -90,7 +90,6 @@ def test_by_operators_of_mxnet(check, kind, way):
 # ---- drawn -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("layers")
 @pytest.mark.parametrize("seed", range(FIRST + DOOR, FIRST + 120, 2))
 def test_random(contexts, seed):
     case = draw(seed)

@@ -29,7 +29,7 @@ NONE = Rounding(0.0, 0.0)
 class Value:
     def __init__(self, data: Any, slack: Any = 0.0, rounding: Rounding = NONE, pulls: Sequence[Tuple] = ()) -> None:
         self.data = np.asarray(data, EXACT)
-        self.slack = np.broadcast_to(np.asarray(slack, float), self.data.shape)
+        self.slack = slack if np.shape(slack) == self.data.shape else np.full(self.data.shape, slack, float)
         self.rounding = rounding
         self.pulls: Sequence[Tuple[Value, Callable[[Value], Value]]] = pulls
 
