@@ -196,7 +196,7 @@ nightly:
 clean:
 	@if [ -e "$$VENV/.made-by-make" ]; then rm -rf "$$VENV"; fi
 	rm -rf build dist *.egg-info gluon_syncbn/_core.so gluon_syncbn/.core-*
-	rm -rf .pytest_cache .hypothesis .ruff_cache .mypy_cache
+	rm -rf .pytest_cache .ruff_cache .mypy_cache
 	find gluon_syncbn tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 core:

@@ -6,7 +6,7 @@ import pytest
 from mxnet import autograd, nd
 from mxnet.gluon import nn
 from poolings import specification
-from replicas import assert_same, make_batch, on_devices, prepare, step, step_of
+from replicas import WAYS, assert_same, make_batch, on_devices, prepare, step, step_of
 
 from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, convert, reference, revert
 
@@ -99,10 +99,16 @@ def test_a_failed_step_leaves_no_gradient_of_the_addend(batch, contexts):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("adds", [False, True], ids=["alone", "added"])
-def test_is_reverted_and_converted_again(batch, contexts, adds, activation):
+@pytest.mark.parametrize("way", ["eager", "hybrid"])
+@pytest.mark.parametrize("kind", ["nd", "np"])
+def test_is_reverted_and_converted_again(request, batch, contexts, kind, way, adds, activation):
+    if kind == "np":
+        mx.npx.set_np()
+        request.addfinalizer(mx.npx.reset_np)
     batch, addends = batch(1)
-    layer = prepare(make(adds, **ACTIVATIONS[activation]), batch, contexts[:1], "float64")
-    inputs = [nd.array(array, dtype="float64") for array in ([batch.shards[0], addends[0]] if adds else batch.shards)]
+    layer = prepare(make(adds, **ACTIVATIONS[activation]), batch, contexts[:1], "float64", WAYS[way])
+    given, array = [batch.shards[0], addends[0]] if adds else batch.shards, getattr(mx, kind).array
+    inputs = [array(values, dtype="float64") for values in given]
     before, parameters, behind = layer(*inputs).asnumpy(), dict(layer.collect_params()), layer._activation
     revert(layer)
     assert not isinstance(layer, SyncBatchNorm)

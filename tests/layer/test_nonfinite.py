@@ -56,6 +56,18 @@ def test_the_next_batch_counts(contexts, rng, replicas):
     assert_same(step(layer, batch, contexts, "float64"), specification(layer, batch), 1e-11)
 
 
+def logged(caplog, count):
+    """So many messages, which come by way of a thread, and none that should not come."""
+    end = time.monotonic() + 60
+    while len(caplog.records) < count and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    messages = [record.getMessage() for record in caplog.records]
+    caplog.clear()
+    assert len(messages) == count
+    return messages
+
+
 def two_layers(contexts):
     net = nn.HybridSequential()
     net.add(SyncBatchNorm(in_channels=5, prefix="front_"), nn.Activation("tanh"), SyncBatchNorm(in_channels=5))
@@ -70,15 +82,10 @@ def test_one_warning(contexts, rng, caplog):
     good, bad = make_batch(rng, 2), spoilt(make_batch(rng, 2), value=np.inf)
 
     def steps(*batches):
-        before = len(caplog.records)
         for batch in batches:
             forward_and_backward(net, on_devices(batch.shards, contexts, "float32"))
             mx.nd.waitall()
-        end = time.monotonic() + 60  # the core's records come by way of a thread
-        while len(caplog.records) == before and time.monotonic() < end:
-            time.sleep(0.01)
-        time.sleep(0.3)  # for those that should not come
-        return [record.getMessage() for record in caplog.records[before:]]
+        return logged(caplog, 1)
 
     (text,) = steps(good, bad, bad)
     found = r"SyncBatchNorm 'front' on cpu\(1\): the batch is not finite: the mean of channel 2 is -?(inf|nan)\. The"
@@ -97,13 +104,7 @@ def test_one_value_for_each_channel(contexts, mode, places, samples, warns, capl
         forward_and_backward(layer, [nd.random.normal(shape=(samples, 5), ctx=c) for c in contexts[:places]])
         layer(mx.nd.ones((1, 5)))  # a prediction
     mx.nd.waitall()
-    end = time.monotonic() + 60  # the core's records come by way of a thread
-    while len(caplog.records) < warns and time.monotonic() < end:
-        time.sleep(0.01)
-    time.sleep(0.3)  # for those that should not come
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == warns
-    for text in said:
+    for text in logged(caplog, warns):
         assert text.startswith("SyncBatchNorm 'front' on cpu(") and "a statistic has one value for each channel" in text
 
 

@@ -15,7 +15,7 @@ from replicas import (
 )
 
 import gluon_syncbn
-from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, contrastive
+from gluon_syncbn import SyncBatchNorm, contrastive
 from gluon_syncbn.contrastive import SampleShuffle
 
 F32 = TOLERANCE["float32"]
@@ -120,19 +120,6 @@ def test_convert_fuse_and_revert(set_np, contexts, images, capsys, broadcast, wa
     gluon_syncbn.revert(net)
     assert type(net.norm) is nn.BatchNorm
     near(net(xs[0]), before)
-
-
-@pytest.mark.parametrize("norm, inputs", [(SyncBatchNorm, 1), (SyncBatchNormAdd, 2)])
-@pytest.mark.parametrize("way", ["eager", "hybrid"])
-def test_revert_of_a_layer_with_more(set_np, rng, norm, inputs, way):
-    layer = norm(activation="leaky", in_channels=3)
-    x = [mx.np.array(rng.randn(2, 3, 4), dtype="float32") for _ in range(inputs)]
-    layer.initialize()
-    if WAYS[way] is not None:
-        layer.hybridize()
-    before = layer(*x).asnumpy()
-    near(gluon_syncbn.revert(layer)(*x), before)
-    near(gluon_syncbn.convert(layer)(*x), before)
 
 
 def test_recorded_graphs(set_np, contexts, images, tmp_path):

@@ -33,13 +33,10 @@ def fits(pooling, replicas):
     return pooling.get("mode") != "shuffle" or replicas * pooling.get("virtual_devices", 1) > 1
 
 
-def filled_slots(shards, virtual_devices):
-    """Or those whose masks are not all 0, for masks of as many samples."""
-    return sum(x[part].any() for x in shards for part in np.array_split(np.arange(len(x)), virtual_devices))
-
-
 def permutation(layer, batch, virtual_devices, *, call=0, node=-1, seed=0, masks=None):
-    slots = filled_slots([np.ones(x.shape) for x in batch.shards] if masks is None else masks, virtual_devices)
+    """Of the slots that have a value that counts."""
+    counting = [np.ones(x.shape) for x in batch.shards] if masks is None else masks
+    slots = sum(x[part].any() for x in counting for part in np.array_split(np.arange(len(x)), virtual_devices))
     return derangement(seed, layer._replicas.id, node, call, slots)
 
 
