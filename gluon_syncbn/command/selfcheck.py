@@ -72,13 +72,10 @@ def core() -> str:
 def stores() -> str:
     missing = _native.nccl_problem()
     nccl = f"no NCCL between GPUs ({missing})" if missing else "between GPUs NCCL"
-    return f"shared memory, {nccl}, KVStore {', '.join(named.TYPES)}"
-
-
-def processes() -> str:
     # Looked up, and not imported: to import it starts MPI. The first one that is found is imported.
     version = next((one.version for one in importlib.metadata.distributions(name="mpi4py")), None)
-    return f"kvstore('mpi') with mpi4py {version}" if version else f"no mpi ({distribution.command('mpi')})"
+    mpi = f"kvstore('mpi') with mpi4py {version}" if version else f"no mpi ({distribution.command('mpi')})"
+    return f"shared memory, {nccl}, KVStore {', '.join(named.TYPES)}; {mpi}"
 
 
 def libraries() -> str:
@@ -136,12 +133,7 @@ def live_gpu(contexts: List[mx.Context]) -> str:
     problem = _native.nccl_problem()
     single = len(contexts) == 1
     default = "no exchange" if single else f"host memory, as {problem}" if problem else "NCCL"
-    return step(contexts, {None: default, "host": "host memory"})
-
-
-@on_gpus
-def net_gpu(contexts: List[mx.Context]) -> str:
-    return training.beside_plain(contexts)
+    return INDENT.join([step(contexts, {None: default, "host": "host memory"}), training.beside_plain(contexts)])
 
 
 def step(contexts: Sequence[mx.Context], stores: Mapping[Optional[str], str]) -> str:
@@ -183,7 +175,7 @@ def step(contexts: Sequence[mx.Context], stores: Mapping[Optional[str], str]) ->
 
 def main() -> int:
     """Runs and prints all checks."""
-    checks = (versions, names, core, libraries, gpus, stores, processes, live, live_gpu, net_gpu)
+    checks = (versions, names, core, libraries, gpus, stores, live, live_gpu)
     broken = 0
     for check in checks:
         try:

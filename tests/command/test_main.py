@@ -21,7 +21,7 @@ def test_a_sound_installation():
         "KVStore local, device",
         "(mxnet)",
         "2 replicas on cpu",
-        "net_gpu   none: this is a CPU build of MXNet",
+        "live_gpu  none: this is a CPU build of MXNet",
         "kvstore('mpi') with mpi4py",
     ):
         assert fact in run.stdout
@@ -38,7 +38,7 @@ def test_a_wrong_result_is_exit_code_1(monkeypatch, capsys):
     assert check.main() == 1
     printed = capsys.readouterr().out
     assert "BROKEN  live      ArithmeticError: wrong by" in printed
-    assert "1 of 10 checks failed" in printed
+    assert "1 of 8 checks failed" in printed
 
 
 def test_a_training_beside_plain_batch_norm(contexts, monkeypatch):
@@ -60,4 +60,4 @@ def test_packages_that_are_installed_twice(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match=r"mxnet 1\.9\.1 and mxnet-cu112 1\.9\.1 are installed") as error:
         check.versions()
     assert "pip uninstall mxnet mxnet-cu112" in str(error.value)
-    assert "kvstore('mpi') with mpi4py 1.9.1" in check.processes()
+    assert "kvstore('mpi') with mpi4py 1.9.1" in check.stores()
