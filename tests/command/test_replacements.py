@@ -41,6 +41,8 @@ def test_uninstall_restores_every_object(cpus):
     before = everything()
     words = gluon_syncbn.install(cpus)
     assert gluon_syncbn.install(cpus) == words  # once more is once
+    with pytest.raises(ValueError, match=f"cpus: 3 was given, expected {cpus}, as installed before"):
+        gluon_syncbn.install(cpus=3)
     held = {
         ("mxnet.gluon.contrib.nn", "SyncBatchNorm"),
         ("mxnet.gluon.contrib.nn.basic_layers", "SyncBatchNorm"),
@@ -59,12 +61,8 @@ def test_uninstall_restores_every_object(cpus):
 
 
 def test_what_a_module_holds_by_name(monkeypatch):
-    module = ModuleType("a_script")
-    module.Norm, module.Model, module.ours = (
-        CONTRIB,
-        gluoncv.utils.parallel.DataParallelModel,
-        parallel.DataParallelModel,
-    )
+    module, theirs = ModuleType("a_script"), gluoncv.utils.parallel.DataParallelModel
+    module.Norm, module.Model, module.ours = CONTRIB, theirs, parallel.DataParallelModel
     monkeypatch.setitem(sys.modules, "a_script", module)
     gluon_syncbn.install()
     module.later = mx.gluon.contrib.nn.SyncBatchNorm
@@ -72,18 +70,8 @@ def test_what_a_module_holds_by_name(monkeypatch):
     assert issubclass(module.Model, parallel.DataParallelModel)
     gluon_syncbn.uninstall()
     assert module.Norm is module.later is CONTRIB
-    assert module.Model is gluoncv.utils.parallel.DataParallelModel
+    assert module.Model is theirs
     assert module.ours is parallel.DataParallelModel  # by its own name, nobody's replacement
-
-
-def test_a_second_install_with_other_contexts():
-    gluon_syncbn.install(cpus=2)
-    try:
-        with pytest.raises(ValueError, match="cpus: 3 was given, expected 2, as installed before"):
-            gluon_syncbn.install(cpus=3)
-    finally:
-        gluon_syncbn.uninstall()
-    assert mx.gluon.contrib.nn.SyncBatchNorm is CONTRIB
 
 
 def test_contexts_in_the_places_of_gpus():
