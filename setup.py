@@ -58,13 +58,6 @@ def is_newer(made, paths):
     return all(path.exists() and path.stat().st_mtime_ns <= made.stat().st_mtime_ns for path in [made, *paths])
 
 
-def is_fresh(compiled, dependencies):
-    """Whether it is newer than all that it depends on, which a file of the compiler's lists as in a Makefile."""
-    if not dependencies.exists():
-        return False
-    return is_newer(compiled, map(Path, dependencies.read_text().replace("\\\n", " ").partition(":")[2].split()))
-
-
 def is_current(core):
     return is_newer(core, [*sources("*"), ROOT / "setup.py"])
 
@@ -100,8 +93,9 @@ def compile_core(target, force=False):
     made = {source: objects / source.relative_to(CSRC).with_suffix(".o") for source in sources("*.cc")}
 
     def compile_one(source):
-        dependencies = made[source].with_suffix(".d")
-        if not force and is_fresh(made[source], dependencies):
+        dependencies = made[source].with_suffix(".d")  # as in a Makefile: what the object depends on
+        known = dependencies.read_text().replace("\\\n", " ").split()[1:] if dependencies.exists() else [dependencies]
+        if not force and is_newer(made[source], map(Path, known)):
             return True, ""
         return make(made[source], [*cxx, *flags, "-MMD", "-MF", dependencies, "-c", source])
 
