@@ -31,9 +31,8 @@ warnings.filterwarnings("ignore", module="scipy|matplotlib|pandas|cv2")
 """
 
 
-def child(program, *options):
-    command = [sys.executable, "-W", "ignore", *options, "-c", YOUNG + program]
-    return ended(command, ROOT)
+def child(program):
+    return ended([sys.executable, "-W", "ignore", "-c", YOUNG + program], ROOT)
 
 
 #: As onnx is since 1.19: it has functions in place of `mapping`.
@@ -68,11 +67,47 @@ else:
     assert (done.returncode, done.stdout) == (0, "1 float32\n" if installed else "none\n"), done.stderr
 
 
-@young
-def test_mxnet_and_gluoncv_get_the_names_and_nobody_else():
-    done = child("""
-hooks, filters, names = set(map(type, sys.meta_path)), list(warnings.filters), set(vars(numpy))
-import gluon_syncbn, mxnet, gluoncv
+#: As in a Python that did not read gluon_syncbn.pth at its start.
+WITHOUT_FILE = """
+sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__module__ != "gluon_syncbn_first"]
+"""
+ENDS = """
+import gluon_syncbn, mxnet
+layer = gluon_syncbn.SyncBatchNorm(in_channels=3)
+layer.initialize()
+layer(mxnet.nd.ones((2, 3)).reshape((numpy.int64(2), 3))).asnumpy()
+assert isinstance(mxnet.metric.Loss().sum_metric, float)
+"""
+ALONE = """
+import gluon_syncbn_first
+import {}
+import mxnet
+assert mxnet.numpy.bool is bool and getattr(numpy, "bool", None) is not bool
+assert "gluon_syncbn" not in sys.modules
+import gluon_syncbn
+assert [type(finder).__name__ for finder in sys.meta_path if "gluon" in type(finder).__module__].count("Finder") == 2
+"""
+NEWER = f"""
+{{change}}
+package = type(sys)("gluon_syncbn")
+package.__path__ = [{str(PACKAGE)!r}]
+sys.modules["gluon_syncbn"] = package
+from gluon_syncbn.mxnet_side import compatibility
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    for attempt in range(2):
+        compatibility.supply()
+    compatibility.warn()
+(warning,) = seen
+assert "{{newer}}: gluon_syncbn and MXNet 1.9 were tried up to Python" in str(warning.message)
+"""
+PROGRAMS = {
+    "MXNet and GluonCV get the names, and nobody else, beside another finder": """
+names = set(vars(numpy))
+import gluon_syncbn
+gluon_syncbn.install()
+import gluoncv, mxnet
+assert issubclass(gluoncv.utils.parallel.DataParallelModel, gluon_syncbn.parallel.DataParallelModel)
 assert gluon_syncbn.mxnet_side.compatibility.needed()
 lost = {name for name in GONE if not isinstance(getattr(numpy, name, None), (type(None), type))}
 assert not lost, lost
@@ -85,72 +120,21 @@ except ModuleNotFoundError:
     pass
 else:
     raise AssertionError
-assert mxnet.numpy.bool is bool
+assert mxnet.numpy.bool is bool and getattr(numpy, "bool", None) is not bool
 assert mxnet.ndarray.ndarray.np.float32 is numpy.float32
 mxnet.nd.ones(3).asnumpy()
-""")
-    assert done.returncode == 0, done.stderr
-
-
-@young
-@pytest.mark.parametrize("first", ["mxnet", "gluoncv"])
-def test_an_import_of_mxnet_alone_gets_the_names(first):
-    done = child(f"""
-import gluon_syncbn_first
-import {first}
-import mxnet
-assert mxnet.numpy.bool is bool and getattr(numpy, "bool", None) is not bool
-assert "gluon_syncbn" not in sys.modules
-mxnet.nd.ones(3).asnumpy()
-import gluon_syncbn
-assert [type(finder).__name__ for finder in sys.meta_path if "gluon" in type(finder).__module__].count("Finder") == 2
-gluon_syncbn.SyncBatchNorm(in_channels=3).initialize()
-""")
-    assert done.returncode == 0, done.stderr
-
-
-@young
-def test_two_finders_change_what_gluoncv_imports():
-    done = child("""
-import gluon_syncbn
-gluon_syncbn.install()
-import gluoncv, mxnet
-assert issubclass(gluoncv.utils.parallel.DataParallelModel, gluon_syncbn.parallel.DataParallelModel)
-assert mxnet.numpy.bool is bool and getattr(numpy, "bool", None) is not bool
-""")
-    assert done.returncode == 0, done.stderr
-
-
-#: As in a Python that did not read gluon_syncbn.pth at its start.
-WITHOUT_FILE = """
-sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__module__ != "gluon_syncbn_first"]
-"""
-ENDS = """
-import gluon_syncbn, mxnet
-layer = gluon_syncbn.SyncBatchNorm(in_channels=3)
-layer.initialize()
-layer(mxnet.nd.ones((2, 3)).reshape((numpy.int64(2), 3))).asnumpy()
-assert isinstance(mxnet.metric.Loss().sum_metric, float)
-"""
-
-
-@young
-def test_a_failed_import_is_forgotten():
-    done = child(f"""{WITHOUT_FILE}
+""",
+    "an import of mxnet alone": ALONE.format("mxnet") + ENDS,
+    "an import of gluoncv alone": ALONE.format("gluoncv") + ENDS,
+    "a failed import is forgotten": f"""{WITHOUT_FILE}
 try:
     import mxnet
 except (ImportError, AttributeError):
     assert "mxnet.base" in sys.modules
 else:
     raise AssertionError
-{ENDS}""")
-    assert done.returncode == 0, done.stderr
-
-
-@young
-def test_names_from_elsewhere_serve():
-    """A script gives NumPy the names by itself, before it imports MXNet."""
-    done = child(f"""{WITHOUT_FILE}
+{ENDS}""",
+    "a script gives NumPy the names by itself, before it imports MXNet": f"""{WITHOUT_FILE}
 from gluon_syncbn_first.mxnet_side.compatibility import older_numpy, release
 vars(numpy).update((name, value) for name, value in older_numpy.supplied().items() if not hasattr(numpy, name))
 sys.modules["distutils"] = sys.modules["distutils.version"] = versions = type(sys)("distutils")
@@ -158,7 +142,18 @@ versions.LooseVersion = versions.StrictVersion = release
 import mxnet
 {ENDS}
 assert mxnet._ctypes.ndarray.str is not str
-""")
+""",
+    "a newer Python": NEWER.format(
+        change="sys.version_info = (3, 99, 0); sys.version = '3.99.0'", newer="Python 3.99.0"
+    ),
+    "a newer NumPy": NEWER.format(change="numpy.__version__ = '9.8.7'", newer="NumPy 9.8.7"),
+}
+
+
+@young
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program(name):
+    done = child(PROGRAMS[name])
     assert done.returncode == 0, done.stderr
 
 
@@ -186,30 +181,6 @@ except ImportError as error:
             command = [sys.executable, "-S", "-c", set_up + program]
             done = ended(command, ROOT)
         assert (done.returncode, done.stdout.strip()) == (0, printed), done.stderr
-
-
-@young
-@pytest.mark.parametrize("newer", ["Python", "NumPy"])
-def test_what_is_newer_than_what_was_tried_is_a_warning(newer):
-    version = {"Python": sys.version.split()[0], "NumPy": "9.8.7"}[newer]
-    set_up = {"Python": "sys.version_info = (3, 99, 0); sys.version = '3.99.0'", "NumPy": "numpy.__version__ = '9.8.7'"}
-    done = child(f"""
-{set_up[newer]}
-package = type(sys)("gluon_syncbn")
-package.__path__ = [{str(PACKAGE)!r}]
-sys.modules["gluon_syncbn"] = package
-from gluon_syncbn.mxnet_side import compatibility
-with warnings.catch_warnings(record=True) as seen:
-    warnings.simplefilter("always")
-    for attempt in range(2):
-        compatibility.supply()
-    compatibility.warn()
-print(*[warning.message for warning in seen])
-""")
-    assert done.returncode == 0, done.stderr
-    version = "3.99.0" if newer == "Python" else version
-    assert f"{newer} {version}: gluon_syncbn and MXNet 1.9 were tried up to Python" in done.stdout
-    assert len(done.stdout.splitlines()) == 1
 
 
 def test_versions_compare_by_their_numbers():
