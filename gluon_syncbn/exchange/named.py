@@ -69,32 +69,24 @@ def exchange(kvstore: Any) -> Optional[Exchange]:
         return store(kvstore)
     if kvstore is None or isinstance(kvstore, Exchange):
         return kvstore
-    if isinstance(kvstore, str) and kvstore in IN_CORE:
+    is_name = isinstance(kvstore, str)
+    if is_name and kvstore in IN_CORE:
         missing = kvstore == "nccl" and _native.nccl_problem()
         if missing:
             raise ValueError(
                 f"kvstore: 'nccl' was given, but {missing}; None (the default), 'host', 'device' and 'local' need none"
             )
         return IN_CORE[kvstore]
-    if is_of_workers(kvstore) or (isinstance(kvstore, str) and kvstore == "horovod"):
+    if is_of_workers(kvstore) or (is_name and kvstore == "horovod"):
         of_job = dist_sync.exchange(kvstore) if is_of_workers(kvstore) else horovod.exchange()
         if of_job not in stores:
             stores.append(of_job)
         return of_job
-    if isinstance(kvstore, str):
-        if kvstore not in TYPES:
-            arguments.refuse("kvstore", kvstore, _EXPECTED + "." + _refusal(kvstore))
-        return _adding(kvstore)
-    if not isinstance(kvstore, mx.kvstore.KVStoreBase):
-        arguments.refuse("kvstore", kvstore, _EXPECTED)
-    if kvstore.type not in TYPES:
-        raise ValueError(
-            f"kvstore: an object of type {kvstore.type!r} was given, expected one of {TYPES}." + _refusal(kvstore.type)
-        )
+    kind = kvstore.type if isinstance(kvstore, mx.kvstore.KVStoreBase) else kvstore
+    if not isinstance(kind, str) or kind not in TYPES:
+        expected = f"one of {(*TYPES, *IN_CORE, MPI, 'dist_sync', 'horovod')}, a KVStore object or None."
+        arguments.refuse("kvstore", kind, expected + _refusal(str(kind)))
     return _adding(kvstore)
-
-
-_EXPECTED = f"one of {(*TYPES, *IN_CORE, MPI, 'dist_sync', 'horovod')}, a KVStore object or None"
 
 
 def _refusal(name: str) -> str:
