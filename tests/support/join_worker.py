@@ -1,5 +1,7 @@
 """A process of a job whose batches run out at different times in different processes."""
 
+from functools import partial
+
 import numpy as np
 from mpi_worker import CONTEXTS, DEVICES, HERE, OWN, devices_of, kv, main, reporting
 from replicas import WAYS
@@ -87,20 +89,6 @@ def ready(net, contexts, way, store=None, masked=False):
     return kind(net.collect_params(), "sgd", settings, kvstore=store, update_on_kvstore=False)
 
 
-def masks_equal_one_process():
-    equal_one_process(masked=True)
-
-
-def masks_in_groups_equal_one_process():
-    """One group of all, by name: a process without a batch is an empty member."""
-    named = {"groups": [range(DEVICES)]}
-    equal_one_process(
-        lambda **given: gluon_syncbn.SyncBatchNorm(**given, **named),
-        lambda **given: gluon_syncbn.SyncBatchNormAdd(**given, **named),
-        masked=True,
-    )
-
-
 def equal_one_process(norm=gluon_syncbn.SyncBatchNorm, residual=gluon_syncbn.SyncBatchNormAdd, masked=False):
     """With masks, which plain BatchNorm does not take, that process has the layers of this package."""
     for way in ("eager", "hybrid", "static_shape"):
@@ -169,21 +157,8 @@ def errors_end_all():
                 raise OSError("disk full")
 
 
-def samples_of_all():
-    """Outside of the block that is what a step takes."""
-    refused(lambda trainer: trainer.step(2 * len(OWN) * kv.num_workers))
-
-
-def clips_alone():
-    refused(lambda trainer: trainer.allreduce_grads())
-
-
-def updates_alone():
-    refused(lambda trainer: trainer.update(2))
-
-
 def refused(end_step):
-    """In the first step of the block."""
+    """In the first step of the block. Outside of it, the samples of all are what a step takes."""
     gluon_syncbn.configure(kvstore=kv)
     net = build(gluon_syncbn.SyncBatchNorm, gluon_syncbn.SyncBatchNormAdd)
     trainer = ready(net, OWN, "eager", kv)
@@ -211,5 +186,19 @@ def gathers():
             trainer.step(2)
 
 
+ONE_GROUP = {"groups": [range(DEVICES)]}  # by name: a process without a batch is an empty member
+SCENARIOS = {
+    "masks_equal_one_process": partial(equal_one_process, masked=True),
+    "masks_in_groups_equal_one_process": partial(
+        equal_one_process,
+        partial(gluon_syncbn.SyncBatchNorm, **ONE_GROUP),
+        partial(gluon_syncbn.SyncBatchNormAdd, **ONE_GROUP),
+        masked=True,
+    ),
+    "samples_of_all": partial(refused, lambda trainer: trainer.step(2 * len(OWN) * kv.num_workers)),
+    "clips_alone": partial(refused, lambda trainer: trainer.allreduce_grads()),
+    "updates_alone": partial(refused, lambda trainer: trainer.update(2)),
+}
+
 if __name__ == "__main__":
-    main(globals())
+    main({**globals(), **SCENARIOS})
