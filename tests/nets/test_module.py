@@ -4,13 +4,13 @@ import contextlib
 import functools
 import gc
 import json
-import threading
 import time
 import warnings
 
 import mxnet as mx
 import numpy as np
 import pytest
+from gate import Gate
 from mxnet import gluon, nd
 from mxnet.gluon import nn
 
@@ -343,16 +343,12 @@ def test_parameters_are_read_behind_the_forward(contexts):
 
 
 class Rest(mx.operator.CustomOp):
-    """Lets an array of one dimension wait, and a shard that begins with 2."""
+    """Lets a shard wait that begins with 2."""
 
     def forward(self, is_train, req, in_data, out_data, aux):
-        (x,) = in_data
-        if x.ndim == 1 or x[0, 0].asscalar() == 2:
+        if in_data[0][0, 0].asscalar() == 2:
             time.sleep(0.5)
-        self.assign(out_data[0], req[0], x)
-
-    def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
-        self.assign(in_grad[0], req[0], out_grad[0])
+        self.assign(out_data[0], req[0], in_data[0])
 
 
 @mx.operator.register("rest")
@@ -441,25 +437,19 @@ def test_other_executors_predict(where, contexts, tmp_path):
 def test_a_replica_that_does_not_come(contexts):
     """The other one waits until its time limit, and says what keeps the missing one."""
 
-    class Stops(mx.operator.CustomOp):
-        def forward(self, is_train, req, in_data, out_data, aux):
-            if in_data[0][0, 0].asscalar() == 2:
-                over.wait(80)
-            self.assign(out_data[0], req[0], in_data[0])
-
-    over = threading.Event()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RestProp, "create_operator", lambda *_: Stops())
-        y = SyncBatchNorm(mx.sym.Custom(mx.sym.var("data"), op_type="rest"), name="bn", timeout=2)
-        module = mx.mod.Module(y, context=contexts[:2], label_names=None)
-        module.bind([("data", (4, 3))])
-        module.init_params()
-        module.forward(mx.io.DataBatch([nd.arange(4).reshape((4, 1)) * nd.ones((1, 3))]), is_train=True)
-        try:
-            with pytest.raises(mx.MXNetError, match=r"missing cpu\(1\) after 2 s\. Every replica has issued its call"):
-                module._exec_group.execs[0].outputs[0].asnumpy()
-        finally:
-            over.set()
+    module = mx.mod.Module(
+        SyncBatchNorm(mx.sym.var("data"), name="bn", timeout=2), context=contexts[:2], label_names=None
+    )
+    module.bind([("data", (4, 3))])
+    module.init_params()
+    gate, (one, other) = Gate(), module._exec_group.execs
+    other.arg_dict["bn_gamma"][:] = gate.behind(nd.ones(3, ctx=contexts[1]))
+    module.forward(mx.io.DataBatch([nd.ones((4, 3))]), is_train=True)
+    try:
+        with pytest.raises(mx.MXNetError, match=r"missing cpu\(1\) after 2 s\. Every replica has issued its call"):
+            one.outputs[0].asnumpy()
+    finally:
+        gate.open()
     gluon_syncbn.reset()
 
 
@@ -559,14 +549,16 @@ def test_an_update_that_waits_changes_nothing(contexts, monkeypatch):
     train(module, [1])
     module.forward_backward(broken(0))
     bias = module._exec_group.param_arrays[module._exec_group.param_names.index("fc_bias")]
-    resting = [nd.Custom(array, op_type="rest") for array in bias]
+    gate = Gate()
+    read = [gate.behind(array) for array in bias]
     module.update()
     for outputs in module.get_outputs(merge_multi_context=False):
         for output in outputs:
             with pytest.raises(mx.MXNetError):
                 output.asnumpy()
+    gate.open()
     gluon_syncbn.reset()
-    assert len(resting) == 2
+    assert len(read) == 2
     assert_same(train(module, [2]), want, 1e-12)
 
 
