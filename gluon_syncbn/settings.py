@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from dataclasses import dataclass, fields, replace
 from typing import Any, Callable, Dict, List, Literal, Mapping, Optional, Sequence, Tuple, TypedDict
 
@@ -186,14 +187,10 @@ def _groups(name: str, value: Any) -> Groups:
         arguments.refuse(name, value, expected)
     numbers = f"ranks in each group that are whole numbers from 0 to {_MOST}"
     groups = [[arguments.whole(name, rank, 0, _MOST, numbers) for rank in ranks] for ranks in value]
-    named = sorted(rank for ranks in groups for rank in ranks)
-    twice = sorted({str(a) for a, b in zip(named, named[1:]) if a == b}, key=int)
-    if twice:
-        arguments.refuse(name, value, f"each rank once, but {arguments.some(twice, ', ')} stands there twice")
-    left_out = [str(rank) for rank in sorted(set(range(named[-1])) - set(named))]
-    if left_out:
-        missing = arguments.some(left_out, ", ")
-        arguments.refuse(name, value, f"all ranks to {named[-1]}, but {missing} is in no group")
+    count = Counter(rank for ranks in groups for rank in ranks)
+    wrong = [str(rank) for rank in range(max(count) + 1) if count[rank] != 1]
+    if wrong:
+        arguments.refuse(name, value, f"each rank to {max(count)} once, but missing or twice: {arguments.some(wrong, ', ')}")
     return tuple(sorted(tuple(sorted(ranks)) for ranks in groups))
 
 

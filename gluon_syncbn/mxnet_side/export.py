@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, List, Mapping, Optional, Set
+from typing import Any, Callable, Dict, List, Mapping, Set
 
 import mxnet as mx
 from mxnet.gluon import ParameterDict
@@ -33,14 +33,12 @@ def of_plain_graph(remove: Callable[..., int], handle: Any, copy: Any) -> int:
     """All functions that write a graph call this first, by default: `export`, `save` and `tojson`. They have no hook,
     and a layer within a net cannot know of them.
     """
-    recorded = json_of(SimpleNamespace(handle=handle))
-    ours = {number: node["attrs"] for number, _, node in walk(recorded) if is_ours(node)}
-    if not ours:
-        return remove(handle, copy)
-    marks = {number: json.dumps(_arguments(attributes)) for number, attributes in ours.items()}
-    layers = {number: _plain_layer(Settings.from_node(attributes)) for number, attributes in ours.items()}
-    plain = with_layers(recorded, layers, marks)
-    return remove(plain.handle, copy)
+    symbol: Any = SimpleNamespace(handle=handle)
+    recorded = json_of(symbol)
+    ours = {number: Settings.from_node(node["attrs"]) for number, _, node in walk(recorded) if is_ours(node)}
+    if ours:
+        symbol = with_layers(recorded, {number: _plain_layer(one) for number, one in ours.items()}, marks=True)
+    return remove(symbol.handle, copy)
 
 
 def _plain_layer(settings: Settings) -> BatchNorm:
@@ -52,17 +50,15 @@ def _plain_layer(settings: Settings) -> BatchNorm:
     return layer
 
 
-def with_layers(
-    recorded: Json, layers: Mapping[int, BatchNorm], marks: Optional[Mapping[int, str]] = None
-) -> mx.sym.Symbol:
+def with_layers(recorded: Json, layers: Mapping[int, BatchNorm], marks: bool = False) -> mx.sym.Symbol:
     """Returns the graph with the nodes of layers in the places of nodes, given by number in `walk`. Their guards are
-    gone, and outputs keep the names of these. A plain layer leaves out a mask. ``marks`` has values of `SYNCHRONISED`.
+    gone, and outputs keep the names of these. A plain layer leaves out a mask. ``marks``: with `SYNCHRONISED`.
     """
     graph: Json = json.loads(json.dumps(recorded))
-    found = [(within, node, layers[number], number) for number, within, node in walk(graph) if number in layers]
+    found = [(within, node, layers[number]) for number, within, node in walk(graph) if number in layers]
     misfits = [
         node["name"]
-        for within, node, layer, _ in found
+        for within, node, layer in found
         if within is not graph and not hasattr(layer, "_replicas")
         if "1" in (node["attrs"].get("masks"), node["attrs"].get("adds"))
     ]
@@ -74,8 +70,8 @@ def with_layers(
         )
     for within in {id(within): within for within, *_ in found}.values():
         _drop_guards(within, {id(node) for _, node, *_ in found if is_ours(node)})
-    for within, node, layer, number in found:
-        _write(within["nodes"], node, layer, None if marks is None else marks[number])
+    for within, node, layer in found:
+        _write(within["nodes"], node, layer, json.dumps(_arguments(node["attrs"])) if marks else "")
     return symbol_of(graph)
 
 
@@ -90,7 +86,7 @@ def _drop_guards(graph: Json, ours: Set[int]) -> None:
     bypass(graph, guards)
 
 
-def _write(nodes: List[Json], node: Json, layer: BatchNorm, mark: Optional[str]) -> None:
+def _write(nodes: List[Json], node: Json, layer: BatchNorm, mark: str) -> None:
     """Writes a layer in the place of a node, in one graph. What the layer computes before is added to the nodes."""
     attributes = {k: v for k, v in node["attrs"].items() if k.startswith("__") and k != SYNCHRONISED}
     parameters = [layer._reg_params[parameter].name for parameter in blocks.PARAMETERS]

@@ -227,8 +227,8 @@ def test_nothing_is_configured_where_one_argument_is_wrong():
         ({"group_size": 2, "mode": "local"}, "group_size: 2 was given, expected None with mode 'local'"),
         ({"groups": [[0], [1]], "mode": "shuffle"}, "groups: [[0], [1]] was given, expected None with mode 'shuffle'"),
         ({"groups": [[0, 1]], "group_size": 2}, "groups: [[0, 1]] was given, expected None with group_size=2"),
-        ({"groups": [[0, 1], [1, 2]]}, "expected each rank once, but 1 stands there twice"),
-        ({"groups": [[0, 4], [2]]}, "expected all ranks to 4, but 1, 3 is in no group"),
+        ({"groups": [[0, 1], [1, 2]]}, "expected each rank to 2 once, but missing or twice: 1"),
+        ({"groups": [[0, 4], [2]]}, "expected each rank to 4 once, but missing or twice: 1, 3"),
         ({"groups": [[0, -1]]}, "groups: -1 was given, expected ranks in each group that are whole numbers"),
         (
             {"groups": [[0, 1]], "num_devices": 3},
