@@ -97,12 +97,10 @@ test-torch:
 	@VENV=.venv-torch tools/venv.sh torch
 	.venv-torch/bin/python -m pytest -q tests/nets/test_torch.py $(ARGS)
 
-# What CuPy keeps names files of the emulator's folder: in one's home it would outlive them.
 test-gpu-emulated: dev
 	@$(PY) tests/cuda_emulator/build.py --out build/cuda_emulator
 	export CUDA_EMULATOR="$$PWD/build/cuda_emulator" MXNET_GPU_MEM_POOL_TYPE=Unpooled
 	export PYTHONPATH="$$CUDA_EMULATOR" LD_LIBRARY_PATH="$$CUDA_EMULATOR/lib" XDG_CACHE_HOME="$$CUDA_EMULATOR/cache"
-	export CUPY_CACHE_DIR="$$CUDA_EMULATOR/cache/cupy"
 	export GLUON_SYNCBN_TEST_DEVICE=gpu
 	$(PY) -m pytest -q --durations=15 -m "(gpu or on_gpus) and not slow and not cuda_packages" tests/gpu tests/layer $(ARGS)
 

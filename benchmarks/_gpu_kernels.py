@@ -27,7 +27,6 @@ OPTIONS = ("--std=c++14",)
 REPLICAS = 4  # whose statistics are put together
 # Passes over the tensor that each kernel makes; a copy makes two.
 PASSES = {"moments": 1, "normalise": 2, "grad_sums": 2, "grad_input": 3}
-EMULATOR = "CUDA emulator"
 
 
 class Ours:
@@ -129,8 +128,8 @@ def theirs(torch: Any, ours: Ours, shape: Sequence[int], layout: str) -> Dict[st
 class Recorder:
     """Makes many calls one: a graph of them, on a stream that both libraries work on."""
 
-    def __init__(self, cupy: Any, torch: Any, calls: int, emulated: bool) -> None:
-        self.cupy, self.torch, self.calls, self.emulated = cupy, torch, calls, emulated
+    def __init__(self, cupy: Any, torch: Any, calls: int) -> None:
+        self.cupy, self.torch, self.calls = cupy, torch, calls
         self.stream = cupy.cuda.Stream(non_blocking=True)
         if torch is not None:
             self.view = torch.cuda.ExternalStream(self.stream.ptr)
@@ -149,13 +148,6 @@ class Recorder:
 
     def ours(self, step: Callable[[], None]) -> Callable[[], None]:
         step()  # what is made at the first call is no part of a graph
-        if self.emulated:  # which knows no graphs
-
-            def again() -> None:
-                for _ in range(self.calls):
-                    step()
-
-            return again
         self.stream.begin_capture()
         for _ in range(self.calls):
             step()
@@ -184,7 +176,7 @@ class Recorder:
         return taken
 
 
-def measure(cupy: Any, torch: Any, gpu: str, quick: bool) -> List[Dict[str, Any]]:
+def measure(cupy: Any, torch: Any, quick: bool) -> List[Dict[str, Any]]:
     module = cupy.RawModule(code=source(), options=OPTIONS, backend="nvrtc")
     shapes, rounds, calls = (SHAPES[:1], 3, 2) if quick else (SHAPES, 15, 100)
     samples = []
@@ -193,7 +185,7 @@ def measure(cupy: Any, torch: Any, gpu: str, quick: bool) -> List[Dict[str, Any]
         for layout, dtype in CASES:
             inner = height * width
             spread = (images, 1, channels, inner) if layout == "NCHW" else (images, inner, channels, 1)
-            with Recorder(cupy, torch, calls, gpu.startswith(EMULATOR)) as recorder:
+            with Recorder(cupy, torch, calls) as recorder:
                 ours = Ours(cupy, module, spread, dtype)
                 steps = {name: recorder.ours(step) for name, step in ours.steps().items()}
                 if torch is not None:
@@ -227,8 +219,6 @@ def main(arguments: Sequence[str]) -> Dict[str, Any]:
     except runtime.CUDARuntimeError as error:
         return {"missing": f"CuPy finds no GPU ({error})"}
     gpu = f"{device['name'].decode()}, compute capability {device['major']}.{device['minor']}"
-    if gpu.startswith(EMULATOR) and not options.quick:
-        sys.exit("benchmarks/gpu.py: on the emulator, whose times mean nothing, with --quick and --out only")
     torch, why = torch_here()
     environment = {
         "CUDA of the driver": str(runtime.driverGetVersion()),
@@ -236,7 +226,7 @@ def main(arguments: Sequence[str]) -> Dict[str, Any]:
         "torch": torch.__version__ if torch is not None else why,
         "python of both": sys.version.split()[0],
     }
-    samples = measure(cupy, torch, gpu, options.quick)
+    samples = measure(cupy, torch, options.quick)
     return {
         "gpu": gpu,
         "environment": environment,

@@ -22,8 +22,9 @@ import _gpu_layer
 import _measuring
 import _results
 import numpy as np
-from _gpu_kernels import EMULATOR, PASSES, REPLICAS
+from _gpu_kernels import PASSES, REPLICAS
 
+EMULATOR = "CUDA emulator"
 EMULATED = "**Measured on tests/cuda_emulator: the times mean nothing, on no line of this page.**"
 
 WITHOUT_CODE = """MXNet has no machine code for this GPU, and its own kernels were skipped

@@ -32,10 +32,10 @@ PATIENCE = 10  # seconds for a step to end after Ctrl-C
 KERNELS = "tests/gpu/test_kernels_cuda.py"
 # A forward and a backward of each kernel: with two slots and chunks, so that partial results are merged.
 ONCE = [
-    f"{KERNELS}::test_against_numpy[cupy-(3, 1, 5, 77)-float32-2-3-1-1]",
-    f"{KERNELS}::test_under_a_mask[cupy-(3, 1, 5, 77)-float32-2-3-1-1]",
-    f"{KERNELS}::test_an_activation[cupy-(3, 1, 5, 77)-float32-3-2-32-(0, 0, 1, 0)]",
-    f"{KERNELS}::test_small_kernels[cupy]",
+    f"{KERNELS}::test_against_numpy[(3, 1, 5, 77)-float32-2-3-1-1]",
+    f"{KERNELS}::test_under_a_mask[(3, 1, 5, 77)-float32-2-3-1-1]",
+    f"{KERNELS}::test_an_activation[(3, 1, 5, 77)-float32-3-2-32-(0, 0, 1, 0)]",
+    f"{KERNELS}::test_small_kernels",
 ]
 
 
@@ -53,7 +53,7 @@ def steps(out: Path) -> List[Step]:
     training = [sys.executable, "-m", "gluon_syncbn", "check"]
     speed = [sys.executable, "benchmarks/gpu.py", "--out", str(out)]
     return [
-        Step("kernels", "each kernel against NumPy, through CuPy", [*pytest, KERNELS, "-k", "cupy"], 100),
+        Step("kernels", "each kernel against NumPy", [*pytest, KERNELS], 100),
         Step("layer", "the layer, as far as the GPUs go", [*pytest, "tests/gpu/test_gpu.py"], 100),
         Step("training", "the self-check, which trains a net beside the CPU", training, 90),
         Step("memcheck", "each kernel once under compute-sanitizer", [*sanitizer, "memcheck", *pytest, *ONCE], 50),

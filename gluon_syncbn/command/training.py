@@ -24,13 +24,12 @@ def _network(ours: bool) -> nn.HybridSequential:
     net = nn.HybridSequential(prefix="net_")
     with net.name_scope():
         for before, channels in ((3, 16), (16, 32)):
-            net.add(nn.Conv2D(channels, 3, padding=1, use_bias=False, in_channels=before))
+            net.add(nn.Conv2D(channels, 3, 2, 1, use_bias=False, in_channels=before))
             if ours:
                 net.add(SyncBatchNorm(in_channels=channels, activation="relu"))
             else:
                 net.add(nn.BatchNorm(in_channels=channels), nn.Activation("relu"))
-            net.add(nn.MaxPool2D())
-        net.add(nn.Conv2D(CLASSES, 4, in_channels=32))
+        net.add(nn.Conv2D(CLASSES, 4, use_bias=False, in_channels=32))
     return net
 
 

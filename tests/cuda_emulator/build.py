@@ -1,9 +1,9 @@
-"""Sets up a folder in which the wheels of ``mxnet-cu112`` and CuPy run without a GPU and NVIDIA's driver and libraries.
+"""Sets up a folder in which the wheel of ``mxnet-cu112`` runs without a GPU and NVIDIA's driver and libraries.
 
     python tests/cuda_emulator/build.py --out DIR
 
-leaves in DIR the wheels' packages (``mxnet/``, ``cupy/`` ...) and the stand-ins for the libraries that they are linked
-against (``lib/``). Then: ``PYTHONPATH=DIR LD_LIBRARY_PATH=DIR/lib python ...``. A repetition does what has changed.
+leaves in DIR the wheel's package (``mxnet/``) and the stand-ins for the libraries that it is linked against
+(``lib/``). Then: ``PYTHONPATH=DIR LD_LIBRARY_PATH=DIR/lib python ...``. A repetition does what has changed.
 """
 
 import argparse
@@ -20,15 +20,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-# What runs on the stand-ins, and the size of what is fetched in MB. fastrlock is CuPy's only need beside NumPy.
-OF_ONE_PYTHON = {"cupy-cuda11x==12.3.0": 90, "fastrlock==0.8.2": 1}
-if sys.version_info >= (3, 13):  # CuPy's wheels hold a CUDA runtime of their own there, and no stand-in serves it
-    OF_ONE_PYTHON = {}
-WHEELS = {"mxnet-cu112==1.9.1": 460, **OF_ONE_PYTHON}
+WHEEL = "mxnet-cu112==1.9.1"
 
 CORE = ["errors", "device", "memory", "streams", "launch", "copies", "driver"]
 CORE_LIBRARY = "libcuda.so.1"
-# soname: (sources, the prefix of the names that libmxnet.so and CuPy take from it)
+# soname: (sources, the prefix of the names that libmxnet.so takes from it)
 LIBRARIES = {
     "libcudart.so.11.0": (["cudart"], r"(__)?cuda[A-Z]"),
     "libnvrtc.so.11.2": (["nvrtc"], "nvrtc"),
@@ -70,29 +66,28 @@ def run(command, hint):
     return done.stdout
 
 
-# ---- the wheels --------------------------------------------------------------------------------------------
+# ---- the wheel ---------------------------------------------------------------------------------------------
 
 
-def fetch(requirement, folder):
+def fetch(folder):
     """The wheel, in this folder."""
-    print(f"    fetching {requirement} ({WHEELS[requirement]} MB) ...", flush=True)
+    print(f"    fetching {WHEEL} (460 MB) ...", flush=True)
     shutil.rmtree(folder, ignore_errors=True)  # of an attempt that has failed
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
-    command += ["--no-cache-dir", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), requirement]
+    command += ["--no-cache-dir", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), WHEEL]
     run(command, "is the package index reachable?")
     return next(folder.glob("*.whl"))
 
 
-def unpack(out, requirement):
+def unpack(out):
     """Unpacks its packages; returns the names that their libraries take from others. The wheel is not kept."""
-    stamp = out / f".{requirement.split('=')[0]}"  # what is there, then the names
-    identity = f"{requirement} {sys.implementation.cache_tag if requirement in OF_ONE_PYTHON else ''}"
+    stamp = out / ".mxnet-cu112"  # what is there, then the names
     lines = stamp.read_text().splitlines() if stamp.exists() else [""]
-    if lines[0] == identity:
+    if lines[0].strip() == WHEEL:
         return lines[1:]
     stamp.unlink(missing_ok=True)
-    temporary = out / f"wheel.{sys.implementation.cache_tag}"
-    wheel = fetch(requirement, temporary)
+    temporary = out / "wheel"
+    wheel = fetch(temporary)
     print(f"    unpacking {wheel.name} ...", flush=True)
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -105,7 +100,7 @@ def unpack(out, requirement):
     libraries = [str(out / name) for name in files if name.endswith(".so")]
     output = run(["nm", "--dynamic", "--undefined-only", *libraries], BINUTILS_HINT)
     names = sorted(set(re.findall(r" U (\w+)", output)))
-    stamp.write_text("\n".join([identity, *names]))
+    stamp.write_text("\n".join([WHEEL, *names]))
     shutil.rmtree(temporary)
     return names
 
@@ -151,7 +146,7 @@ def build_library(out, soname, inputs, prefix, names):
 
 
 def build_libraries(out, names):
-    """``names``: what the packages import, so that a stub can be made of all that is not emulated."""
+    """``names``: what the package imports, so that a stub can be made of all that is not emulated."""
     sources = sorted(path for path in HERE.iterdir() if path.suffix in (".cc", ".h", ".py"))
     version = run([*compiler(), "--version"], COMPILER_HINT)
     content = version + "".join(names) + "".join(path.name + path.read_text(encoding="utf-8") for path in sources)
@@ -183,11 +178,7 @@ def build(out):
     out.mkdir(parents=True, exist_ok=True)
     with open(out / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another one may be at it
-        if not OF_ONE_PYTHON:  # what another Python has left would be imported
-            for path in [*out.glob("cupy*"), *out.glob("fastrlock"), *out.glob(".cupy*"), *out.glob(".fastrlock")]:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        names = [unpack(out, requirement) for requirement in WHEELS]
-        build_libraries(out, sorted({name for some in names for name in some}))
+        build_libraries(out, unpack(out))
 
 
 def main():

@@ -9,17 +9,12 @@ namespace emulator {
 namespace {
 
 void move(const Copy& it, int device) {
-    for (size_t row = 0; row < it.rows; ++row) {
-        char* const to = static_cast<char*>(it.to) + row * it.to_pitch;
-        const char* const from = static_cast<const char*>(it.from) + row * it.from_pitch;
-        std::string wrong = problem(from, it.width, it.from_device);
-        if (wrong.empty()) wrong = problem(to, it.width, it.to_device);
-        if (!wrong.empty()) {
-            report(device, kIllegalAddress, format("copy of %zu rows of %zu bytes: ", it.rows, it.width) + wrong);
-            return;
-        }
-        std::memmove(to, from, it.width);
-    }
+    std::string wrong = problem(it.from, it.size, it.from_device);
+    if (wrong.empty()) wrong = problem(it.to, it.size, it.to_device);
+    if (wrong.empty())
+        std::memmove(it.to, it.from, it.size);
+    else
+        report(device, kIllegalAddress, "a copy: " + wrong);
 }
 
 }  // namespace
@@ -27,17 +22,13 @@ void move(const Copy& it, int device) {
 Status copy(const Copy& what, const StreamPointer& stream) {
     const int device = device_of(*stream);
     if (const Status status = sticky(device)) return status;
-    if (what.width == 0 || what.rows == 0) return kSuccess;
-    if (what.rows > 1 && (what.to_pitch < what.width || what.from_pitch < what.width)) return kInvalidValue;
+    if (what.size == 0) return kSuccess;
     count(device, device_of(what.from) < 0 ? kToDevice : device_of(what.to) < 0 ? kToHost : kWithin);
     if (device_of(what.from) == kPageableHost && what.from != nullptr) {
-        auto staged = std::make_shared<std::vector<char>>(what.width * what.rows);
-        for (size_t row = 0; row < what.rows; ++row)
-            std::memcpy(staged->data() + row * what.width, static_cast<const char*>(what.from) + row * what.from_pitch,
-                        what.width);
+        const char* const from = static_cast<const char*>(what.from);
+        auto staged = std::make_shared<std::vector<char>>(from, from + what.size);
         Copy rest = what;
         rest.from = staged->data();
-        rest.from_pitch = what.width;
         enqueue(stream, [staged, rest, device] { move(rest, device); });
         return kSuccess;
     }
@@ -54,7 +45,7 @@ Status copy_and_wait(void* to, const void* from, size_t size) {
         const int device = device_of(pointer);
         return device == kPageableHost ? current_device : device;
     };
-    const Status status = copy({to, size, from, size, size, 1, owner(to), owner(from)}, stream);
+    const Status status = copy({to, from, size, owner(to), owner(from)}, stream);
     return status ? status : synchronize(stream);
 }
 

@@ -12,10 +12,8 @@ namespace emulator {
 
 struct Copy {
     void* to;
-    size_t to_pitch;  // bytes from one row to the next
     const void* from;
-    size_t from_pitch;
-    size_t width, rows;  // width in bytes
+    size_t size;
     // Which device must own each end, where it is device memory.
     int to_device, from_device;
 };

@@ -1,4 +1,4 @@
-// The runtime API, as far as libmxnet.so imports it, and a few functions beside.
+// The runtime API, as far as MXNet calls it here.
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -17,7 +17,7 @@ using namespace emulator;
 
 namespace {
 
-// What cudaGetLastError returns: MXNet looks at it after its launches, and never takes it away.
+// MXNet looks at it after its launches, and never takes it away.
 thread_local Status last_error = kSuccess;
 thread_local int last_error_resets = 0;
 
@@ -27,10 +27,6 @@ Status answer(Status status) {
     last_error = status;
     last_error_resets = resets();
     return status;
-}
-Status last_error_now() {
-    if (last_error_resets != resets()) last_error = kSuccess;
-    return last_error ? last_error : sticky(current_device);
 }
 
 // The beginning of CUDA 11's cudaDeviceProp; what has no name of its own is 0.
@@ -96,28 +92,22 @@ Status cudaSetDevice(int device) {
     current_device = device;
     return kSuccess;
 }
-Status cudaDeviceSynchronize() { return answer(synchronize_device(current_device)); }
 Status cudaDriverGetVersion(int* version) {
     *version = kDriverVersion;
-    return kSuccess;
-}
-Status cudaRuntimeGetVersion(int* version) {
-    *version = 11020;
     return kSuccess;
 }
 Status cudaGetDeviceProperties(Properties* out, int device) {
     if (const Status status = good_device(device)) return answer(status);
     std::memset(out, 0, sizeof *out);
     std::snprintf(out->name, sizeof out->name, "%s", name(device).c_str());
-    out->major = capability_major();
-    out->minor = capability_minor();
+    out->major = capability() / 10;
+    out->minor = capability() % 10;
     out->multiprocessors = 4;
     return kSuccess;
 }
 Status cudaDeviceGetAttribute(int* value, int which, int device) {
-    if (const Status status = good_device(device)) return answer(status);
     *value = attribute(which);
-    return kSuccess;
+    return answer(good_device(device));
 }
 // No device sees another's memory: whatever crosses must be a copy.
 Status cudaDeviceCanAccessPeer(int* can, int, int) {
@@ -147,72 +137,33 @@ Status cudaMemGetInfo(size_t* free, size_t* total) {
     return kSuccess;
 }
 
-// The kinds: 0 host to host, 1 host to device, 2 device to host, 3 device to device, 4 by the addresses
-Status cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t rows,
-                         int kind, void* handle) {
-    const StreamPointer stream = find_stream(handle);
-    if (!stream) return answer(kInvalidHandle);
-    const int device = device_of(*stream);
-    const bool to_host = device_of(to) < 0, from_host = device_of(from) < 0;
-    if (width && rows && kind != 4 && ((kind == 0 || kind == 2) != to_host || (kind == 0 || kind == 1) != from_host))
-        return answer(report(device, kInvalidValue,
-                             format("a copy from %p (%s) to %p (%s) is not of kind %d", from,
-                                    from_host ? "host" : "device", to, to_host ? "host" : "device", kind)));
-    return answer(copy({to, to_pitch, from, from_pitch, width, rows, device, device}, stream));
+// Of one row, as MXNet calls it.
+Status cudaMemcpy2DAsync(void* to, size_t, const void* from, size_t, size_t width, size_t rows, int, void* handle) {
+    if (rows != 1) return answer(kInvalidValue);
+    return answer(on_stream(handle, [&](const auto& stream) {
+        return copy({to, from, width, device_of(*stream), device_of(*stream)}, stream);
+    }));
 }
-Status cudaMemcpyAsync(void* to, const void* from, size_t size, int kind, void* stream) {
-    return cudaMemcpy2DAsync(to, size, from, size, size, 1, kind, stream);
-}
-Status cudaMemcpy(void* to, const void* from, size_t size, int) { return answer(copy_and_wait(to, from, size)); }
 Status cudaMemcpyPeerAsync(void* to, int to_device, const void* from, int from_device, size_t size, void* handle) {
-    const Copy what = {to, size, from, size, size, 1, to_device, from_device};
+    const Copy what = {to, from, size, to_device, from_device};
     return answer(on_stream(handle, [&](const auto& stream) { return copy(what, stream); }));
 }
 
-// ---- streams and events --------------------------------------------------------------------------------------
+// ---- streams -------------------------------------------------------------------------------------------------
 
 Status cudaStreamCreate(void** out) {
     *out = create_stream(current_device, kBlocking);
     return answer(kSuccess);
 }
-Status cudaStreamCreateWithFlags(void** out, unsigned flags) {
-    *out = create_stream(current_device, flags & 1 ? kNonBlocking : kBlocking);
-    return answer(kSuccess);
-}
 Status cudaStreamDestroy(void* handle) { return answer(destroy_stream(handle)); }
 Status cudaStreamSynchronize(void* handle) { return answer(on_stream(handle, synchronize)); }
-Status cudaStreamQuery(void* handle) { return answer(on_stream(handle, query)); }
-Status cudaStreamIsCapturing(void* handle, int* capturing) {
-    *capturing = 0;  // there are no graphs
-    return answer(find_stream(handle) ? kSuccess : kInvalidHandle);
-}
-Status cudaStreamWaitEvent(void* handle, void* event, unsigned) {
-    return answer(on_stream(handle, [&](const auto& stream) { return wait_for_event(stream, event); }));
-}
-Status cudaEventCreate(void** out) {
-    *out = create_event();
-    return kSuccess;
-}
-Status cudaEventCreateWithFlags(void** out, unsigned) { return cudaEventCreate(out); }
-Status cudaEventDestroy(void* event) { return answer(destroy_event(event)); }
-Status cudaEventRecord(void* event, void* handle) {
-    return answer(on_stream(handle, [&](const auto& stream) { return record_event(event, stream); }));
-}
-Status cudaEventQuery(void* event) { return answer(query_event(event)); }
-Status cudaEventSynchronize(void* event) { return answer(synchronize_event(event)); }
-Status cudaEventElapsedTime(float* milliseconds, void* start, void* end) {
-    return answer(elapsed(milliseconds, start, end));
-}
 
 // ---- errors --------------------------------------------------------------------------------------------------
 
-Status cudaGetLastError() {
-    const Status status = last_error_now();
-    last_error = kSuccess;
-    return status;
+Status cudaPeekAtLastError() {
+    if (last_error_resets != resets()) last_error = kSuccess;
+    return last_error ? last_error : sticky(current_device);
 }
-Status cudaPeekAtLastError() { return last_error_now(); }
-const char* cudaGetErrorName(Status status) { return status_name(status); }
 const char* cudaGetErrorString(Status status) { return status_text(status); }
 
 // ---- MXNet's own kernels: machine code for a GPU, which nothing here can run -----------------------------------
@@ -253,10 +204,6 @@ Status cudaLaunchKernel(const void* host, Dimensions, Dimensions, void** argumen
                           find_stream(stream)));
     }
     report(-1, kNoKernelImage, "MXNet's own kernel cannot run here: " + name.substr(0, 300));
-    return answer(kNoKernelImage);
-}
-Status cudaFuncGetAttributes(void*, const void*) { return answer(kNoKernelImage); }
-Status cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int*, const void*, int, size_t, unsigned) {
     return answer(kNoKernelImage);
 }
 }

@@ -16,8 +16,7 @@ constexpr int device_count() { return 4; }
 inline Status good_device(int device) { return device >= 0 && device < device_count() ? kSuccess : kInvalidDevice; }
 constexpr size_t memory_per_device() { return size_t(4) << 30; }
 
-int capability_major();  // CUDA_EMULATOR_CAPABILITY, 8.0
-int capability_minor();
+int capability();  // ten times CUDA_EMULATOR_CAPABILITY: 80 for 8.0
 constexpr int kDriverVersion = 11080;
 
 int attribute(int which);  // cudaDeviceAttr, CUdevice_attribute: the same numbers

@@ -104,12 +104,6 @@ Status cuGetErrorString(Status status, const char** text) {
     *text = status_text(status);
     return kSuccess;
 }
-Status cuGetErrorName(Status status, const char** text) {
-    static thread_local std::string name;
-    name = std::string("CUDA_") + (status ? "ERROR_" : "") + status_name(status);
-    *text = name.c_str();
-    return kSuccess;
-}
 
 Status cuMemAlloc_v2(void** out, size_t size) {
     if (size == 0) return kInvalidValue;
@@ -130,7 +124,7 @@ Status cuMemHostAlloc(void** out, size_t size, unsigned flags) {
 }
 Status cuMemcpyHtoDAsync_v2(void* to, const void* from, size_t size, void* handle) {
     return on_stream(handle, [&](const auto& stream) {
-        return copy({to, size, from, size, size, 1, device_of(*stream), device_of(*stream)}, stream);
+        return copy({to, from, size, device_of(*stream), device_of(*stream)}, stream);
     });
 }
 Status cuMemcpyDtoHAsync_v2(void* to, const void* from, size_t size, void* stream) {
@@ -158,14 +152,9 @@ Status cuModuleLoadData(Module** out, const void* image) {
     const char* const ptx = "// CUDA emulator // architecture %d // library %4095[^\n]";
     if (std::sscanf(static_cast<const char*>(image), ptx, &architecture, library) != 2) return kInvalidImage;
     // PTX runs on its architecture and on later ones.
-    if (architecture > 10 * capability_major() + capability_minor()) return kNoKernelImage;
+    if (architecture > capability()) return kNoKernelImage;
     void* const handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
-    if (!handle) {
-        report(-1, kInvalidImage,
-               std::string(dlerror()) +
-                   "; is that of an older build kept somewhere? CuPy keeps results in $CUPY_CACHE_DIR");
-        return kInvalidImage;
-    }
+    if (!handle) return report(-1, kInvalidImage, dlerror());
     *out = new Module{current_device, library, handle, {}};
     return kSuccess;
 }

@@ -14,28 +14,27 @@ namespace {
 
 struct Entry {
     Status status;
-    const char* name;
     const char* text;
 };
 constexpr Entry kEntries[] = {
-    {kSuccess, "SUCCESS", "no error"},
-    {kInvalidValue, "INVALID_VALUE", "invalid argument"},
-    {kOutOfMemory, "OUT_OF_MEMORY", "out of memory"},
-    {kInvalidDevice, "INVALID_DEVICE", "invalid device ordinal"},
-    {kInvalidImage, "INVALID_IMAGE", "device kernel image is invalid"},
-    {kInvalidContext, "INVALID_CONTEXT", "invalid device context"},
-    {kNoKernelImage, "NO_BINARY_FOR_GPU", "no kernel image is available for execution on the device"},
-    {kInvalidHandle, "INVALID_HANDLE", "invalid resource handle"},
-    {kNotFound, "NOT_FOUND", "named symbol not found"},
-    {kNotReady, "NOT_READY", "device not ready"},
-    {kIllegalAddress, "ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
-    {kMisalignedAddress, "MISALIGNED_ADDRESS", "misaligned address"},
-    {kLaunchFailure, "LAUNCH_FAILED", "unspecified launch failure"},
+    {kSuccess, "no error"},
+    {kInvalidValue, "invalid argument"},
+    {kOutOfMemory, "out of memory"},
+    {kInvalidDevice, "invalid device ordinal"},
+    {kInvalidImage, "device kernel image is invalid"},
+    {kInvalidContext, "invalid device context"},
+    {kNoKernelImage, "no kernel image is available for execution on the device"},
+    {kInvalidHandle, "invalid resource handle"},
+    {kNotFound, "named symbol not found"},
+    {kNotReady, "device not ready"},
+    {kIllegalAddress, "an illegal memory access was encountered"},
+    {kMisalignedAddress, "misaligned address"},
+    {kLaunchFailure, "unspecified launch failure"},
 };
 const Entry& entry(Status status) {
     for (const Entry& known : kEntries)
         if (known.status == status) return known;
-    static constexpr Entry kUnknown = {kSuccess, "UNKNOWN", "unknown error"};
+    static constexpr Entry kUnknown = {kSuccess, "unknown error"};
     return kUnknown;
 }
 
@@ -67,7 +66,6 @@ struct AtExit {
 
 }  // namespace
 
-const char* status_name(Status status) { return entry(status).name; }
 const char* status_text(Status status) { return entry(status).text; }
 
 Status report(int device, Status status, const std::string& text) {

@@ -24,7 +24,6 @@ enum Status : int {
     kLaunchFailure = 719,
 };
 
-const char* status_name(Status status);
 const char* status_text(Status status);
 
 // Prints and keeps `text`, makes `status` the sticky answer of `device` (none where it is negative), returns it.

@@ -61,17 +61,13 @@ Dimensions position(const Dimensions& size, unsigned index) {
 
 std::map<int, struct sigaction>& before = *new std::map<int, struct sigaction>;
 
-void on_signal(int number, siginfo_t* info, void* context) {
+void on_signal(int number, siginfo_t* info, void*) {
     static const std::map<int, std::pair<Status, const char*>> kinds = {
         {SIGSEGV, {kIllegalAddress, "access that is out of bounds, or misaligned, at %p"}},
         {SIGBUS, {kIllegalAddress, "access that is out of bounds, at %p"}},
-        {SIGILL, {kMisalignedAddress, "misaligned access, or an index outside of its array, at %p"}},
-        {SIGFPE, {kLaunchFailure, "integer division by zero, at %p"}}};
+        {SIGILL, {kMisalignedAddress, "misaligned access, or an index outside of its array, at %p"}}};
     if (running_block != nullptr) fail(kinds.at(number).first, format(kinds.at(number).second, info->si_addr));
-    const struct sigaction& other = before[number];
-    if (other.sa_flags & SA_SIGINFO) return other.sa_sigaction(number, info, context);
-    if (other.sa_handler != SIG_DFL && other.sa_handler != SIG_IGN) return other.sa_handler(number);
-    sigaction(number, &other, nullptr);  // the instruction is tried again
+    sigaction(number, &before[number], nullptr);  // the instruction is tried again
 }
 
 // What others have set before the first launch gets the signals of all other code.
@@ -79,7 +75,7 @@ const bool take_signals() {
     struct sigaction ours = {};
     ours.sa_sigaction = on_signal;
     ours.sa_flags = SA_SIGINFO | SA_NODEFER;
-    for (const int number : {SIGSEGV, SIGBUS, SIGILL, SIGFPE}) sigaction(number, &ours, &before[number]);
+    for (const int number : {SIGSEGV, SIGBUS, SIGILL}) sigaction(number, &ours, &before[number]);
     return true;
 }
 

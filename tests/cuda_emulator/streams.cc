@@ -12,12 +12,10 @@
 
 namespace emulator {
 
-// ---- streams -----------------------------------------------------------------------------------------------
-
 struct Task {
     std::function<void()> work;
     std::vector<Completion> after;  // on other streams
-    std::promise<double> done;
+    std::promise<void> done;
     bool always;
 };
 
@@ -71,7 +69,7 @@ void serve(StreamPointer stream) {
         task.after.clear();
         if (task.always || sticky(stream->device) == kSuccess) task.work();
         task.work = nullptr;  // what it holds goes before anybody learns that it is over
-        task.done.set_value(std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count());
+        task.done.set_value();
     }
 }
 
@@ -167,85 +165,6 @@ Status synchronize_device(int device) {
     for (const StreamPointer& stream : streams_of(device))
         if (const Completion end = last(stream); end.valid()) end.wait();
     return sticky(device);
-}
-
-// ---- events ------------------------------------------------------------------------------------------------
-
-namespace {
-
-struct Event {
-    Completion recorded;
-    int device = 0;
-};
-struct Events {
-    std::mutex mutex;
-    std::map<void*, Event> all;
-};
-Events& events = *new Events;
-bool find_event(void* handle, Event* out) {
-    std::lock_guard<std::mutex> lock(events.mutex);
-    const auto found = events.all.find(handle);
-    if (found == events.all.end()) return false;
-    *out = found->second;
-    return true;
-}
-
-}  // namespace
-
-void* create_event() {
-    std::lock_guard<std::mutex> lock(events.mutex);
-    static uintptr_t next = 0xe0000000;
-    void* const handle = reinterpret_cast<void*>(next += 16);
-    events.all[handle].device = current_device;
-    return handle;
-}
-
-Status destroy_event(void* event) {
-    std::lock_guard<std::mutex> lock(events.mutex);
-    return events.all.erase(event) ? kSuccess : kInvalidHandle;
-}
-
-Status record_event(void* event, const StreamPointer& stream) {
-    Event it;
-    if (!find_event(event, &it)) return kInvalidHandle;
-    if (it.device != device_of(*stream))
-        return report(device_of(*stream), kInvalidHandle,
-                      format("an event of device %d recorded in a stream of device %d", it.device, device_of(*stream)));
-    const Completion done = enqueue(stream, [] {}, true);
-    std::lock_guard<std::mutex> lock(events.mutex);
-    events.all[event].recorded = done;
-    return kSuccess;
-}
-
-Status wait_for_event(const StreamPointer& stream, void* event) {
-    Event it;
-    if (!find_event(event, &it)) return kInvalidHandle;
-    const Completion recorded = it.recorded;  // as it is now: a later record does not count
-    if (recorded.valid()) enqueue(stream, [recorded] { recorded.wait(); }, true);
-    return kSuccess;
-}
-
-Status query_event(void* event) {
-    Event it;
-    if (!find_event(event, &it)) return kInvalidHandle;
-    if (pending(it.recorded)) return kNotReady;
-    return sticky(it.device);
-}
-
-Status synchronize_event(void* event) {
-    Event it;
-    if (!find_event(event, &it)) return kInvalidHandle;
-    if (it.recorded.valid()) it.recorded.wait();
-    return sticky(it.device);
-}
-
-Status elapsed(float* milliseconds, void* start, void* end) {
-    Event from, to;
-    if (!find_event(start, &from) || !find_event(end, &to) || !from.recorded.valid() || !to.recorded.valid())
-        return kInvalidHandle;
-    if (pending(from.recorded) || pending(to.recorded)) return kNotReady;
-    *milliseconds = static_cast<float>((to.recorded.get() - from.recorded.get()) * 1e3);
-    return kSuccess;
 }
 
 }  // namespace emulator

@@ -1,4 +1,4 @@
-// Streams: a thread each, that runs what was enqueued in order. Events: completions of what a stream held.
+// Streams: a thread each, that runs what was enqueued in order.
 #pragma once
 
 #include <functional>
@@ -9,8 +9,8 @@
 
 namespace emulator {
 
-// The end of something on a stream: the time of it, in seconds. Not valid where there was nothing.
-using Completion = std::shared_future<double>;
+// The end of something on a stream. Not valid where there was nothing.
+using Completion = std::shared_future<void>;
 
 class Stream;
 using StreamPointer = std::shared_ptr<Stream>;
@@ -38,14 +38,5 @@ Completion enqueue(const StreamPointer& stream, std::function<void()> work, bool
 Status synchronize(const StreamPointer& stream);
 Status query(const StreamPointer& stream);
 Status synchronize_device(int device);
-
-// Events
-void* create_event();
-Status destroy_event(void* event);
-Status record_event(void* event, const StreamPointer& stream);
-Status wait_for_event(const StreamPointer& stream, void* event);
-Status query_event(void* event);
-Status synchronize_event(void* event);
-Status elapsed(float* milliseconds, void* start, void* end);
 
 }  // namespace emulator

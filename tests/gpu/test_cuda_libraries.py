@@ -3,7 +3,6 @@
 The real ones are 1.9 GB to fetch: `pytest -m cuda_packages tests/gpu/test_cuda_libraries.py`.
 """
 
-import ctypes
 import os
 import re
 import shutil
@@ -12,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from devices import compiled
 from environments import ended, shell
 from fake_driver import build_driver
 from mxnet import libinfo
@@ -209,24 +209,9 @@ print(mxnet.runtime.Features())
 @pytest.mark.timeout(3600)
 def test_the_real_run_time_compiler_takes_the_kernels(packages):
     """It needs no GPU. What it makes is in PTX 7.8, which drivers from 520 on load."""
-    nvrtc = ctypes.CDLL(str(packages / "nvidia" / "cuda_nvrtc" / "lib" / "libnvrtc.so.11.2"))
-    program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    # As csrc/cuda/compiler.cc asks for it.
-    words = b"--gpu-architecture=compute_50", b"--std=c++14"
-    options = (ctypes.c_char_p * len(words))(*words)
-    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source().encode(), b"kernels.cu", 0, None, None) == 0
-    status = nvrtc.nvrtcCompileProgram(program, len(words), options)
-    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-    log = ctypes.create_string_buffer(size.value)
-    nvrtc.nvrtcGetProgramLog(program, log)
-    assert (status, log.value.decode()) == (0, "")
-    nvrtc.nvrtcGetPTXSize(program, ctypes.byref(size))
-    ptx = ctypes.create_string_buffer(size.value)
-    nvrtc.nvrtcGetPTX(program, ptx)
-    text = ptx.value.decode()
+    library = packages / "nvidia" / "cuda_nvrtc" / "lib" / "libnvrtc.so.11.2"
+    text = compiled(source(), library=library).value.decode()
     assert ".version 7.8" in text
-    kernels = set(re.findall(r"\.entry (\w+)", text))
-    for kernel in ("moments", "normalise", "grad_sums", "grad_input", "masked_moments", "masked_grad_input"):
-        for type_ in ("float16", "float32", "float64"):
-            for activation in ("identity",) if kernel.endswith("moments") else ("identity", "rectifier"):
-                assert f"{kernel}_{activation}_{type_}" in kernels
+    asked = re.findall(r"SYNCBN_KERNEL\((\w+), (\w+), (\w+)\)$", source(), re.MULTILINE)
+    assert len(asked) == 3 * (2 * 4 + 6)
+    assert {"_".join(words) for words in asked} == set(re.findall(r"\.entry (\w+)", text))

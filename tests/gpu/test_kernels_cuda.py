@@ -1,4 +1,4 @@
-"""kernels.cu by itself: on the emulator (`make test-gpu-emulated`), and through CuPy, there or on any CUDA GPU."""
+"""kernels.cu by itself: on the emulator (`make test-gpu-emulated`), or on any CUDA GPU."""
 
 import os
 import sys
@@ -6,6 +6,7 @@ from typing import NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 import pytest
+from devices import Device
 from places import BENCHMARKS
 
 sys.path.insert(0, str(BENCHMARKS))
@@ -45,86 +46,23 @@ class Pools(NamedTuple):
     lists: Sequence[Sequence[int]] = ()
 
 
-class Cupy:
-    """A CUDA GPU, or the emulator as CuPy sees it. Nothing here needs a kernel of CuPy's own."""
-
-    def __init__(self):
-        self.cupy = pytest.importorskip("cupy", reason="no CuPy, so no GPU to run the kernels on")
-        try:
-            self.cupy.cuda.runtime.getDeviceCount()
-        except self.cupy.cuda.runtime.CUDARuntimeError as error:
-            pytest.skip(f"CuPy finds no GPU: {error}")
-        self.module = self.cupy.RawModule(code=source(), options=("--std=c++14",), backend="nvrtc")
-
-    def upload(self, values, shift=0):
-        array = self.cupy.empty(values.size + shift, values.dtype)[shift:]
-        array.set(values.ravel())
-        return array
-
-    def empty(self, size, dtype, shift=0):
-        return self.upload(np.full(size, np.nan, dtype), shift)
-
-    def download(self, array):
-        return self.cupy.asnumpy(array)
-
-    def address(self, array):
-        return array.data.ptr
-
-    def launch(self, kernel, grid, arguments):
-        self.module.get_function(kernel)(grid, (BLOCK,), (arguments,))
+@pytest.fixture(scope="module")
+def gpu():
+    try:
+        return Device(source())
+    except OSError as error:
+        pytest.skip(f"no GPU, and no emulator (`make test-gpu-emulated`): {error}")
 
 
-class Emulated:
-    """The emulator, without CuPy."""
-
-    def __init__(self):
-        if "CUDA_EMULATOR" not in os.environ:
-            pytest.skip("needs the CUDA emulator: `make test-gpu-emulated`")
-        from cuda_emulator.device import Device
-
-        self.device = Device(os.environ["CUDA_EMULATOR"], source(), options=("--std=c++14",))
-        self.empty = self.device.empty
-
-    def upload(self, values, shift=0):
-        return self.device.upload(values.ravel(), shift)
-
-    def download(self, array):
-        return array.download()
-
-    def address(self, array):
-        return array.pointer.value
-
-    def launch(self, kernel, grid, arguments):
-        self.device.launch(kernel, grid, BLOCK, arguments.tobytes())
-
-
-@pytest.fixture(scope="module", params=[Emulated, Cupy], ids=["emulated", "cupy"])
-def device(request):
-    return request.param()
-
-
-SHOWN = set()
-
-
-@pytest.fixture
-def gpu(request, device):
-    """On the emulator CuPy only shows that each of these tests will run on a GPU: one case does."""
-    if isinstance(device, Cupy) and "CUDA_EMULATOR" in os.environ:
-        if request.function in SHOWN:
-            pytest.skip("on the emulator one case of each test is enough for CuPy")
-        SHOWN.add(request.function)
-    return device
-
-
-def address(gpu, array):
-    return 0 if array is None else gpu.address(array)
+def address(array):
+    return 0 if array is None else array.address
 
 
 def run(gpu, kernel, grid, structure, **fields):
     """What is no number and no structure is an array, or None."""
     plain = (int, float, bool, np.number, np.bool_, dict)
-    arguments = {name: value if isinstance(value, plain) else address(gpu, value) for name, value in fields.items()}
-    gpu.launch(kernel, grid, filled(structure, **arguments))
+    arguments = {name: value if isinstance(value, plain) else address(value) for name, value in fields.items()}
+    gpu.launch(kernel, grid, BLOCK, filled(structure, **arguments))
 
 
 def behind(activation):
@@ -168,7 +106,7 @@ class Kernels:
         gamma, beta = (None if values is None else self.parameters(values) for values in (gamma, beta))
         self.alive = gamma, beta
         slope, ceiling = activation or (np.nan, np.nan)
-        weights = {"gamma": address(self.gpu, gamma), "beta": address(self.gpu, beta), "fix_gamma": fix_gamma}
+        weights = {"gamma": address(gamma), "beta": address(beta), "fix_gamma": fix_gamma}
         return {**weights, "slope": slope, "ceiling": ceiling}
 
     def _packed(self, kernel, merge, length, structure, **fields):
@@ -180,7 +118,7 @@ class Kernels:
             grid = (-(-self.slots * self.channels // (BLOCK // 32)), 1, 1)
             sizes = {"slots": self.slots, "channels": self.channels, "chunks": self.chunks}
             self.launch(merge, grid, "MergeArguments", partial=partial, out=out, **sizes)
-        return self.gpu.download(out).reshape(self.slots, length)
+        return out.download().reshape(self.slots, length)
 
     def _each(self):
         return (self.blocks, 1, 1) if self.inner > 1 else self._grid()
@@ -198,7 +136,7 @@ class Kernels:
         ranges, members = np.stack([ends[:-1], ends[1:]], 1), np.concatenate(list(map(list, pools.lists)))
         arrays = [self.gpu.upload(values.astype("int32")) for values in (ranges, members)]
         self.lists = arrays  # while the kernel runs
-        return dict(zip(("ranges", "members"), (address(self.gpu, array) for array in arrays)))
+        return dict(zip(("ranges", "members"), (address(array) for array in arrays)))
 
     def moments(self, mask=None):
         """[slots][1 + 2C]"""
@@ -222,9 +160,9 @@ class Kernels:
             momentum=momentum, running_mean=running[0], running_var=running[1], unbiased=unbiased, watch=watch,
             status=told,
         )  # fmt: skip
-        self.told = self.gpu.download(told).view(STATUS)[0]
-        saved = self.gpu.download(saved).reshape(self.slots, self.channels, 5)
-        return self.gpu.download(out).reshape(self.x.shape), saved
+        self.told = told.download().view(STATUS)[0]
+        saved = saved.download().reshape(self.slots, self.channels, 5)
+        return out.download().reshape(self.x.shape), saved
 
     def grad_sums(self, dy, saved, gamma=None, beta=None, fix_gamma=False, activation=None, y=None):
         """[slots][2C]; with y, whose sign counts then, and dz."""
@@ -234,7 +172,7 @@ class Kernels:
             activation=behind(activation), dy=self.upload(dy, 1), saved=self.gpu.upload(saved), y=y, dz=dz,
             affine=self._affine(gamma, beta, fix_gamma, activation),
         )  # fmt: skip
-        return sums if dz is None else (sums, self.gpu.download(dz).reshape(self.x.shape))
+        return sums if dz is None else (sums, dz.download().reshape(self.x.shape))
 
     def grad_input(
         self, dy, saved, gathered, users, own, gamma, fix_gamma, start=None, beta=None, activation=None, mask=None
@@ -252,8 +190,8 @@ class Kernels:
             gathered=self.gpu.upload(gathered), own=self.gpu.upload(own), dgamma=parameters[0], dbeta=parameters[1],
             add=add, add_dgamma=add, add_dbeta=add,
         )  # fmt: skip
-        dgamma, dbeta = (self.gpu.download(p) - (before if add else 0) for p in parameters)
-        return self.gpu.download(out).reshape(self.x.shape), dgamma, dbeta
+        dgamma, dbeta = (p.download() - (before if add else 0) for p in parameters)
+        return out.download().reshape(self.x.shape), dgamma, dbeta
 
 
 EPSILON = 1e-3
@@ -489,7 +427,7 @@ def test_an_expanded_mask(gpu, dtype):
     layout["floating"] = dtype.startswith("float")
     fields = {"mask": layout, "from": mask, "to": out, "positions": 60}
     run(gpu, "expand_mask_identity_float32", (1, 1, 1), "ExpandArguments", **fields)
-    got = gpu.download(out).view("uint8").reshape(3, 4, 5)
+    got = out.download().view("uint8").reshape(3, 4, 5)
     np.testing.assert_array_equal(got, np.broadcast_to(values != 0, (3, 4, 5)))
 
 
@@ -574,8 +512,8 @@ def test_pools_with_empty_slots(gpu, empty):
     np.testing.assert_allclose(saved[0, :, 1], want_mean, rtol=1e-13)
     np.testing.assert_allclose(saved[0, :, 0], 1 / count if count else 0)
     moved = 0.1 if count else 0
-    np.testing.assert_allclose(gpu.download(mean), 5 + moved * (want_mean - 5), rtol=1e-13)
-    np.testing.assert_allclose(gpu.download(var), 7 + moved * (want_var - 7), rtol=1e-13)
+    np.testing.assert_allclose(mean.download(), 5 + moved * (want_mean - 5), rtol=1e-13)
+    np.testing.assert_allclose(var.download(), 7 + moved * (want_var - 7), rtol=1e-13)
 
 
 def test_every_half(gpu):
@@ -599,7 +537,7 @@ def test_running_statistics(gpu, shape, dtype):
         kernels = Kernels(gpu, x, 2)
         running = [kernels.parameters(values) for values in old]
         y, saved = kernels.normalise(moments, pooling, gamma, beta, False, running=running, momentum=0.7, **settings)
-        return [gpu.download(values).astype("float64") for values in running], y, saved
+        return [values.download().astype("float64") for values in running], y, saved
 
     shared, own = pooled(moments, (1, 2), channels)[1:], [pooled(moments, [i], channels)[1:] for i in (1, 2)]
     wants = {
@@ -628,7 +566,7 @@ def test_running_statistics(gpu, shape, dtype):
     close(y, want, TOLERANCE[dtype])
     np.testing.assert_allclose(saved[0, :, 0], 0)
     for values, before in zip(running, old):
-        np.testing.assert_array_equal(gpu.download(values), before.astype(dtype))
+        np.testing.assert_array_equal(values.download(), before.astype(dtype))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf], ids=str)
@@ -642,7 +580,7 @@ def test_moments_that_are_not_finite(gpu, bad):
         kernels = Kernels(gpu, x, 2)
         running = [kernels.parameters(np.ones(3)) for _ in range(2)]
         kernels.normalise(moments, pooling, gamma, beta, False, running=running, watch=watch)
-        return [gpu.download(values) for values in running], kernels.told
+        return [values.download() for values in running], kernels.told
 
     for pooling, feeds, at in (
         (Pools(SHARED, 0, 0, 4), True, 12),
@@ -664,13 +602,13 @@ def test_small_kernels(gpu):
     for dtype, value in (("float16", np.nan), ("float32", 2.5), ("float64", -1.0)):
         out = gpu.empty(300, dtype)
         run(gpu, f"copy_identity_{dtype}", (2, 1, 1), "CopyArguments", to=out, value=value, n=300)
-        np.testing.assert_array_equal(gpu.download(out), np.full(300, value, dtype))
+        np.testing.assert_array_equal(out.download(), np.full(300, value, dtype))
         for add in (0, 1):
             values = random.randn(300).astype(dtype)
             out = gpu.upload(np.full(300, 2, dtype))
             arrays = {"from": gpu.upload(values), "to": out}
             run(gpu, f"copy_identity_{dtype}", (2, 1, 1), "CopyArguments", add=add, n=300, **arrays)
-            np.testing.assert_allclose(gpu.download(out), values + 2 * add, rtol=1e-3)
+            np.testing.assert_allclose(out.download(), values + 2 * add, rtol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

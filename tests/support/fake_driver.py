@@ -6,9 +6,7 @@ from environments import shell
 from places import SUPPORT
 
 
-def build_driver(folder):
-    library = folder / "libcuda.so.1"
-    flags = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
-    subprocess.run(
-        ["g++", "-x", "c", *flags, "-o", str(library), str(SUPPORT / "fake_driver.c")], check=True, env=shell()
-    )
+def build_driver(folder, name="libcuda.so.1"):
+    flags = ["-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", str(folder / name), str(SUPPORT / "fake_driver.c")]
+    subprocess.run(["g++", "-x", "c", *flags], check=True, env=shell())
+    return folder / name

@@ -16,11 +16,24 @@ os.environ["GLUON_SYNCBN_TEST_DEVICE"] = "gpu"
 import mpi_worker
 import mxnet as mx
 from gpus import assert_sound, counted_step
-from mpi_worker import CONTEXTS, DEVICES, HERE, OWN, devices_of, kv, main, make_layer, own, specified, summed
+from mpi_worker import (
+    CONTEXTS,
+    DEVICES,
+    HERE,
+    OWN,
+    devices_of,
+    equals_the_specification,
+    kv,
+    main,
+    make_layer,
+    own,
+    specified,
+    summed,
+)
 from mxnet import autograd, gluon, nd
 from places import TESTS
 from poolings import POOLINGS, fits
-from replicas import assert_same, make_batch, on_devices, step
+from replicas import assert_same, make_batch, on_devices, prepare, step
 
 sys.path.append(str(TESTS))
 
@@ -46,29 +59,18 @@ def wanted(layer, batch, *, devices=None, **settings):
     return want._replace(outputs=want.outputs[mine], dxs=want.dxs[mine], running_mean=[], running_var=[])
 
 
-def assert_right(got, want, tolerance):
-    assert_same(summed(got)._replace(running_mean=[], running_var=[]), want, tolerance)
-
-
 # ---- numbers and counts ------------------------------------------------------------------------------------
 
 
 def every_mode():
-    """What is computed, twice, and what each direction of a step asks for."""
-    rng = np.random.RandomState(0)
-    ways = [("eager", "float64", 1e-10, (4, 6)), ("static_shape", "float16", 2e-3, (4, 6))]
-    cut_into_parts = ({}, ("eager", "float32", 1e-5, (180, 190)))
-    cases = [*itertools.product(POOLINGS.values(), ways), cut_into_parts]
-    for settings, (way, dtype, tolerance, spatial) in cases:
-        if not fits(settings, DEVICES):
-            continue
-        batch = make_batch(rng, DEVICES, dtype=dtype, spatial=spatial)
-        part = own(batch)
-        layer = make_layer(part, dtype, way, **settings)
-        for call in range(2):
-            got = step(layer, part, OWN, dtype)
-            assert_right(got, wanted(layer, batch, call=call, node=-1 if way == "eager" else 0), tolerance)
-        cost(layer, part, dtype, 2 if spatial == (4, 6) else 3)
+    """What is computed, and what each direction of a step asks for."""
+    groups = {str(groups): {"groups": groups} for groups in ([[0, 2], [1]], [[0], [1, 2]])}
+    equals_the_specification({**POOLINGS, **groups}, cases=1)
+    cases = itertools.product(POOLINGS.values(), [("eager", "float64", (4, 6), 2)])
+    for settings, (way, dtype, spatial, launches) in [*cases, ({}, ("static_shape", "float32", (180, 190), 3))]:
+        if fits(settings, DEVICES):
+            part = own(make_batch(np.random.RandomState(0), DEVICES, dtype=dtype, spatial=spatial))
+            cost(make_layer(part, dtype, way, **settings), part, dtype, launches)
     assert_sound()
 
 
@@ -99,7 +101,7 @@ def cost(layer, part, dtype, launches):
     shared = layer.mode != "local"
     copies = {"to device": int(shared), "to host": int(shared), "waits": 3 if shared else 1}
     want = {"launches": launches, "within": 0, "collectives": 0, **copies}
-    for of_each in counted_step(lambda: [layer(x) for x in xs], heads, 1):
+    for of_each in counted_step(lambda: [layer(x) for x in xs], heads, 1)[1:]:
         for context in OWN:
             found = of_each[context.device_id]
             assert {name: found[name] for name in want} == want, found
@@ -129,55 +131,32 @@ def beside_a_cpu():
     batch = make_batch(np.random.RandomState(5), DEVICES)
     part = own(batch)
     contexts = [mx.cpu(i) for i in range(len(OWN))] if kv.rank == 0 else OWN
-    layer = gluon_syncbn.SyncBatchNorm(in_channels=5, kvstore=kv)
-    layer.cast("float64")
-    layer.initialize(ctx=contexts)
-    layer.gamma.set_data(nd.array(batch.gamma, dtype="float64"))
-    layer.beta.set_data(nd.array(batch.beta, dtype="float64"))
-    assert_right(step(layer, part, contexts, "float64"), wanted(layer, batch), 1e-10)
-
-
-# ---- gradients ---------------------------------------------------------------------------------------------
-
-
-class Gradients:
-    """Parameters whose gradients are random, another array on each GPU."""
-
-    def __init__(self, dtype, sizes=(3, 1500, 1, 700, 5)):
-        self.dtype = dtype
-        self.parameters = gluon.ParameterDict()
-        for i, size in enumerate(sizes):
-            self.parameters.get(f"array{i}", shape=(size,), dtype=dtype, init=mx.init.Zero())
-        self.parameters.initialize(ctx=OWN)
-        self.trainer = gluon.Trainer(self.parameters, "sgd", kvstore=kv)
-        self.sizes = sizes
-
-    def given(self, replica, seed):
-        rng = np.random.RandomState(100 * seed + replica)
-        return [rng.randn(size).astype(self.dtype) * 3 for size in self.sizes]
-
-    def add(self, seed):
-        for k, context in enumerate(OWN):
-            for parameter, value in zip(self.parameters.values(), self.given(HERE.start + k, seed)):
-                nd.array(value, dtype=self.dtype).copyto(parameter.grad(context))
-        self.trainer.allreduce_grads()
-
-    def assert_sums(self, seed, tolerance):
-        wide = "float64" if self.dtype == "float64" else "float32"
-        want = [sum(one.astype(wide) for one in each) for each in zip(*(self.given(r, seed) for r in range(DEVICES)))]
-        for context in OWN:
-            for parameter, sums in zip(self.parameters.values(), want):
-                got = parameter.grad(context).asnumpy()
-                np.testing.assert_allclose(got, sums.astype(self.dtype), tolerance, tolerance)
+    layer = prepare(gluon_syncbn.SyncBatchNorm(in_channels=5, kvstore=kv), part, contexts, "float64")
+    got = summed(step(layer, part, contexts, "float64"))
+    assert_same(got._replace(running_mean=[], running_var=[]), wanted(layer, batch), 1e-10)
 
 
 def gradients():
-    """Of all types, through the host."""
-    for dtype in ("float16", "float32", "float64"):
-        arrays = Gradients(dtype)
+    """Of several sizes and all types, through the host: a Trainer's, another array on each GPU."""
+    sizes = (3, 1500, 1, 700, 5)
+    for dtype, tolerance in (("float16", 1e-3), ("float32", 1e-6), ("float64", 1e-6)):
+        wide = "float64" if dtype == "float64" else "float32"
+        parameters = gluon.ParameterDict()
+        for i, size in enumerate(sizes):
+            parameters.get(f"array{i}", shape=(size,), dtype=dtype, init=mx.init.Zero())
+        parameters.initialize(ctx=OWN)
+        trainer = gluon.Trainer(parameters, "sgd", kvstore=kv)
         for seed in range(3):
-            arrays.add(seed)
-            arrays.assert_sums(seed, 1e-3 if dtype == "float16" else 1e-6)
+            rng = np.random.RandomState(seed)
+            given = [[3 * rng.randn(size).astype(dtype) for size in sizes] for _ in range(DEVICES)]
+            for context, values in zip(OWN, given[HERE]):
+                for parameter, value in zip(parameters.values(), values):
+                    nd.array(value, dtype=dtype).copyto(parameter.grad(context))
+            trainer.allreduce_grads()
+            for parameter, parts in zip(parameters.values(), zip(*given)):
+                want = sum(part.astype(wide) for part in parts).astype(dtype)
+                for context in OWN:
+                    np.testing.assert_allclose(parameter.grad(context).asnumpy(), want, tolerance, tolerance)
     assert_sound()
 
 

@@ -1,0 +1,123 @@
+"""Kernels on a GPU, or on the emulator of tests/cuda_emulator, by the driver alone: NumPy arrays in, NumPy arrays out.
+
+device = Device(source)
+x, y = device.upload(numpy_array), device.empty(10, "float32")
+device.launch("scale", 4, 128, x, y, numpy.int32(10))
+y.download()
+"""
+
+import ctypes
+
+import numpy as np
+
+OPTIONS = ("--gpu-architecture=compute_50", "--std=c++14")  # those of csrc/cuda/compiler.cc
+
+
+class DeviceError(RuntimeError):
+    """What the driver or the emulator found wrong, or a source that does not compile."""
+
+
+class Array:
+    """Memory of a device with a copy of these values, freed with the object; room for `shift` more is before them."""
+
+    def __init__(self, device, values, shift):
+        self.device, self.shape, self.dtype = device, values.shape, values.dtype
+        self.begin, before = ctypes.c_void_p(), shift * values.itemsize
+        device.call("cuMemAlloc_v2", ctypes.byref(self.begin), ctypes.c_size_t(before + max(values.nbytes, 1)))
+        self.address = self.begin.value + before
+        device.call("cuMemcpyHtoD_v2", *map(ctypes.c_void_p, (self.address, values.ctypes.data)), _size(values))
+
+    def download(self):
+        result = np.empty(self.shape, self.dtype)
+        self.device.call("cuMemcpyDtoH_v2", *map(ctypes.c_void_p, (result.ctypes.data, self.address)), _size(result))
+        return result
+
+    def free(self):
+        if self.begin:
+            self.device.driver.cuMemFree_v2(self.begin)
+            self.begin = None
+
+    __del__ = free
+
+
+class Device:
+    """One device with one compiled source of ``extern "C"`` kernels. Raises OSError where there is none."""
+
+    def __init__(self, source, index=0, options=OPTIONS):
+        self.driver = ctypes.CDLL("libcuda.so.1")
+        if self.driver.cuInit(0):
+            raise OSError("the driver finds no GPU")
+        self.context, self.module = ctypes.c_void_p(), ctypes.c_void_p()
+        self._check("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), index)
+        self.call("cuModuleLoadData", ctypes.byref(self.module), compiled(source, options))
+
+    def _check(self, name, *arguments):
+        status = getattr(self.driver, name)(*arguments)
+        if status:
+            reason = ctypes.c_char_p()
+            self.driver.cuGetErrorString(status, ctypes.byref(reason))
+            raise DeviceError(f"{name}: {reason.value.decode()}. {errors()[1]}")
+
+    def call(self, name, *arguments):
+        """A function of the driver, with this device as the current one."""
+        self._check("cuCtxSetCurrent", self.context)
+        self._check(name, *arguments)
+
+    def empty(self, size, dtype="float32", shift=0):
+        """Of NaNs."""
+        return self.upload(np.full(size * np.dtype(dtype).itemsize, 0xFF, "uint8").view(dtype), shift)
+
+    def upload(self, values, shift=0):
+        return Array(self, np.ascontiguousarray(values), shift)
+
+    def launch(self, name, grid, block, *arguments):
+        """Runs the kernel and waits for it. ``grid``, ``block``: a number or up to three; ``arguments``: arrays of
+        this module, NumPy's, or values of ctypes."""
+        function = ctypes.c_void_p()
+        self.call("cuModuleGetFunction", ctypes.byref(function), self.module, name.encode())
+        values = [_value(argument) for argument in arguments]
+        pointers = (ctypes.c_void_p * max(len(values), 1))(*map(ctypes.addressof, values))
+        self.call("cuLaunchKernel", function, *_three(grid), *_three(block), 0, None, pointers, None)
+        self.call("cuCtxSynchronize")
+
+
+def compiled(source, options=OPTIONS, library="libnvrtc.so.11.2"):
+    """What NVRTC makes of it."""
+    nvrtc, program, size = ctypes.CDLL(str(library)), ctypes.c_void_p(), ctypes.c_size_t()
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"source.cu", 0, None, None)
+    flags = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    failed = nvrtc.nvrtcCompileProgram(program, len(options), flags)
+    getter = "nvrtcGetProgramLog" if failed else "nvrtcGetPTX"
+    getattr(nvrtc, f"{getter}Size")(program, ctypes.byref(size))
+    text = ctypes.create_string_buffer(size.value)
+    getattr(nvrtc, getter)(program, text)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    if failed:
+        raise DeviceError(text.value.decode())
+    return text
+
+
+def _size(values):
+    return ctypes.c_size_t(values.nbytes)
+
+
+def _three(size):
+    size = (size,) if np.isscalar(size) else tuple(size)
+    return [ctypes.c_uint(n) for n in size + (1,) * (3 - len(size))]
+
+
+def _value(argument):
+    """The argument as bytes that can be pointed to."""
+    if isinstance(argument, Array):
+        return ctypes.c_void_p(argument.address)
+    if isinstance(argument, (np.generic, np.ndarray)):
+        return ctypes.create_string_buffer(argument.tobytes(), argument.nbytes)
+    return argument
+
+
+def errors():
+    """The number of errors that the emulator has found since the last reset, and their text; they count as read."""
+    text, driver = ctypes.create_string_buffer(1 << 16), ctypes.CDLL("libcuda.so.1")
+    read = getattr(driver, "cuda_emulator_errors", None)
+    count = read(text, ctypes.c_size_t(len(text))) if read else 0
+    return count, text.value.decode().strip()
