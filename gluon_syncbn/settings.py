@@ -190,7 +190,8 @@ def _groups(name: str, value: Any) -> Groups:
     count = Counter(rank for ranks in groups for rank in ranks)
     wrong = [str(rank) for rank in range(max(count) + 1) if count[rank] != 1]
     if wrong:
-        arguments.refuse(name, value, f"each rank to {max(count)} once, but missing or twice: {arguments.some(wrong, ', ')}")
+        listed = arguments.some(wrong, ", ")
+        arguments.refuse(name, value, f"each rank to {max(count)} once, but missing or twice: {listed}")
     return tuple(sorted(tuple(sorted(ranks)) for ranks in groups))
 
 
