@@ -4,7 +4,6 @@ import re
 
 import mxnet as mx
 import pytest
-from gluoncv.model_zoo import get_model
 from mxnet import gluon, nd
 from mxnet.gluon import nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
@@ -163,14 +162,16 @@ def test_an_operator_that_a_hybrid_forward_calls(contexts, capsys, loops):
 def train(net, contexts, *others):
     trainer = gluon.Trainer([*net.collect_params().values(), *others], "sgd", {"learning_rate": 0.1})
     for _ in range(2):
-        forward_and_backward(net, [nd.random.normal(shape=(2, 3, 32, 32), ctx=c) for c in contexts])
+        forward_and_backward(net, [nd.random.normal(shape=(2, 3, 4, 4), ctx=c) for c in contexts])
         trainer.step(2 * len(contexts), ignore_stale_grad=True)
     nd.waitall()
 
 
 def mixed(contexts):
-    """GluonCV's MobileNetV3 hands `norm_layer` on to 2 of its 34 layers."""
-    net = get_model("mobilenetv3_small", norm_layer=SyncBatchNorm)
+    """As GluonCV's MobileNetV3, which hands `norm_layer` on to 2 of its 34 layers."""
+    net = nn.HybridSequential(prefix="")
+    first, last = (SyncBatchNorm(in_channels=3, prefix=prefix) for prefix in ("first_", "last_"))
+    net.add(first, *[nn.BatchNorm(in_channels=3) for _ in range(32)], last)
     net.initialize(ctx=contexts)
     net.hybridize()
     return net
