@@ -1,9 +1,6 @@
 // The functions that Python calls. The Makefile takes their declarations from csrc.
 #pragma once
 
-#include <cstdint>
-#include <string>
-
 #include "exchange/exchange.h"
 #include "exchange/mpi.h"
 #include "meeting/tape.h"

@@ -1,22 +1,14 @@
 #include "exchange.h"
 
-#include <algorithm>
-#include <atomic>
-#include <functional>
-#include <memory>
-#include <mutex>
-#include <set>
-#include <thread>
-#include <vector>
-
 #include "../support/threads_mpi.h"
 #include "core.h"
 #include "exchange/processes.h"
-#include "figures.h"
-#include "memory.h"
+#include "mxnet.h"
 
 namespace driver {
 namespace {
+
+constexpr char kFault[] = "the cable is out";
 
 std::atomic<int> failing{0};
 
@@ -27,22 +19,16 @@ bool fails() {
     return false;
 }
 
-// Now and then it takes longer than a wait needs to look around.
-void wait_for_others() {
+// Python's. Now and then it takes longer than a wait needs to look around.
+bool add(const char*, const int64_t*, double, int64_t rows, int64_t length, const double* values, double* all) {
     static std::atomic<int> exchanges{0};
+    const Within program(false);
     WaitForOthers wait;
     for (int i = 0; i < 3 && wait.looks(); ++i) pause(1e-4);
     if (++exchanges % 50 == 0) {
         pause(0.07);
         wait.looks();
     }
-}
-
-constexpr char kFault[] = "the cable is out";
-
-bool add(const char*, const int64_t*, double, int64_t rows, int64_t length, const double* values, double* all) {
-    const Within program(false);
-    wait_for_others();
     if (fails()) {
         syncbn_failed_in_python(kFault);
         return false;
@@ -58,11 +44,6 @@ Asked* in_memory = nullptr;
 Asked* of_contexts = nullptr;
 Asked* of_processes = nullptr;
 std::atomic<Asked*> current{nullptr};  // the same, for threads of earlier ones
-
-// Whether rank 0 has not failed.
-bool is_open(const Asked* processes) {
-    return static_cast<syncbn::Processes&>(*processes->host).mail().state_of(0) == syncbn::Mailbox::State::kPresent;
-}
 
 // Rank 1 answers each vector of rank 0 with an empty one, or with as many zeros, until rank 0 fails. It may fail itself.
 void play_rank_1(syncbn::Mailbox& mail, const std::function<bool()>& failed) {
@@ -82,9 +63,8 @@ void play_rank_1(syncbn::Mailbox& mail, const std::function<bool()>& failed) {
     }
 }
 
-auto& made = *new std::vector<Asked*>;  // all of them, so that none counts as lost
-
 void make_exchange_of_processes() {
+    static auto& made = *new std::vector<Asked*>;  // all of them, so that none counts as lost
     MpiJob* const job = threads_mpi_job(2);
     Mpi mpi[2];
     for (size_t rank : {0, 1}) threads_mpi_of(job, rank, &mpi[rank]);
@@ -110,7 +90,8 @@ void make_exchanges() {
 }
 
 void renew_exchanges() {
-    if (!is_open(of_processes)) make_exchange_of_processes();
+    auto& mail = static_cast<syncbn::Processes&>(*of_processes->host).mail();
+    if (mail.state_of(0) != syncbn::Mailbox::State::kPresent) make_exchange_of_processes();
 }
 
 Asked* const* any_exchange(Random& random) {

@@ -1,4 +1,4 @@
-// The exchanges: in memory; those that Python has, played here; and with another process, which a thread plays.
+// The exchanges: in memory; one of Python's, played here; and one with another process, which a thread plays.
 #pragma once
 
 #include "exchange/exchange.h"
@@ -6,6 +6,8 @@
 #include "waiting/wait.h"
 
 namespace driver {
+
+using syncbn::Asked;
 
 // A wait for other processes, which looks around as those of the core do.
 class WaitForOthers : public syncbn::Wait {
@@ -27,9 +29,9 @@ void make_exchanges();
 // A failure between processes is for good, since a job starts again then. This replaces that exchange.
 void renew_exchanges();
 // Each returns where the exchange stands.
-syncbn::Asked* const* any_exchange(Random& random);
-syncbn::Asked* const* exchange_in_memory();
-syncbn::Asked* const* exchange_of_processes();
+Asked* const* any_exchange(Random& random);
+Asked* const* exchange_in_memory();
+Asked* const* exchange_of_processes();
 // The vectors of this layer are put side by side: the other process has none.
 void gathers(int64_t layer);
 // So many of the next exchanges fail.

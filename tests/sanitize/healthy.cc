@@ -1,71 +1,54 @@
-#include <thread>
-
-#include "figures.h"
-#include "results.h"
 #include "runs.h"
 
 namespace driver {
-namespace {
-
-struct Kind {
-    bool threads;
-    int contexts;
-
-    explicit Kind(Random& random) : threads(random.one_in(2)), contexts(random.whole(2, 4)) {}
-};
-
-}  // namespace
 
 void healthy(Run& run) {
     while (run.goes_on()) {
-        const Kind kind(run.random);
-        std::vector<std::unique_ptr<Layer>> layers;
+        const bool threads = run.random.one_in(2);
+        const int contexts = run.random.whole(2, 4);
+        std::deque<Layer> layers;
         std::vector<Layer*> beside;
         for (int i = run.random.whole(1, 2); i > 0; --i) {
-            const Spec spec = any_spec(run.random, kind.contexts);
-            layers.push_back(std::make_unique<Layer>(run.random, spec, "healthy" + std::to_string(i)));
-            beside.push_back(layers.back().get());
+            const Spec spec = any_spec(run.random, contexts);
+            beside.push_back(&layers.emplace_back(run.random, spec, "healthy" + std::to_string(i)));
         }
         for (int round = run.random.whole(1, 8); round > 0; --round) {
-            std::vector<std::unique_ptr<Step>> steps;  // in flight at once
+            std::deque<Step> steps;  // in flight at once
             for (int i = run.random.whole(1, 4); i > 0; --i) {
-                const Manner manner(run.random, kind.threads);
-                steps.push_back(std::make_unique<Step>(run, beside, manner));
-                steps.back()->issue();
-                if (run.random.one_in(2)) steps.back()->each([](Replica& replica) { replica.let_go(); });
+                steps.emplace_back(run, beside, Manner(run.random, threads)).issue();
+                if (run.random.one_in(2)) steps.back().each([](Replica& replica) { replica.let_go(); });
             }
             run.engine.wait_for_all();
-            for (const auto& step : steps) step->check();
-            for (const Layer* layer : beside) check_running_statistics(*layer);
+            for (Step& step : steps) step.check();
+            for (const Layer& layer : layers) check_running_statistics(layer);
         }
     }
 }
 
 void repeated(Run& run) {
     while (run.goes_on()) {
-        const Kind kind(run.random);
-        Layer layer(run.random, any_spec(run.random, kind.contexts), "repeated");
-        Manner manner(run.random, kind.threads);
+        const bool threads = run.random.one_in(2);
+        Layer layer(run.random, any_spec(run.random, run.random.whole(2, 4)), "repeated");
+        Manner manner(run.random, threads);
         manner.graph = true;
-        std::vector<std::unique_ptr<Step>> steps;
+        std::deque<Step> steps;
         for (int i = run.random.whole(2, 10); i > 0; --i) {
             manner.training = !run.random.one_in(5);  // with static_shape, the same states predict, too
-            auto step = std::make_unique<Step>(run, std::vector<Layer*>{&layer}, manner);
-            if (!steps.empty()) step->repeat(*steps.back());
-            step->issue();
-            steps.push_back(std::move(step));
+            Step& step = steps.emplace_back(run, std::vector<Layer*>{&layer}, manner);
+            if (steps.size() > 1) step.repeat(steps[steps.size() - 2]);
+            step.issue();
         }
         run.engine.wait_for_all();
-        for (const auto& step : steps) step->check();
+        for (Step& step : steps) step.check();
         check_running_statistics(layer);
     }
 }
 
 void dropping(Run& run) {
     while (run.goes_on()) {
-        const Kind kind(run.random);
-        Layer layer(run.random, any_spec(run.random, kind.contexts), "dropped");
-        Step step(run, {&layer}, Manner(run.random, kind.threads));
+        const bool threads = run.random.one_in(2);
+        Layer layer(run.random, any_spec(run.random, run.random.whole(2, 4)), "dropped");
+        Step step(run, {&layer}, Manner(run.random, threads));
         step.issue_forwards();
         std::thread collector([&layer, late = run.random.whole(0, 200)] {
             pause(late * 1e-6);

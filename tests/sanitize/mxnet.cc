@@ -1,20 +1,21 @@
 #include "mxnet.h"
 
-#include <cstdlib>
-#include <cstring>
-
-#include "array.h"
 #include "core.h"
 #include "cpu/numbers.h"
-#include "figures.h"
-#include "memory.h"
 
 namespace driver {
+namespace {
 
 using syncbn::cpu::Half;
 using syncbn::cpu::Value;
 
-// ---- arrays ------------------------------------------------------------------------------------------------
+CustomOpPropCreator creator = nullptr;
+thread_local bool is_training = false;
+thread_local std::string error_of_array;
+
+}  // namespace
+
+// ---- arrays ----------------------------------------------------------------------------------------------------
 
 Array::Array(Type type, int64_t size, double value)
     : type(type), size(size), memory_(new char[static_cast<size_t>(size * size_of(type))]) {
@@ -43,21 +44,13 @@ void* new_handle(const ArrayP& array) {
     return new ArrayP(array);
 }
 
-// ---- the functions that the core calls -----------------------------------------------------------------------
-
-namespace {
-
-CustomOpPropCreator creator = nullptr;
-thread_local bool is_training = false;
-thread_local std::string error_of_array;
-
-}  // namespace
+// ---- the functions that the core calls -------------------------------------------------------------------------
 
 // The core finds them by these names in the driver, as in MXNet's library.
 extern "C" {
 
-int MXCustomOpRegister(const char* name, CustomOpPropCreator given) {
-    if (std::strcmp(name, "gluon_syncbn") == 0) creator = given;
+int MXCustomOpRegister(const char*, CustomOpPropCreator given) {
+    creator = given;
     return 0;
 }
 
@@ -107,6 +100,21 @@ int MXShallowCopyNDArray() { std::abort(); }
 
 }  // extern "C"
 
+std::string take_error() { return std::exchange(error_of_array, {}); }
+
+std::shared_ptr<Callbacks> make_property(const std::map<std::string, std::string>& attributes) {
+    std::vector<const char*> keys, values;
+    for (const auto& [key, value] : attributes) {
+        keys.push_back(key.c_str());
+        values.push_back(value.c_str());
+    }
+    auto made = std::make_shared<Callbacks>();  // MXNet deletes the property also if this fails
+    const Within core(true);
+    if (creator("gluon_syncbn", static_cast<int>(keys.size()), keys.data(), values.data(), &made->list) == 0)
+        throw dmlc::Error("Check failed");
+    return made;
+}
+
 void load_core() {
     syncbn_find_in(dlopen("libm.so.6", RTLD_NOW), "", "");
     expect(syncbn_register(kProcess) != 0, "a library without the functions that the layer calls is refused");
@@ -114,14 +122,6 @@ void load_core() {
     expect(syncbn_register(kProcess) == 0, "the operator is registered");
 }
 
-CustomOpPropCreator operator_creator() { return creator; }
-
 void set_training(bool training) { is_training = training; }
-
-std::string take_error() {
-    std::string out;
-    out.swap(error_of_array);
-    return out;
-}
 
 }  // namespace driver

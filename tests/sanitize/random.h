@@ -1,11 +1,7 @@
 // Whatever a run chooses: the same seed chooses the same.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-#include <numeric>
-#include <utility>
-#include <vector>
+#include "standard.h"
 
 namespace driver {
 

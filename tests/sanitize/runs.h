@@ -5,9 +5,7 @@
 
 namespace driver {
 
-// A failure before the first call of the process, and a right step after it.
-void early(Run& run);
-// One or two layers beside each other, several steps in flight, every result compared.
+// One or two layers beside each other, several steps in flight, every result checked.
 void healthy(Run& run);
 // The same with states that are executed again and again.
 void repeated(Run& run);
@@ -25,10 +23,8 @@ void disturbed(Run& run);
 void waiting(Run& run);
 // Replicas that wait for one that never comes, until Ctrl-C, the end of the process, a fork or a failure ends that.
 void ended(Run& run);
-// Waits for a call that is repeated, and that does not come, until Ctrl-C or a failure ends them.
+// A call that is repeated, and that does not come, until time is up or the step fails.
 void recalling(Run& run);
-// A wait that lasts: a warning after 10 s. Shorter runs leave it out.
-void lasting(Run& run);
 // Long sums between ranks, which are threads here: rounds and arrays come in an order of each rank's own.
 void summing(Run& run);
 // The end of the process. Nothing can run after it.

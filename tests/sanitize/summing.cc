@@ -1,5 +1,3 @@
-#include <future>
-
 #include "../support/threads_mpi.h"
 #include "exchange/processes.h"
 #include "figures.h"

@@ -1,72 +1,106 @@
-#include <deque>
-#include <functional>
-#include <future>
+#include <unistd.h>
+
+#include <csignal>
 
 #include "core.h"
-#include "failure.h"
-#include "figures.h"
-#include "interrupts.h"
-#include "meeting/tape.h"
-#include "results.h"
 #include "runs.h"
 
 namespace driver {
 namespace {
 
-// A step that waits for one of its replicas.
+// ---- SIGINT, and handlers of it as Python and libraries have them ----------------------------------------------
+
+std::atomic<long> taken{0};
+std::atomic<const struct sigaction*> beneath{nullptr};
+
+void plain(int) { ++taken; }
+
+void with_information(int, siginfo_t*, void*) { ++taken; }
+
+// Calls what was there before it: the core's handler, perhaps.
+void chaining(int signal, siginfo_t* information, void* context) {
+    ++taken;
+    const struct sigaction& before = *beneath.load();
+    if (before.sa_flags & SA_SIGINFO)
+        before.sa_sigaction(signal, information, context);
+    else
+        before.sa_handler(signal);
+}
+
+struct sigaction current_handler() {
+    struct sigaction current;
+    sigaction(SIGINT, nullptr, &current);
+    return current;
+}
+
+template <typename Condition>
+void until(const Condition& condition, const char* what) {
+    const double begin = now();
+    while (!condition() && now() < begin + kPatience) continue;
+    expect(condition(), what);
+}
+
+// As long as it lives, SIGINT does not end the process. Somebody has to wait in the core while one of these works.
+class Interrupts {
+  public:
+    enum Handler { kPlain, kWithInformation, kChaining };
+
+    Interrupts() : before_(current_handler()) { set(kPlain); }  // whatever chains has something beneath
+    ~Interrupts() { sigaction(SIGINT, &before_, nullptr); }
+
+    // As signal.signal does in the midst of a wait, which notices.
+    void install(Handler which) const {
+        static std::deque<struct sigaction> replaced;  // for good: a handler may be running
+        if (which == kChaining) beneath = &replaced.emplace_back(current_handler());
+        const auto handler = set(which);
+        until([&] { return current_handler().sa_handler != handler.sa_handler; },
+              "a wait notices a new handler of SIGINT");
+    }
+
+    // Until it has been counted and handed on.
+    void send() const {
+        const long counted = syncbn::interrupts, before = taken;
+        kill(getpid(), SIGINT);
+        until([&] { return syncbn::interrupts > counted && taken > before; }, "SIGINT is counted and handed on");
+    }
+
+  private:
+    static struct sigaction set(Handler which) {
+        struct sigaction handler{};
+        if (which == kPlain) {
+            handler.sa_handler = plain;
+        } else {
+            handler.sa_flags = SA_SIGINFO;
+            handler.sa_sigaction = which == kChaining ? chaining : with_information;
+        }
+        sigaction(SIGINT, &handler, nullptr);
+        return handler;
+    }
+
+    struct sigaction before_;
+};
+
+// ---- a step that waits for one of its replicas -----------------------------------------------------------------
+
 struct Wait {
-    Run& run;
     Layer layer;
     Step step;
     Replica& missing;
 
     explicit Wait(Run& run)
-        : run(run),
-          layer(run.random, spec(run.random), "waiting"),
+        : layer(run.random, any_meeting_spec(run.random, run.random.whole(2, 3)), "waiting"),
           step(run, {&layer}, manner(run.random)),
-          missing(*step.call().back()) {}
-
-    static Spec spec(Random& random) { return any_meeting_spec(random, random.whole(2, 3)); }
-
-    static Manner manner(Random& random) {
-        Manner manner;
-        manner.graph = random.one_in(2);
-        return manner;
-    }
-
-    // The missing replica is not called.
-    void begin() {
+          missing(*step.call().back()) {
         missing.called = false;
         step.issue_forwards();
         missing.called = true;
     }
 
-    void go_on() {
-        missing.issue_forward(run.engine);
-        step.issue_backwards();
-    }
-
-    void end_well() {
-        run.engine.wait_for_all();
-        step.check();
-        check_running_statistics(layer);
-        ++figures.steps;
-    }
-
-    // By itself, for this reason; then all is well again.
-    void end(const char* reason) {
-        run.engine.wait_for_all();
-        step.each([&](Replica& replica) {
-            if (&replica != &missing)
-                expect(contains(replica.forward.error, reason),
-                       "'" + replica.forward.error + "' says '" + reason + "'");
-        });
-        ++figures.steps;
-        syncbn_forking(0);
-        syncbn_exiting(0);
-        syncbn_reset();
-        layer.restore();
-        right_step(run, layer);
+  private:
+    static Manner manner(Random& random) {
+        Manner manner;
+        manner.graph = random.one_in(2);
+        return manner;
     }
 };
 
@@ -76,111 +110,95 @@ struct End {
     std::function<void()> happens;
 };
 
-// Any wait.
-std::vector<End> ends(const Interrupts& interrupts) {
-    return {
-        {"process was asked to end",
-         [&interrupts] {
-             interrupts.install(Interrupts::kPlain);
-             interrupts.send();
-         }},
-        {"the script has raised an exception", [] { syncbn_fail("the script has raised an exception"); }},
-    };
-}
-
-// A wait for a replica.
-std::vector<End> all_ends(const Interrupts& interrupts) {
-    std::vector<End> all = ends(interrupts);
-    all.push_back({"process was asked to end", [] { syncbn_exiting(1); }});
-    all.push_back({"the process was forked", [] { syncbn_forking(1); }});
-    return all;
-}
-
-// A wait for a call that is repeated, and that does not come.
-void recall(double timeout, const End& end) {
-    const syncbn::Memo memo;
-    auto error = std::async(std::launch::async, [&] {
-        syncbn::Wait wait(timeout, "recalling", "it does not come", "Do something.");
-        try {
-            memo.result(wait);
-        } catch (const syncbn::Failure& failure) {
-            return std::string(failure.what());
-        }
-        return std::string();
-    });
-    pause(0.2);  // it waits by now, or it comes to the same
-    end.happens();
-    const std::string got = error.get();
-    expect(contains(got, end.reason), "'" + got + "' says '" + end.reason + "'");
-    syncbn_reset();
-    ++figures.steps;
-}
-
 }  // namespace
 
 void waiting(Run& run) {
     const Interrupts interrupts;
     do {
         std::deque<Wait> waits;
-        for (int i = 0; i < 3; ++i) {
-            waits.emplace_back(run);
-            waits.back().begin();
-        }
+        for (int i = 0; i < 3; ++i) waits.emplace_back(run);
         for (auto handler :
              {Interrupts::kChaining, Interrupts::kPlain, Interrupts::kWithInformation, Interrupts::kChaining}) {
             interrupts.install(handler);
             interrupts.send();
         }
-        for (Wait& wait : waits) wait.go_on();
-        for (Wait& wait : waits) wait.end_well();
+        for (Wait& wait : waits) {
+            wait.missing.issue_forward(run.engine);
+            wait.step.issue_backwards();
+        }
+        run.engine.wait_for_all();
+        for (Wait& wait : waits) {
+            wait.step.check();
+            check_running_statistics(wait.layer);
+            ++figures.steps;
+        }
     } while (run.goes_on());
 }
 
 void ended(Run& run) {
     const Interrupts interrupts;
+    const End ends[] = {
+        {"process was asked to end",
+         [&interrupts] {
+             interrupts.install(Interrupts::kPlain);
+             interrupts.send();
+         }},
+        {"the script has raised an exception", [] { syncbn_fail("the script has raised an exception"); }},
+        {"process was asked to end", [] { syncbn_exiting(1); }},
+        {"the process was forked", [] { syncbn_forking(1); }},
+    };
     do {
-        for (const End& end : all_ends(interrupts)) {
+        for (const End& end : ends) {
             Wait wait(run);
-            wait.begin();
             end.happens();
-            wait.end(end.reason);
+            run.engine.wait_for_all();
+            wait.step.each([&](Replica& replica) {
+                const std::string& error = replica.forward.error;
+                expect(&replica == &wait.missing || contains(error, end.reason),
+                       "'" + error + "' says '" + end.reason + "'");
+            });
+            ++figures.steps;
+            syncbn_forking(0);
+            syncbn_exiting(0);
+            syncbn_reset();
+            wait.layer.restore();
+            right_step(run, wait.layer);
         }
     } while (run.goes_on());
 }
 
 void recalling(Run& run) {
-    const Interrupts interrupts;
+    const End ends[] = {
+        {"it does not come after 0.2 s. Do something.", [] {}},
+        {"the script has raised an exception", [] { syncbn_fail("the script has raised an exception"); }}};
     do {
-        for (const End& end : ends(interrupts)) recall(kPatience, end);
-        recall(0.2, {"it does not come after 0.2 s. Do something.", [] {}});
+        for (const End& end : ends) {
+            const syncbn::Memo memo;
+            syncbn::Wait wait(0.2, "recalling", "it does not come", "Do something.");
+            end.happens();
+            std::string error;
+            try {
+                memo.result(wait);
+            } catch (const syncbn::Failure& failure) {
+                error = failure.what();
+            }
+            expect(contains(error, end.reason), "'" + error + "' says '" + end.reason + "'");
+            syncbn_reset();
+        }
     } while (run.goes_on());
 }
 
-void lasting(Run& run) {
-    constexpr double kSeconds = 15;
-    if (run.left() < kSeconds) return;
-    Wait warned(run);
-    const long warnings = figures.warnings;
-    warned.begin();
-    for (const double begin = now(); figures.warnings == warnings && now() < begin + kPatience;) pause(0.05);
-    expect(figures.warnings == warnings + 1, "one of those who wait for long says so");
-    warned.go_on();
-    warned.end_well();
-}
-
 void closing(Run& run) {
-    Wait wait(run);
-    std::vector<std::unique_ptr<Step>> steps;
-    for (int i = 0; i < 4; ++i) {
-        steps.push_back(std::make_unique<Step>(run, std::vector<Layer*>{&wait.layer}, Manner()));
-        steps.back()->issue();
+    Layer layer(run.random, any_meeting_spec(run.random, 2), "closing");
+    std::deque<Step> steps;
+    for (int i = 0; i < 5; ++i) {
+        steps.emplace_back(run, std::vector<Layer*>{&layer}, Manner()).issue();
         if (i == 1) syncbn_close();
     }
-    wait.step.issue();
     run.engine.wait_for_all();
-    const char* reason = "the process has run its exit handlers";
-    wait.step.each([&](Replica& replica) {
-        expect(contains(replica.forward.error, reason), "'" + replica.forward.error + "' says '" + reason + "'");
+    steps.back().each([](Replica& replica) {
+        const std::string& error = replica.forward.error;
+        expect(contains(error, "the process has run its exit handlers"), "'" + error + "' says that the process ends");
     });
 }
 
