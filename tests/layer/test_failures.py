@@ -5,7 +5,6 @@ import json
 import logging
 import pickle
 import re
-import sys
 import threading
 import time
 from pathlib import Path
@@ -14,11 +13,9 @@ import mxnet as mx
 import numpy as np
 import pytest
 import replicas
-from environments import ended
 from gate import Gate
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from places import PACKAGE
 from replicas import (
     TOLERANCE,
     WAYS,
@@ -64,6 +61,11 @@ def assert_explains(error, layer, *parts):
         assert part in text, f"{part!r} is not in: {text}"
 
 
+def recorded(layer, xs):
+    with autograd.record():
+        return [layer(x) for x in xs]
+
+
 def shards(rng, contexts, dtype="float32"):
     return on_devices(make_batch(rng, len(contexts)).shards, contexts, dtype)
 
@@ -76,8 +78,7 @@ def test_a_replica_that_is_never_called(contexts, rng, way):
     layer = a_layer(contexts[:3], way)
     xs = shards(rng, contexts[:3])
     with short_waits(2):  # within which both have arrived
-        with autograd.record():
-            ys = [layer(x) for x in xs[::2]]
+        ys = recorded(layer, xs[::2])
         with pytest.raises(StepError) as error:
             ys[0].asnumpy()
     first, second, third = contexts[:3]
@@ -93,8 +94,7 @@ def test_backward_of_one_loss(contexts, rng, way):
     for x in xs:
         x.attach_grad()
     with short_waits(2):  # of the step, whose forward succeeds
-        with autograd.record():
-            ys = [layer(x) for x in xs]
+        ys = recorded(layer, xs)
         ys[1].backward()
         with pytest.raises(StepError) as error:
             xs[1].grad.asnumpy()
@@ -154,28 +154,27 @@ def test_a_read_between_replicas_ends_soon(contexts, rng, way):
     assert_next_step_is_right(layer, contexts[:2], rng)
 
 
-@pytest.mark.parametrize("where", ["filter", "frames"])
-def test_an_error_in_the_thread_that_logs_and_answers(where, contexts, rng, monkeypatch, caplog, capsys):
-    """A filter of the program's raises, or what reads the frames of its threads: that is reported, and no more."""
+def test_errors_in_the_thread_that_logs_and_answers(contexts, rng, monkeypatch, caplog, capsys):
+    """A filter of the program's raises, and what reads the frames of its threads: that is reported, and no more."""
     layer, own = a_layer(contexts[:2], timeout=100), callers._frames
 
-    def broken(of):
-        monkeypatch.setattr(callers, "_frames", own)
-        raise KeyError("a mistake")
+    def no_filter(record):
+        raise KeyError("in a filter")
 
-    if where == "filter":
-        monkeypatch.setattr(logging.getLogger("gluon_syncbn"), "filters", [broken])
-        caplog.set_level(logging.WARNING, logger="gluon_syncbn")
-        gluon_syncbn.configure(nonfinite="skip")  # which warns
-        with autograd.record():
-            ys = [layer(x * np.nan) for x in shards(rng, contexts[:2])]
-        autograd.backward(ys)
-    else:
-        monkeypatch.setattr(callers, "_frames", broken)
+    def no_frames(of):
+        monkeypatch.setattr(callers, "_frames", own)
+        raise KeyError("in frames")
+
+    monkeypatch.setattr(logging.getLogger("gluon_syncbn"), "filters", [no_filter])
+    monkeypatch.setattr(callers, "_frames", no_frames)
+    caplog.set_level(logging.WARNING, logger="gluon_syncbn")
+    gluon_syncbn.configure(nonfinite="skip")  # which warns
+    autograd.backward(recorded(layer, [x * np.nan for x in shards(rng, contexts[:2])]))
     with pytest.raises(StepError, match="waits in asnumpy"), autograd.record():
         for x in shards(rng, contexts[:2]):
             layer(x).asnumpy()
-    assert "KeyError: 'a mistake'" in capsys.readouterr().err
+    errors = capsys.readouterr().err
+    assert "KeyError: 'in a filter'" in errors and "KeyError: 'in frames'" in errors
 
 
 @pytest.mark.parametrize("reads", [True, False], ids=["reads", "steps"])
@@ -235,25 +234,30 @@ def test_once_failed_the_rest_of_the_step_fails_at_once(contexts, rng):
     assert_next_step_is_right(layer, contexts[:2], rng)
 
 
-def test_a_long_wait_says_so_and_may_end_well(contexts, rng, caplog):
-    """Nothing has been computed for seconds, and the last replica, called then, is on its way for half a second."""
-    layer = a_layer(contexts[:2], timeout=200)
-    (first, second), gate = shards(rng, contexts[:2]), Gate()
-    until = time.monotonic() + 100
+def test_long_waits_say_so_and_may_end_well(contexts, rng, monkeypatch, caplog):
+    """For a replica, and for a KVStore. The last replica, called then, is on its way for half a second."""
+    layer, adds = a_layer(contexts[:2], timeout=200), a_layer(contexts[:3], timeout=200, kvstore="device")
+    (first, second), gate, goes_on = shards(rng, contexts[:2]), Gate(), threading.Event()
+    add, until = adds._replicas.exchange.add, time.monotonic() + 100
+    monkeypatch.setattr(adds._replicas.exchange, "add", lambda *arguments: goes_on.wait(100) and add(*arguments))
     caplog.set_level(logging.WARNING, logger="gluon_syncbn")
     with autograd.record():
-        ys = [layer(first)]
-        while not caplog.records:
+        ys = [layer(first), *(adds(x) for x in shards(rng, contexts[:3]))]
+        while len(caplog.records) < 2:
             assert time.monotonic() < until
             time.sleep(0.1)
+        time.sleep(0.2)
+        goes_on.set()
         ys.append(layer(gate.behind(second)))
     threading.Timer(0.5, gate.open).start()
-    begin = f"SyncBatchNorm '{layer.name}', forward of call 1: 1 of 2 replicas arrived (cpu(0)), "
-    end = r"missing cpu\(1\) after 1\d s; still waiting, until 200 s\. Nobody has called the layer there\. Call the net"
     assert all(np.isfinite(y.asnumpy()).all() for y in ys)
-    (record,) = caplog.records
-    assert record.levelname == "WARNING"
-    assert re.match(re.escape(begin) + end, record.getMessage()), record.getMessage()
+    store = "3 of 3 replicas arrived (cpu(0), cpu(1), cpu(2)), missing nobody. The KVStore has not answered"
+    texts = {layer: "1 of 2 replicas arrived (cpu(0)), missing cpu(1)", adds: store}
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    for one, text in texts.items():
+        begin = re.escape(f"SyncBatchNorm '{one.name}', forward of call 1: {text}")
+        assert re.search(begin + r" after 1\d s; still waiting, until 20[02] s\. ", caplog.text)
+    assert "Nobody has called the layer there. Call the net on all its devices" in caplog.text
 
 
 # ---- an exception in one replica's part --------------------------------------------------------------------
@@ -342,8 +346,7 @@ def test_an_exchange_that_fails(contexts, rng, way, phase, when, monkeypatch):
         x.attach_grad()
     with monkeypatch.context() as patch:
         patch.setattr(layer._replicas.exchange, "add", fails)
-        with autograd.record():
-            ys = [layer(x) for x in xs]
+        ys = recorded(layer, xs)
         if phase == "backward":
             autograd.backward(ys, heads)
         for result in ys if phase == "forward" else [x.grad for x in xs]:
@@ -364,35 +367,10 @@ def test_an_exchange_that_fails_with_unusual_text(contexts, rng, text, monkeypat
             raise ConnectionError(text)
 
         patch.setattr(layer._replicas.exchange, "add", fails)
-        with autograd.record():
-            ys = [layer(x) for x in shards(rng, contexts[:2])]
+        ys = recorded(layer, shards(rng, contexts[:2]))
         for y in ys:
             assert_explains(released(y), layer, "ConnectionError: ")
     assert_next_step_is_right(layer, contexts[:2], rng)
-
-
-def test_a_store_that_takes_long(contexts, rng, monkeypatch, caplog):
-    """Whoever waits for the sum warns once."""
-    caplog.set_level(logging.WARNING, logger="gluon_syncbn")
-    layer = a_layer(contexts[:3], timeout=60, kvstore="device")
-    add = layer._replicas.exchange.add
-
-    def slow(*arguments):
-        end = time.monotonic() + 40
-        while not caplog.records and time.monotonic() < end:
-            time.sleep(0.1)
-        time.sleep(0.2)
-        return add(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(layer._replicas.exchange, "add", slow)
-        with autograd.record():
-            ys = [layer(x) for x in shards(rng, contexts[:3])]
-        nd.waitall()
-    (record,) = caplog.records
-    for part in ("3 of 3 replicas arrived", "The KVStore has not answered after 1", "still waiting, until"):
-        assert part in record.getMessage()
-    assert np.isfinite(ys[0].asnumpy()).all()
 
 
 def test_a_store_whose_sum_never_comes(contexts, rng, monkeypatch):
@@ -406,8 +384,7 @@ def test_a_store_whose_sum_never_comes(contexts, rng, monkeypatch):
             gate.behind(values[0]).copyto(out[0])
 
         patch.setattr(store, "pushpull", late)
-        with autograd.record():
-            ys = [layer(x) for x in shards(rng, contexts[:2])]
+        ys = recorded(layer, shards(rng, contexts[:2]))
         for y in ys:
             assert_explains(released(y), layer, "KVStore has not answered after 1 s", "kvstore='host'")
     gate.open()
@@ -418,8 +395,7 @@ def test_a_store_that_runs_an_optimizer(contexts, rng):
     store = mx.kv.create("device")
     layer = a_layer(contexts[:2], timeout=60, kvstore=store)
     store.set_optimizer(mx.optimizer.SGD())
-    with autograd.record():
-        ys = [layer(x) for x in shards(rng, contexts[:2])]
+    ys = recorded(layer, shards(rng, contexts[:2]))
     for y in ys:
         assert_explains(released(y), layer, "has an optimizer set", "update_on_kvstore=False")
     assert_next_step_is_right(a_layer(contexts[:2], kvstore="device"), contexts[:2], rng)
@@ -652,8 +628,7 @@ def test_devices_and_a_call_on_another_one(contexts, rng):
     layer = a_layer(contexts[:3], timeout=60)
     xs = shards(rng, contexts[:3])
     with gluon_syncbn.only_on(contexts[:2]):
-        with autograd.record():
-            ys = [layer(x) for x in xs]
+        ys = recorded(layer, xs)
         assert_explains(
             released(ys[2]),
             layer,
@@ -857,39 +832,24 @@ def test_another_number_of_channels_on_one_replica(contexts, rng):
 # ---- graphs that were saved --------------------------------------------------------------------------------
 
 
-def test_a_graph_of_another_process(contexts, tmp_path):
-    net = nn.HybridSequential()
-    net.add(nn.Dense(3, in_units=4), SyncBatchNorm(in_channels=3))
-    net.initialize(ctx=contexts[:1])
-    net.hybridize()
-    net(nd.ones((2, 4)))
-    path = str(tmp_path / "net")
-    Path(f"{path}-symbol.json").write_text(json.dumps(json_of(net._cached_graph[1])))  # others write plain operators
-    text = f"""
-import gluon_syncbn, mxnet as mx
-for load in (lambda: mx.sym.load({path!r} + "-symbol.json"),
-             lambda: mx.gluon.SymbolBlock.imports({path!r} + "-symbol.json", ["data"])):
-    try:
-        load().infer_shape(data=(2, 4))
-    except mx.MXNetError as error:
-        print("MXNetError", error)
-"""
-    ran = ended([sys.executable, "-W", "ignore", "-c", text], PACKAGE.parent)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.count("MXNetError") >= 2
-    assert ran.stdout.count("holds a SyncBatchNorm of another process") == 2, ran.stdout
-    assert "net.export, net.save and a symbol's save and tojson write BatchNorm" in ran.stdout
-
-
-def test_a_graph_whose_layer_is_gone(contexts):
-    layer = SyncBatchNorm(in_channels=3)
+@pytest.mark.parametrize("of", ["another process", "a layer that is gone"])
+def test_a_graph_that_has_no_layer_here(contexts, tmp_path, of):
+    layer, path = SyncBatchNorm(in_channels=3), str(tmp_path / "symbol.json")
     layer.initialize(ctx=contexts[:1])
     text = json.dumps(json_of(layer(mx.sym.var("data"))))
-    mx.sym.load_json(text)
-    del layer
-    gc.collect()
-    with pytest.raises(mx.MXNetError, match=r"or one that is gone. Write it again in its process: net.export"):
-        mx.sym.load_json(text)
+    Path(path).write_text(text)
+    mx.sym.load(path)
+    if of == "another process":
+        assert gluon_syncbn._native.PROCESS in text
+        Path(path).write_text(text.replace(gluon_syncbn._native.PROCESS, f"{0:016x}:"))
+    else:
+        del layer
+        gc.collect()
+    for load in (mx.sym.load, lambda path: gluon.SymbolBlock.imports(path, ["data"])):
+        with pytest.raises(
+            mx.MXNetError, match=r"of another process, or one that is gone. .* net.export, net.save and"
+        ):
+            load(path).infer_shape(data=(2, 4))
 
 
 def test_reset_while_a_healthy_step_is_in_flight(contexts, rng):
