@@ -1,6 +1,5 @@
 """Threads that step a layer: one after the other, one for each replica, and two at once, which is an error."""
 
-import queue
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,25 +23,10 @@ class Actor:
     """A thread that does one thing after the other, when it is told to."""
 
     def __init__(self, name):
-        self.name, self._jobs = name, queue.Queue()
-        self.thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self.thread.start()
-
-    def _work(self):
-        for job, done in iter(self._jobs.get, None):
-            try:
-                done.put((job(), None))
-            except BaseException as error:
-                done.put((None, error))
+        self.name, self.pool = f"{name}_0", ThreadPoolExecutor(1, name)
 
     def do(self, job):
-        """What the job returns or raises, once it is done."""
-        done = queue.Queue()
-        self._jobs.put((job, done))
-        result, error = done.get(timeout=60)
-        if error is not None:
-            raise error
-        return result
+        return self.pool.submit(job).result(timeout=60)
 
     def enter(self):
         self._scope = autograd.record()
@@ -51,17 +35,13 @@ class Actor:
     def leave(self, error=None):
         self.do(lambda: self._scope.__exit__(type(error) if error else None, error, None))
 
-    def end(self):
-        self._jobs.put(None)
-        self.thread.join(60)
-
 
 @contextmanager
 def actors(*names):
     with ExitStack() as stack:
         made = [Actor(name) for name in names]
         for actor in made:
-            stack.callback(actor.end)
+            stack.enter_context(actor.pool)
         yield made
 
 
@@ -100,7 +80,7 @@ def test_a_call_in_the_middle_of_a_step_of_another_thread(contexts, rng, way, be
     places = contexts[:2]
     layer, batch, shards = a_layer(places, rng, WAYS[way])
     with actors("A", "B") as made:
-        of = {actor.name: actor for actor in made}
+        of = dict(zip("AB", made))
         for actor in made:
             actor.enter()
 
@@ -110,7 +90,7 @@ def test_a_call_in_the_middle_of_a_step_of_another_thread(contexts, rng, way, be
         for what in before:
             call(what)
         caller = of[refused[0]]
-        other = of["B" if caller.name == "A" else "A"]
+        (other,) = set(made) - {caller}
         named = IN_A_STEP.format(caller.name, other.name)
         with pytest.raises(gluon_syncbn.StepError, match=named) as raised:
             call(refused)
@@ -145,11 +125,8 @@ def test_two_threads_at_once(contexts, rng, way):
                 errors.append(str(error))
 
     with actors("A", "B") as made:
-        done = [queue.Queue() for _ in made]
-        for i, actor in enumerate(made):
-            actor._jobs.put((lambda i=i: run(i), done[i]))
-        for each in done:
-            assert each.get(timeout=100)[1] is None
+        for done in [actor.pool.submit(run, i) for i, actor in enumerate(made)]:
+            done.result(timeout=100)
     assert not wrong
     assert all("in a step of thread" in error for error in errors), set(errors)
     gluon_syncbn.reset()
