@@ -1,5 +1,6 @@
 """Sample shuffle: samples change places, features come back, and only what must move does."""
 
+import functools
 import math
 import pickle
 import re
@@ -249,106 +250,104 @@ def test_an_iterator_keeps_its_epoch():
 # ---- mistakes ---------------------------------------------------------------------------------------
 
 
-def features_like(batch):
-    return [nd.ones((x.shape[0], 2), ctx=x.context) for x in batch.shuffled_shards]
+def unshuffled(change):
+    batch = split_and_load(numbered(7, 2), [mx.cpu(i) for i in range(3)], even_split=False, shuffle=SampleShuffle(1))
+    batch.unshuffle(change([nd.ones((len(x), 2), ctx=x.context) for x in batch.shuffled_shards]))
 
 
-WRONG_FEATURES = {
-    "features: NDArray of shape (3, 2) and type float32 on cpu(0) was given, expected a list of 3": lambda f: f[0],
-    "features: list of 2 was given, expected a list of 3, one for each shard": lambda f: f[:2],
-    "features[1]: 3 was given, expected an NDArray": lambda f: [f[0], 3, f[2]],
-    "features[2]: NDArray of shape (3, 2) and type float32 on cpu(2) was given, expected 2 rows on cpu(2)": lambda f: (
-        f[:2] + [nd.ones((3, 2), ctx=f[2].context)]
-    ),
-    "features[1]: NDArray of shape (2, 2) and type float32 on cpu(0) was given, expected 2 rows on cpu(1)": lambda f: [
-        x.as_in_context(f[0].context) for x in f
-    ],
-    "features[1]: NDArray of shape (2, 3) and type float32 on cpu(1) was given, expected samples like those of": (
-        lambda f: [f[0], nd.ones((2, 3), ctx=f[1].context), f[2]]
-    ),
-}
+def split(changes):
+    given = {"data": numbered(4, 2), "ctx_list": [mx.cpu(0), mx.cpu(1)], **changes}
+    split_and_load(**given, shuffle=SampleShuffle(1))
 
 
-@pytest.mark.parametrize("message", WRONG_FEATURES)
-def test_wrong_features(contexts, message):
-    batch = split_and_load(numbered(7, 2), contexts[:3], even_split=False, shuffle=SampleShuffle(1))
-    features = features_like(batch)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        batch.unshuffle(WRONG_FEATURES[message](features))
+def moved(shards, batch_axis=0):
+    shuffle_shards([nd.ones((2, 2)), shards], batch_axis, shuffle=SampleShuffle(1))
 
 
-def test_features_are_unshuffled_once(contexts):
-    shuffle = SampleShuffle(1)
-    one, other = (split_and_load(numbered(6, 2), contexts[:2], shuffle=shuffle) for _ in range(2))
-    restored = one.unshuffle(features_like(one))
-    for batch in (one, other):
-        with pytest.raises(ValueError, match="features: these have been unshuffled before"):
-            batch.unshuffle(restored)
-    one.unshuffle(features_like(one))  # other features of the same batch
-
-
-def split(**changes):
-    return split_and_load(
-        **{"data": numbered(4, 2), "ctx_list": [mx.cpu(0), mx.cpu(1)], **changes}, shuffle=SampleShuffle(1)
-    )
-
-
-def moved(**changes):
-    return shuffle_shards(**{"shards": [nd.ones((2, 2))] * 2, **changes}, shuffle=SampleShuffle(1))
-
-
-def sampled(**changes):
-    return ShuffleSampler(**{"length": 20, "batch_size": 4, "num_workers": 2, "rank": 0, "seed": 1, **changes})
-
-
-# Beside what tests/unit/test_arguments.py has of each argument by itself.
-MISTAKES = {
-    "data: list of 2 was given, expected an NDArray or a numpy.ndarray (shuffle_shards is for batches on": lambda: (
-        split(data=[nd.ones((2, 2))] * 2)
-    ),
-    "data: 1 samples were given, expected at least 2": lambda: split(data=numbered(1, 2)),
-    "data: 5 samples were given, expected a multiple of 2 or even_split=False": lambda: split(data=numbered(5, 2)),
-    "batch_axis: 2 was given, expected a whole number from -2 to 1": lambda: split(batch_axis=2),
-    "shards[1]: numpy.ndarray of shape (2, 2) was given": lambda: moved(shards=[nd.ones((2, 2)), np.ones((2, 2))]),
-    "shards[1]: NDArray of shape (2, 3)": lambda: moved(shards=[nd.ones((2, 2)), nd.ones((2, 3))]),
-    "shards[1]: NDArray of shape (2, 2) and type uint8": lambda: moved(
-        shards=[nd.ones((2, 2)), nd.ones((2, 2), dtype="uint8")]
-    ),
-    "shards[1]: NDArray of shape (0, 2)": lambda: moved(shards=[nd.ones((2, 2)), nd.ones((2, 2))[1:1]]),
-    "batch_axis: 2 was given": lambda: moved(batch_axis=2),
-    "length: 7 was given, expected at least 8": lambda: sampled(length=7),
-    "length: 9 leaves 1 samples in the last batch, fewer than the 2 processes": lambda: sampled(
-        length=9, last_batch="keep"
-    ),
-    "rank: 2 was given, expected a whole number from 0 to 1": lambda: sampled(rank=2),
-}
-
-
-@pytest.mark.parametrize("message", MISTAKES)
-def test_wrong_arguments(message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        MISTAKES[message]()
+def sampled(changes):
+    ShuffleSampler(**{"length": 20, "batch_size": 4, "num_workers": 2, "rank": 0, "seed": 1, **changes})
 
 
 def restored(features, batch=1):
     return ShuffleSampler(14, 4, 2, 0, seed=1, last_batch="keep").restore(features, batch)
 
 
-@pytest.mark.parametrize(
-    "said, expected, mistakes",
-    [
-        ("batch", "a whole number from 0 to 1", [(np.ones((8, 2)), batch) for batch in (-1, 2, 0.0)]),
+ROWS = "expected 3 rows, those of this process in batch 1, or 6, all of them"
+#: Beside what tests/unit/test_arguments.py has of each argument by itself.
+MISTAKES = [
+    (
+        unshuffled,
+        lambda f: f[0],
+        "features: NDArray of shape (3, 2) and type float32 on cpu(0) was given, expected a list",
+    ),
+    (unshuffled, lambda f: f[:2], "features: list of 2 was given, expected a list of 3, one for each shard"),
+    (unshuffled, lambda f: [f[0], 3, f[2]], "features[1]: 3 was given, expected an NDArray"),
+    (
+        unshuffled,
+        lambda f: [*f[:2], nd.ones((3, 2), ctx=f[2].context)],
+        "features[2]: NDArray of shape (3, 2) and type float32 on cpu(2) was given, expected 2 rows on cpu(2)",
+    ),
+    (
+        unshuffled,
+        lambda f: [x.as_in_context(f[0].context) for x in f],
+        "features[1]: NDArray of shape (2, 2) and type float32 on cpu(0) was given, expected 2 rows on cpu(1)",
+    ),
+    (
+        unshuffled,
+        lambda f: [f[0], nd.ones((2, 3), ctx=f[1].context), f[2]],
+        "features[1]: NDArray of shape (2, 3) and type float32 on cpu(1) was given, expected samples like those of",
+    ),
+    (
+        split,
+        {"data": [nd.ones((2, 2))] * 2},
+        "data: list of 2 was given, expected an NDArray or a numpy.ndarray (shuffle_shards is for batches on",
+    ),
+    (split, {"data": numbered(1, 2)}, "data: 1 samples were given, expected at least 2"),
+    (split, {"data": numbered(5, 2)}, "data: 5 samples were given, expected a multiple of 2 or even_split=False"),
+    (split, {"batch_axis": 2}, "batch_axis: 2 was given, expected a whole number from -2 to 1"),
+    (moved, np.ones((2, 2)), "shards[1]: numpy.ndarray of shape (2, 2) was given"),
+    (moved, nd.ones((2, 3)), "shards[1]: NDArray of shape (2, 3)"),
+    (moved, nd.ones((2, 2), dtype="uint8"), "shards[1]: NDArray of shape (2, 2) and type uint8"),
+    (moved, nd.ones((2, 2))[1:1], "shards[1]: NDArray of shape (0, 2)"),
+    (functools.partial(moved, batch_axis=2), nd.ones((2, 2)), "batch_axis: 2 was given"),
+    (sampled, {"length": 7}, "length: 7 was given, expected at least 8"),
+    (
+        sampled,
+        {"length": 9, "last_batch": "keep"},
+        "length: 9 leaves 1 samples in the last batch, fewer than the 2 processes",
+    ),
+    (sampled, {"rank": 2}, "rank: 2 was given, expected a whole number from 0 to 1"),
+    *(
         (
-            "features",
-            "3 rows, those of this process in batch 1, or 6, all of them",
-            [(wrong,) for wrong in (np.ones((8, 2)), nd.ones((4, 2)), np.ones(()))],
-        ),
-        ("features", "an NDArray, a list of them or a numpy.ndarray", [([np.ones((3, 2))] * 2,)]),
-        ("kvstore", "one in which this is rank 0 of 2, as the sampler says", [(nd.ones((3, 2)),)]),
-    ],
-)
-def test_wrong_features_of_the_sampler(said, expected, mistakes):
-    assert restored(np.ones((6, 2))).shape == (3, 2)
-    for mistake in mistakes:
-        with pytest.raises(ValueError, match=f"^{said}: .*, expected {expected}"):
-            restored(*mistake)
+            functools.partial(restored, batch=batch),
+            np.ones((8, 2)),
+            f"batch: {batch} was given, expected a whole number",
+        )
+        for batch in (-1, 2, 0.0)
+    ),
+    (restored, np.ones((8, 2)), f"features: numpy.ndarray of shape (8, 2) was given, {ROWS}"),
+    (restored, np.ones(()), f"features: numpy.ndarray of shape () was given, {ROWS}"),
+    (restored, nd.ones((4, 2)), f"features: NDArray of shape (4, 2) and type float32 on cpu(0) was given, {ROWS}"),
+    (restored, [np.ones((3, 2))] * 2, "expected an NDArray, a list of them or a numpy.ndarray"),
+    (
+        restored,
+        nd.ones((3, 2)),
+        "kvstore: this process is rank 0 of 1 in it, expected one in which this is rank 0 of 2, as the sampler says",
+    ),
+]
+
+
+@pytest.mark.parametrize("call, given, said", MISTAKES, ids=[said for *_, said in MISTAKES])
+def test_mistakes(call, given, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        call(given)
+
+
+def test_features_are_unshuffled_once(contexts):
+    shuffle = SampleShuffle(1)
+    one, other = (split_and_load(numbered(6, 2), contexts[:2], shuffle=shuffle) for _ in range(2))
+    features = one.unshuffle([x * 2 for x in one.shuffled_shards])
+    for batch in (one, other):
+        with pytest.raises(ValueError, match="features: these have been unshuffled before"):
+            batch.unshuffle(features)
+    one.unshuffle([x * 2 for x in one.shuffled_shards])  # other features of the same batch
