@@ -17,7 +17,7 @@ from .. import _native
 from ..system import locks
 
 #: gluon.Trainer numbers its parameters from 0 in the same store; no net has this many parameters.
-_FIRST = 1 << 24
+FIRST_KEY = 1 << 24
 
 _NO_ANSWER = "Its sum waits for an operator of MXNet's that does not end. kvstore='host' adds without MXNet."
 
@@ -81,7 +81,7 @@ class DeviceExchange(Exchange):
         with self._lock:  # not during the sum: in MXNet's engine, the next user of a key waits
             key = self._keys.get((length, contexts))
             if key is None:
-                key = _FIRST + len(self._keys)
+                key = FIRST_KEY + len(self._keys)
                 self.kvstore.broadcast(key, mx.nd.zeros(length, mx.cpu(), "float64"), out=out)
                 self._keys[length, contexts] = key
             self.kvstore.pushpull(key, values, out=out)

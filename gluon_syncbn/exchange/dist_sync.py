@@ -15,7 +15,8 @@ import contextlib
 import functools
 import threading
 import weakref
-from typing import Any, Callable, Dict, Iterator, List, Tuple
+from collections import defaultdict
+from typing import Any, Callable, DefaultDict, Dict, Iterator, List, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -24,30 +25,20 @@ from .. import _native
 from ..system import arguments, locks
 from ..system.environment import read
 from ..system.logs import log
-from .base import leave, made
+from .base import FIRST_KEY, leave, made
 from .job import WORDS, Call, JobExchange, name_of
 
 #: The types of MXNet's stores that add over workers.
 TYPES = ("dist_sync", "dist_device_sync", "dist_sync_device")
 _VARIABLES = ("DMLC_ROLE", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER", "DMLC_NUM_SERVER")
 _HEAD = 4  # words: the call
-_KEYS = 1 << 24  # gluon.Trainer numbers its parameters from 0 in the same store; no net has this many
 _LATE = "not every worker has come"
 _UNKNOWN = "MXNet's store does not say which worker is missing: one may have ended, hang, or have left out a call"
 _made_by_all = functools.partial(made, "gluon_syncbn-store")
 
 
 def _key(layer: int, phase: int) -> int:
-    return _KEYS + 2 * (layer + 1) + (phase > 0)
-
-
-class _Rounds:
-    """The rounds of a key: the shape of the array, and a lock. A second push would count as another worker's."""
-
-    def __init__(self, shape: Tuple[int, int]) -> None:
-        self.shape = shape
-        self.lock: Any
-        locks.give(self, lock=threading.Lock)
+    return FIRST_KEY + 2 * (layer + 1) + (phase > 0)
 
 
 class DistSyncExchange(JobExchange):
@@ -57,27 +48,27 @@ class DistSyncExchange(JobExchange):
         super().__init__(kvstore.type, kvstore.rank, kvstore.num_workers)
         self.kvstore = kvstore
         self.of_trainer = {"kvstore": kvstore, "update_on_kvstore": False}
-        self._rounds: Dict[int, _Rounds] = {}  # of each key
+        self._shapes: Dict[int, Tuple[int, int]] = {}  # of the array of each key
         self._trainer: Any = None  # a weak reference
         self._calls: Any  # held during calls of the store, whose maps have no lock
-        locks.give(self, _calls=threading.Lock)
+        self._rounds: DefaultDict[int, Any]  # of each key: a second push would count as another worker's
+        locks.give(self, _calls=threading.Lock, _rounds=lambda: defaultdict(threading.Lock))
         self._begin_key(_key(-1, 0), WORDS)
 
     def rows_of(self, call: Call, row: np.ndarray, timeout: float) -> np.ndarray:
         key = _key(call[0], call[3])
-        rounds = self._rounds[key]
-        words = np.zeros(rounds.shape)
+        words = np.zeros(self._shapes[key])
         words[self.rank, :_HEAD].view(np.int64)[:] = call
         words[self.rank, _HEAD : _HEAD + row.size] = row
         # Servers leave float32 alone as it is (docs/mxnet_faults.md): a word is four whole numbers.
         array = mx.nd.array(words.ravel().view(np.uint16), dtype="float32")
-        with rounds.lock:
+        with self._rounds[key]:
             if self.failure:
                 raise mx.MXNetError(self.failure)
             with self._calls:
                 self.kvstore.pushpull(key, array)
             _native.await_array([array], timeout, _LATE, _UNKNOWN)
-        everyone = array.asnumpy().astype(np.uint16).view(np.float64).reshape(rounds.shape)
+        everyone = array.asnumpy().astype(np.uint16).view(np.float64).reshape(words.shape)
         if everyone[self.rank].tobytes() != words[self.rank].tobytes():
             advice = "Give the Trainer update_on_kvstore=False."
             raise mx.MXNetError(f"the servers have an optimizer, which has run on the statistics. {advice}")
@@ -94,7 +85,7 @@ class DistSyncExchange(JobExchange):
             self._begin_key(_key(number, phase), 1 + 2 * channels)
 
     def _begin_key(self, key: int, words: int) -> None:
-        self._rounds[key] = _Rounds((self.num_workers, _HEAD + words))
+        self._shapes[key] = self.num_workers, _HEAD + words
         zeros = mx.nd.zeros(self.num_workers * (_HEAD + words) * 4)
 
         def begin() -> None:
