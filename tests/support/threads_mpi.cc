@@ -16,6 +16,7 @@ namespace {
 
 constexpr int kTruncated = 15, kNoRequest = 19;         // MPI_ERR_TRUNCATE, MPI_ERR_REQUEST
 constexpr size_t kShort = 1 << 16;                      // bytes of a message, at most
+constexpr int kLong = 2 << 20;                          // bytes of a sum, at most, so that buckets have an end
 constexpr Handle kFloat32 = 4, kFloat64 = 8, kAdd = 1;  // a type is the size of its values
 constexpr int kAny = -1;
 constexpr void* kInPlace = nullptr;
@@ -162,6 +163,7 @@ int MPI_Iallreduce(const void* from, void* values, int count, Handle type, Handl
     const std::lock_guard<std::mutex> lock(mutex);
     Member& member = member_of(communicator);
     if (const int status = failure(member, "MPI_Iallreduce"); status != 0) return status;
+    if (count * type > kLong) return kTruncated;
     auto& sums = member.of->sums;
     if (member.sums == sums.size())
         sums.push_back(
