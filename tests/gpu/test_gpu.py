@@ -96,7 +96,7 @@ def test_random_cases(first):
     empty shards."""
     gpus(4)
     for seed in range(first, first + 20):
-        random_case(draw(seed, most=4, emulated=True), GPUS)
+        random_case(draw(seed, contexts=4, emulated=True), GPUS)
 
 
 @pytest.mark.parametrize("way", WAYS)

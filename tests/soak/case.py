@@ -143,8 +143,8 @@ class Case:
         return shape
 
 
-def draw(seed: int, most: int = 8, emulated: bool = False) -> Case:
-    """On at most so many contexts. Emulated: without what MXNet's own operators would do."""
+def draw(seed: int, contexts: int = 8, emulated: bool = False) -> Case:
+    """On up to four of so many contexts. Emulated: without what MXNet's own operators would do."""
     rng = np.random.RandomState(seed)
 
     def one(options: Any) -> Any:
@@ -158,8 +158,8 @@ def draw(seed: int, most: int = 8, emulated: bool = False) -> Case:
     dimensions = one((2, 3, 4, 4, 5))
     spatial = tuple(int(one((1, 2, 3, 4, 7))) for _ in range(dimensions - 2))
     axis = one((1, 1, 1, -1, -1, int(rng.randint(-dimensions, dimensions))))
-    contexts = [int(i) for i in rng.permutation(most)[: one((1, 2, 2, 3, 3, 4, 4, most))]]
-    replicas = len(contexts)
+    places = [int(i) for i in rng.permutation(contexts)[: rng.randint(1, 5)]]
+    replicas = len(places)
     frozen = perhaps(0.05) and not alone
 
     slots = (1,) if axis % dimensions == 0 else (1, 2, 3, 4, 8)
@@ -204,7 +204,7 @@ def draw(seed: int, most: int = 8, emulated: bool = False) -> Case:
         channels=int(one((1, 2, 3, 5, 8, 17))),
         axis=axis,
         spatial=spatial,
-        contexts=contexts,
+        contexts=places,
         pooling=pooling,
         settings={
             "epsilon": one((1e-5, 1e-5, 1e-3)),

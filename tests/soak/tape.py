@@ -82,7 +82,13 @@ class Value:
 
     def columns(self, where: np.ndarray) -> Value:
         """Those that ``where`` names. ``[M]``, of bool"""
-        return Columns(self, where)
+
+        def in_the_whole(gradient: Value) -> Value:
+            data, slack = (np.zeros(self.data.shape, kind) for kind in (EXACT, float))
+            data[:, where], slack[:, where] = gradient.data, gradient.slack
+            return Value(data, slack, gradient.rounding)
+
+        return Value(self.data[:, where], self.slack[:, where], self.rounding, [(self, in_the_whole)])
 
     def at(self, rounding: Rounding) -> Value:
         """From here on it is computed with another rounding."""
@@ -101,20 +107,6 @@ class Value:
 
     def _stored(self, dtype: str, slack: Any) -> Value:
         return Value(self.data, slack, self.rounding, [(self, lambda g: g.stored(dtype))])
-
-
-class Columns(Value):
-    """Some columns of another value."""
-
-    def __init__(self, whole: Value, where: np.ndarray) -> None:
-        self._whole, self._where = whole, where
-        pulls = [(whole, self._in_the_whole)]
-        super().__init__(whole.data[:, where], whole.slack[:, where], whole.rounding, pulls)
-
-    def _in_the_whole(self, gradient: Value) -> Value:
-        data, slack = (np.zeros(self._whole.data.shape, kind) for kind in (EXACT, float))
-        data[:, self._where], slack[:, self._where] = gradient.data, gradient.slack
-        return Value(data, slack, gradient.rounding)
 
 
 def storing(data: np.ndarray, dtype: str) -> np.ndarray:
