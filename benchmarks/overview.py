@@ -88,13 +88,13 @@ def figures() -> str:
     (low, *_, high), (net,) = alone()
     counts = [one["count"] for _, ratios in models() + layers() for one in ratios.values()]
     return f"""\
-mIoU of [two small nets](examples/segmentation/README.md#plain-or-synchronised-a-comparison) on generated scenes, with
-plain and with synchronised statistics of four simulated devices, and 95 % intervals ({seeds} seeds, tuned rates).
+mIoU of [two small nets](examples/segmentation/README.md#plain-or-synchronised-a-comparison) on generated scenes, from
+plain to synchronised statistics of four simulated devices, and the 95 % interval of the change ({seeds} seeds, tuned rates).
 
 {miou()}
 
-Times on two CPU devices, of plain BatchNorm's: medians of {min(counts)} to {max(counts)} rounds, and 10 to 90 %
-quantiles. Where 1 lies between these, no difference is shown. *Fused* is compared with BatchNorm and ReLU.
+Times on two CPU devices, divided by plain BatchNorm's: medians of {min(counts)} to {max(counts)} rounds (10 to 90 %
+quantiles). Where 1 lies between the quantiles, no difference is shown. *Fused* is compared with BatchNorm and ReLU.
 
 {rows()}
 
