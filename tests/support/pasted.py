@@ -6,12 +6,11 @@ the other in this process, which MPI cannot be started in twice.
 """
 
 import json
+import multiprocessing
 import os
-import signal
 import socket
 import sys
 import tempfile
-import time
 import traceback
 import warnings
 
@@ -22,7 +21,7 @@ import mxnet as mx  # noqa: E402
 
 import gluon_syncbn  # noqa: E402
 
-LIMIT, AT_ONCE = 120, 2  # seconds; processes
+LIMIT, AT_ONCE = 120, 2  # seconds that a block may take after those before it; processes
 
 
 def no_network(*_args, **_kwargs):
@@ -49,46 +48,34 @@ def run(block):
     mx.nd.waitall()
 
 
-def started(block, folder):
-    output = os.open(os.path.join(folder, ".output"), os.O_CREAT | os.O_RDWR | os.O_APPEND)
-    pid = os.fork()
-    if pid:
-        os.close(output)
-        return pid
-    code = 1
-    try:
+def answer(block):
+    """[exit code, what it printed], in a process that ends with this block."""
+    with tempfile.TemporaryDirectory() as folder, open(os.path.join(folder, ".output"), "w+") as output:
         for stream in (1, 2):
-            os.dup2(output, stream)
-        prepare(folder)
-        run(block)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
+            os.dup2(output.fileno(), stream)
+        code = 1
+        try:
+            prepare(folder)
+            run(block)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+        output.seek(0)
+        return code, output.read()
 
 
 def answers(blocks):
-    """[exit code, what it printed], for each."""
-    waiting, running, found = list(enumerate(blocks)), {}, {}
-    while waiting or running:
-        while waiting and len(running) < AT_ONCE:
-            number, block = waiting.pop(0)
-            folder = tempfile.TemporaryDirectory()
-            running[started(block, folder.name)] = (number, folder, time.monotonic() + LIMIT)
-        time.sleep(0.02)
-        for pid, (number, folder, end) in list(running.items()):
-            if time.monotonic() > end:
-                os.kill(pid, signal.SIGKILL)
-            ended, status = os.waitpid(pid, 0 if time.monotonic() > end else os.WNOHANG)
-            if ended:
-                with open(os.path.join(folder.name, ".output"), encoding="utf-8", errors="replace") as file:
-                    found[number] = (status, file.read())
-                folder.cleanup()
-                del running[pid]
-    return [found[number] for number in range(len(blocks))]
+    with multiprocessing.get_context("fork").Pool(AT_ONCE, maxtasksperchild=1) as pool:  # which ends all at its end
+        return [got(result) for result in [pool.apply_async(answer, [block]) for block in blocks]]
+
+
+def got(result):
+    try:
+        return result.get(LIMIT)
+    except multiprocessing.TimeoutError:
+        return 1, f"it crashed, or did not end within {LIMIT} s"
 
 
 def main(blocks, answered=None):
