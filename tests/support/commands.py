@@ -3,9 +3,10 @@
 import importlib.util
 import re
 import shlex
+from pathlib import Path
 from typing import Iterator, List
 
-from places import ROOT
+from places import PACKAGE, ROOT
 
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -13,8 +14,9 @@ TARGETS = set(re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)[1].split())
 EXTRAS = set(re.findall(r"^(\w+) = \[", PYPROJECT[PYPROJECT.index("[project.optional-dependencies]") :], re.MULTILINE))
 
 PYTHONS = re.compile(r"(.*/)?python3?")
-FOLDERS = re.compile(r"(\./)?(gluon_syncbn|docs|tests|tools|examples|benchmarks|requirements)/[\w./-]+")
-OWN = "train.py", "script.py", "SCRIPT"  # what stands for a program of the reader's
+FILES = re.compile(r"(\./)?(gluon_syncbn|docs|tests|tools|examples|benchmarks|requirements)/[\w./-]+")
+READERS = "train.py", "script.py", "SCRIPT"  # what stands for a program of the reader's
+OTHERS = "pip", "venv", "families"  # modules that are found elsewhere
 
 
 def lost(text: str) -> List[str]:
@@ -37,68 +39,40 @@ def _commands(line: str) -> Iterator[List[str]]:
 
 
 def _lost(words: List[str]) -> Iterator[str]:
-    for word in words:
-        if FOLDERS.fullmatch(word) and not (ROOT / word).exists():
-            yield f"no file {word}"
+    yield from (f"no file {word}" for word in words if FILES.fullmatch(word) and not (ROOT / word).exists())
     for at, word in enumerate(words):
         rest = words[at + 1 :]
         if word == "make":
-            yield from _lost_by_make(rest)
+            targets = [word for word in rest if re.fullmatch(r"[a-z][\w-]*", word)]
+            yield from (f"no target `make {target}`" for target in targets if target not in TARGETS)
+            given = [option for word in rest if word.startswith("ARGS=") for option in shlex.split(word[5:])]
+            for target in targets:
+                for script in re.findall(rf"^{target}:(?:.*\n\t)*?.*\$\(PY\) (\S+\.py)", MAKEFILE, re.MULTILINE):
+                    yield from _unknown(ROOT / script, given)
         elif word == "pip":
-            yield from _lost_by_pip(rest)
+            extras = re.findall(r"(?:^|\s)(?:\.|gluon_syncbn\S*)\[([\w,]+)\]", " ".join(rest))
+            yield from (f"no extra {extra}" for extra in ",".join(extras).split(",") if extra and extra not in EXTRAS)
         elif word == "gluon-syncbn":
-            yield from _lost_by_module("gluon_syncbn", rest)
-        elif PYTHONS.fullmatch(word) and rest and rest[0] == "-m":
-            yield from _lost_by_module(rest[1], rest[2:])
-        elif PYTHONS.fullmatch(word) and rest and rest[0].endswith(".py"):
-            yield from _lost_by_script(rest[0], rest[1:])
+            yield from _unknown(PACKAGE / "command" / "run.py", rest)
+        elif PYTHONS.fullmatch(word) and rest[:1] == ["-m"]:
+            if rest[1] == "gluon_syncbn":
+                yield from _unknown(PACKAGE / "command" / "run.py", rest[2:])
+            elif rest[1] not in OTHERS and importlib.util.find_spec(rest[1]) is None:
+                yield f"no module {rest[1]}"
+        elif PYTHONS.fullmatch(word) and rest and rest[0].endswith(".py") and rest[0] not in READERS:
+            yield from _unknown(ROOT / rest[0], rest[1:])
 
 
-def _lost_by_make(words: List[str]) -> Iterator[str]:
-    targets = [word for word in words if re.fullmatch(r"[a-z][\w-]*", word)]
-    for target in targets:
-        if target not in TARGETS:
-            yield f"no target `make {target}`"
-        arguments = [word.partition("=")[2] for word in words if word.startswith("ARGS=")]
-        scripts = re.findall(rf"^{target}:(?:.*\n\t)*?.*\$\(PY\) (\S+\.py)", MAKEFILE, re.MULTILINE)
-        for script in scripts if arguments else []:
-            yield from _lost_by_script(script, shlex.split(arguments[0]))
-
-
-def _lost_by_pip(words: List[str]) -> Iterator[str]:
-    for at, word in enumerate(words):
-        if word == "-r" and not FOLDERS.fullmatch(words[at + 1]) and not (ROOT / words[at + 1]).exists():
-            yield f"no file {words[at + 1]}"
-        extras = re.fullmatch(r"(?:\.|gluon_syncbn)[^\[]*\[([\w,]+)\].*", word)
-        for extra in extras[1].split(",") if extras else []:
-            if extra not in EXTRAS:
-                yield f"no extra {extra}"
-
-
-def _lost_by_module(module: str, words: List[str]) -> Iterator[str]:
-    try:
-        known = importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        known = False
-    if module not in ("pip", "venv", "families") and not known:
-        yield f"no module {module}"
-    if module == "gluon_syncbn":
-        source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "gluon_syncbn" / "command").glob("*.py"))
-        own = next((at for at, word in enumerate(words) if word.endswith(".py") or word in OWN), len(words))
-        for word in words[:own]:
-            if re.match(r"--?[a-z]|[a-z]+$", word) and f'"{word.partition("=")[0]}"' not in source:
-                yield f"gluon_syncbn knows no {word}"
-
-
-def _lost_by_script(script: str, words: List[str]) -> Iterator[str]:
-    if script in OWN:
-        return
-    path = ROOT / script
-    if not path.exists():
+def _unknown(script: Path, words: List[str]) -> Iterator[str]:
+    """Options, and for `gluon-syncbn` also commands, that the script and its neighbours do not have."""
+    if not script.exists():
         yield f"no script {script}"
         return
-    source = "".join(module.read_text(encoding="utf-8") for module in path.parent.glob("*.py"))
+    source = "".join(path.read_text(encoding="utf-8") for path in script.parent.glob("*.py"))
+    own = re.compile(r"--?[a-z].*|[a-z]+" if PACKAGE in script.parents else r"\[?--.*")
     for word in words:
-        option = word.lstrip("[").rstrip("]").partition("=")[0]
-        if option.startswith("--") and f'"{option}"' not in source:
-            yield f"{script} has no option {option}"
+        if word.endswith(".py") or word in READERS:
+            return  # the rest is another program's
+        option = word.strip("[]").partition("=")[0]
+        if own.fullmatch(word) and f'"{option}"' not in source:
+            yield f"{script.name} knows no {option}"
