@@ -46,7 +46,7 @@ help:
 	make nightly  what CI leaves out: all of slow, test-custom, test-openmpi, test-horovod, test-torch, test-dist, soak, mutants and stress (hours)
 	make soak     3,000 random layers in random ways, each step checked by a second implementation in NumPy (about 5 minutes)
 	make mutants  puts more than a hundred faults into a copy of the sources, of which the tests named for them find each (an hour)
-	make stress   the tests of threads, races, forks and processes 50 times, with 1 to 8 engine threads, beside a busy loop (hours)
+	make stress   the tests of threads, races, forks and processes 3 times, with 1 to 8 engine threads, beside a busy loop (an hour)
 	make clean    remove what was built and .venv; results in runs/ stay
 
 	ARGS="..." is passed on:       make test ARGS="-k layer"
@@ -171,17 +171,21 @@ mutants: dev
 	@$(PY) tests/cuda_emulator/build.py --out build/cuda_emulator
 	PYTHONPATH=tests/support:tests $(PY) -m mutants $(ARGS)
 
-# The first seed of what is random is the number of the round.
-ROUNDS ?= 50
+# The first seed of what is random is the number of the round. All runs go to their end.
+ROUNDS ?= 3
+THREADS ?= 1 2 4 8
 STRESSED := tests/training/test_threads.py tests/unit/test_transport.py tests/unit/test_locks.py tests/processes/test_process.py
 stress: dev
 	@while :; do :; done & trap "kill $$!" EXIT
+	failed=
 	for ((round = 1; round <= $(ROUNDS); round++)); do
-	    for threads in 1 2 4 8; do
+	    for threads in $(THREADS); do
 	        echo "== round $$round with $$threads engine threads"
-	        MXNET_CPU_WORKER_NTHREADS=$$threads GLUON_SYNCBN_TEST_SEED=$$round $(PY) -m pytest -q -x $(STRESSED) $(ARGS)
+	        export MXNET_CPU_WORKER_NTHREADS=$$threads GLUON_SYNCBN_TEST_SEED=$$round
+	        $(PY) -m pytest -q $(STRESSED) $(ARGS) || failed="$$failed $$round/$$threads"
 	    done
 	done
+	if [ -n "$$failed" ]; then echo "== failed, round/threads:$$failed"; exit 1; fi
 
 # Each runs to its end, so that one failure does not hide the next.
 nightly:
