@@ -27,14 +27,13 @@ def main(argv=None) -> int:
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds, from 1 on")
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--out", type=Path, default=Path("runs/demo-contrastive"))
-    parser.add_argument("--no-progress", action="store_true", help="show no progress bars (as without a terminal)")
     options = parser.parse_args(argv)
     if options.seeds < 1 or options.epochs < 1:
         parser.error("--seeds, --epochs: expected at least 1")
     options.out.mkdir(parents=True, exist_ok=True)
     seeds = range(1, options.seeds + 1)
     runs = [(bn, seed) for seed in seeds for bn in MODES]
-    for bn, seed in tqdm(runs, desc="runs", unit="run", disable=options.no_progress or None):
+    for bn, seed in tqdm(runs, desc="runs", unit="run", disable=None):
         run(bn, seed, options)
     curves = {bn: [read(options.out / f"{bn}-{seed}") for seed in seeds] for bn in MODES}
     plot(curves, options.out / "curves.png")
@@ -50,7 +49,6 @@ def run(bn: str, seed: int, options: argparse.Namespace) -> None:
         return
     command = [sys.executable, str(TRAIN), "--bn", bn, "--seed", str(seed), "--epochs", str(options.epochs)]
     command += ["--out", str(folder)] + (["--resume"] if (folder / "last.ckpt").exists() else [])
-    command += ["--no-progress"] if options.no_progress else []
     # One thread: more threads do not help on images this small.
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=3600, check=False)
     if done.returncode != 0 or len(read(folder)) < options.epochs:
@@ -123,7 +121,8 @@ def plot(curves: dict, path: Path) -> None:
     found = (
         f"local finds its keys in {own:.0%}, sample-shuffle in {cured:.0%}; kNN accuracy {worse:.3f} and {better:.3f}"
     )
-    style.save(figure, path, found, f"n = {seeds} seed(s); lines are means, bands the least and the most", __file__)
+    count = f"{seeds} seed{'s' if seeds > 1 else ''}"
+    style.save(figure, path, found, f"{count}; lines are means, bands the least and the most", __file__)
 
 
 if __name__ == "__main__":
