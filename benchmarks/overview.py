@@ -89,7 +89,7 @@ def figures() -> str:
     counts = [one["count"] for _, ratios in models() + layers() for one in ratios.values()]
     return f"""\
 mIoU of [two small nets](examples/segmentation/README.md#plain-or-synchronised-a-comparison) on generated scenes, from
-plain to synchronised statistics of four simulated devices, and the 95 % interval of the change ({seeds} seeds, tuned rates).
+plain to synchronised statistics of four simulated devices (95 % interval of the change; {seeds} seeds, tuned rates).
 
 {miou()}
 

@@ -40,12 +40,13 @@ def main(argv=None) -> int:
         "--epochs", type=number(int, 1), default=3, metavar="N", help="number of epochs, of 200 images each (3)"
     )
     parser.add_argument("--save-dir", default=os.path.join("runs", "compare"), metavar="DIR")
+    parser.add_argument("--no-progress", action="store_true", help="show no progress bar (as without a terminal)")
     args = parser.parse_args(argv)
     os.makedirs(args.save_dir, exist_ok=True)
     trials = Trials(args)
     kinds = list(itertools.product(NETS, IMAGES, NORMS))
     tunings = [(*kind, rate) for kind in kinds for rate in RATES[kind[0]]]
-    with tqdm(total=len(tunings) + len(kinds) * args.seeds, unit="run", disable=None) as bar:
+    with tqdm(total=len(tunings) + len(kinds) * args.seeds, unit="run", disable=args.no_progress or None) as bar:
         tuned = {tuning: trials.result(*tuning, TUNING, bar)["mIoU"] for tuning in tunings}
         rates = {kind: max(RATES[kind[0]], key=lambda rate, kind=kind: tuned[(*kind, rate)]) for kind in kinds}
         results = {
