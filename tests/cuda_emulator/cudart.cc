@@ -152,7 +152,7 @@ Status cudaMemcpyPeerAsync(void* to, int to_device, const void* from, int from_d
 // ---- streams -------------------------------------------------------------------------------------------------
 
 Status cudaStreamCreate(void** out) {
-    *out = create_stream(current_device, kBlocking);
+    *out = create_stream(current_device);
     return answer(kSuccess);
 }
 Status cudaStreamDestroy(void* handle) { return answer(destroy_stream(handle)); }

@@ -135,8 +135,8 @@ Status cuMemcpyDtoH_v2(void* to, const void* from, size_t size) { return copy_an
 Status cuMemsetD8Async(void* to, unsigned char value, size_t size, void* handle) {
     return on_stream(handle, [&](const auto& stream) { return fill(to, value, size, stream); });
 }
-Status cuStreamCreate(void** out, unsigned flags) {
-    *out = create_stream(current_device, flags & 1 ? kNonBlocking : kBlocking);
+Status cuStreamCreate(void** out, unsigned) {
+    *out = create_stream(current_device);
     return kSuccess;
 }
 Status cuStreamQuery(void* handle) { return on_stream(handle, query); }

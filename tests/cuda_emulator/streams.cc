@@ -14,17 +14,15 @@ namespace emulator {
 
 struct Task {
     std::function<void()> work;
-    std::vector<Completion> after;  // on other streams
     std::promise<void> done;
     bool always;
 };
 
 class Stream {
   public:
-    Stream(int device_, StreamKind kind_) : device(device_), kind(kind_) {}
+    explicit Stream(int device_) : device(device_) {}
 
     const int device;
-    const StreamKind kind;
     std::mutex mutex;
     std::condition_variable changed;
     std::deque<Task> tasks;
@@ -49,7 +47,7 @@ Completion last(const StreamPointer& stream) {
 struct Streams {
     std::mutex mutex;
     std::map<void*, StreamPointer> all;
-    StreamPointer legacy[kMaxDevices];
+    StreamPointer of_devices[kMaxDevices];  // the default ones
 };
 Streams& streams = *new Streams;
 
@@ -64,20 +62,10 @@ void serve(StreamPointer stream) {
             task = std::move(stream->tasks.front());
             stream->tasks.pop_front();
         }
-        for (const Completion& other : task.after)
-            if (other.valid()) other.wait();
-        task.after.clear();
         if (task.always || sticky(stream->device) == kSuccess) task.work();
         task.work = nullptr;  // what it holds goes before anybody learns that it is over
         task.done.set_value();
     }
-}
-
-StreamPointer legacy_stream(int device) {
-    std::lock_guard<std::mutex> lock(streams.mutex);
-    StreamPointer& stream = streams.legacy[device];
-    if (!stream) stream = std::make_shared<Stream>(device, kLegacy);
-    return stream;
 }
 
 std::vector<StreamPointer> streams_of(int device) {
@@ -85,14 +73,14 @@ std::vector<StreamPointer> streams_of(int device) {
     std::vector<StreamPointer> found;
     for (const auto& one : streams.all)
         if (one.second->device == device) found.push_back(one.second);
-    if (streams.legacy[device]) found.push_back(streams.legacy[device]);
+    if (streams.of_devices[device]) found.push_back(streams.of_devices[device]);
     return found;
 }
 
 }  // namespace
 
-void* create_stream(int device, StreamKind kind) {
-    const StreamPointer stream = std::make_shared<Stream>(device, kind);
+void* create_stream(int device) {
+    const StreamPointer stream = std::make_shared<Stream>(device);
     std::lock_guard<std::mutex> lock(streams.mutex);
     // The object's address may be one that a destroyed stream had; a counter is never the same.
     static uintptr_t next = 0x51000000;
@@ -117,8 +105,12 @@ Status destroy_stream(void* handle) {
 }
 
 StreamPointer find_stream(void* handle) {
-    if (reinterpret_cast<uintptr_t>(handle) <= 2) return legacy_stream(current_device);
     std::lock_guard<std::mutex> lock(streams.mutex);
+    if (handle == nullptr) {
+        StreamPointer& stream = streams.of_devices[current_device];
+        if (!stream) stream = std::make_shared<Stream>(current_device);
+        return stream;
+    }
     const auto found = streams.all.find(handle);
     return found == streams.all.end() ? nullptr : found->second;
 }
@@ -126,14 +118,7 @@ StreamPointer find_stream(void* handle) {
 int device_of(const Stream& stream) { return stream.device; }
 
 Completion enqueue(const StreamPointer& stream, std::function<void()> work, bool always) {
-    Task task{std::move(work), {}, {}, always};
-    // The legacy stream comes after everything on the device's blocking streams, and they come after it.
-    if (stream->kind == kLegacy) {
-        for (const StreamPointer& other : streams_of(stream->device))
-            if (other->kind == kBlocking) task.after.push_back(last(other));
-    } else if (stream->kind == kBlocking) {
-        task.after.push_back(last(legacy_stream(stream->device)));
-    }
+    Task task{std::move(work), {}, always};
     const Completion done = task.done.get_future().share();
     std::lock_guard<std::mutex> lock(stream->mutex);
     stream->tasks.push_back(std::move(task));
@@ -148,9 +133,7 @@ Completion enqueue(const StreamPointer& stream, std::function<void()> work, bool
 
 Status synchronize(const StreamPointer& stream) {
     count(stream->device, kWaits);
-    // An empty task of the legacy stream is behind all others.
-    const Completion end = stream->kind == kLegacy ? enqueue(stream, [] {}, true) : last(stream);
-    if (end.valid()) end.wait();
+    if (const Completion end = last(stream); end.valid()) end.wait();
     return sticky(stream->device);
 }
 

@@ -15,13 +15,11 @@ using Completion = std::shared_future<void>;
 class Stream;
 using StreamPointer = std::shared_ptr<Stream>;
 
-enum StreamKind { kBlocking, kNonBlocking, kLegacy };
-
-void* create_stream(int device, StreamKind kind);
+void* create_stream(int device);
 Status destroy_stream(void* handle);
 
-// The stream of a handle; 0, 1 (legacy) and 2 (per thread) are the legacy default stream of the current device.
-// Empty where there is no such stream (any more).
+// The stream of a handle; null is the default stream of the current device, which waits for no other. Empty where there
+// is no such stream (any more).
 StreamPointer find_stream(void* handle);
 // What `use` does with that stream.
 template <typename Use>

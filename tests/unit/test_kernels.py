@@ -260,41 +260,37 @@ def test_slots(library, block):
         np.testing.assert_array_equal(got, in_blocks(part, block) if block > 1 else part)
 
 
+def converted(function, values, dtype):
+    got = np.empty(values.size, dtype)
+    function(values.ctypes.data_as(ctypes.c_void_p), ctypes.c_int64(got.size), got.ctypes.data_as(ctypes.c_void_p))
+    return got
+
+
+RANDOM = np.random.RandomState(0).randint(0, 1 << 32, 200000, dtype=np.uint64).astype(np.uint32).view(np.float32)
+
+
 def test_every_half(library):
     halves = np.arange(1 << 16, dtype=np.uint16)
-    got = np.empty(halves.size, np.float32)
-    library.from_half(
-        halves.ctypes.data_as(ctypes.c_void_p), ctypes.c_int64(got.size), got.ctypes.data_as(ctypes.c_void_p)
-    )
+    got = converted(library.from_half, halves, np.float32)
     np.testing.assert_array_equal(got, halves.view(np.float16).astype(np.float32))
 
 
 def test_rounding_to_half(library):
     exact = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
     exact = exact[np.isfinite(exact)]
-    random = np.random.RandomState(0).randint(0, 1 << 32, 200000, dtype=np.uint64).astype(np.uint32).view(np.float32)
     middles = (np.sort(exact)[1:] + np.sort(exact)[:-1]) / 2  # ties
     named = np.array([65519.9, 65520, 1e9, np.inf, -np.inf, np.nan], np.float32)
-    values = np.concatenate([exact, random, middles, named])
-    got = np.empty(values.size, np.uint16)
-    library.to_half(
-        values.ctypes.data_as(ctypes.c_void_p), ctypes.c_int64(got.size), got.ctypes.data_as(ctypes.c_void_p)
-    )
+    values = np.concatenate([exact, RANDOM, middles, named])
     with np.errstate(over="ignore", invalid="ignore"):
         want = values.astype(np.float16)
-    np.testing.assert_array_equal(got.view(np.float16), want)
+    np.testing.assert_array_equal(converted(library.to_half, values, np.uint16).view(np.float16), want)
 
 
 def test_rounding_to_bfloat16(library):
     exact = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
-    random = np.random.RandomState(0).randint(0, 1 << 32, 200000, dtype=np.uint64).astype(np.uint32).view(np.float32)
     ties = (np.arange(1 << 16, dtype=np.uint32) << 16 | 0x8000).view(np.float32)
-    values = np.concatenate([exact, random, ties])
-    got = np.empty(values.size, np.uint16)
-    library.to_bfloat16(
-        values.ctypes.data_as(ctypes.c_void_p), ctypes.c_int64(got.size), got.ctypes.data_as(ctypes.c_void_p)
-    )
-    got = (got.astype(np.uint32) << 16).view(np.float32)
+    values = np.concatenate([exact, RANDOM, ties])
+    got = (converted(library.to_bfloat16, values, np.uint16).astype(np.uint32) << 16).view(np.float32)
     finite = np.isfinite(values)  # largest values round to infinity
     with np.errstate(over="ignore"):
         np.testing.assert_array_equal(got[finite], rounded(values[finite], "bfloat16"))
