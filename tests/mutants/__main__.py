@@ -30,6 +30,7 @@ FAST = "-O1 -DSYNCBN_CLONES= -DSYNCBN_WIDTH=2"  # to compile: one set of instruc
 LIMIT = 600  # seconds for the tests of one fault
 CAUGHT = "is caught"
 RED = 1  # pytest's exit code where a test has failed
+CRASHED = 255  # that of MXNet's handler of SIGSEGV
 
 
 class Mutant(NamedTuple):
@@ -95,7 +96,9 @@ class Copies:
     def test(self, tests, log):
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout", "120"]
         code = run([*command, *shlex.split(tests)], self.tree, self.folder / log)
-        return {0: "SURVIVES", RED: CAUGHT}.get(code, CAUGHT if code < 0 else f"PYTEST ENDS WITH {code}")
+        return {0: "SURVIVES", RED: CAUGHT, CRASHED: CAUGHT}.get(
+            code, CAUGHT if code < 0 else f"PYTEST ENDS WITH {code}"
+        )
 
     def set_up(self):
         """Files keep their times, so that what has changed since the last run is all that is compiled."""
