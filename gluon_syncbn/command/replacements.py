@@ -223,7 +223,7 @@ def _gpus(count: int) -> List[Tuple[Callable, Callable]]:
     def gpu(device_id: int = 0) -> mx.Context:
         """A CPU context in the place of a GPU."""
         context = mx.cpu(arguments.whole("device_id", device_id, 0, count - 1, expected))
-        context.empty_cache = lambda: None  # it has no cache, and MXNet's method raises an error there
+        context.empty_cache = _keep_nothing
         return context
 
     def memory(device_id: int = 0) -> Tuple[int, int]:
@@ -235,6 +235,10 @@ def _gpus(count: int) -> List[Tuple[Callable, Callable]]:
     # `mx.test_utils.list_gpus` asks the last of them.
     counts = [(mx.context.num_gpus, lambda: count), (mx.util.get_gpu_count, lambda: count)]
     return [(mx.gpu, gpu), (mx.context.gpu_memory_info, memory), *counts]
+
+
+def _keep_nothing() -> None:
+    """Empties the cache of a CPU context, which has none. MXNet's method raises an error there. GluonCV pickles it."""
 
 
 #: Replaces GluonCV's helpers when GluonCV is imported, before its other modules import them by name.
