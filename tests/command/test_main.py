@@ -44,7 +44,7 @@ def test_a_wrong_result_is_exit_code_1(monkeypatch, capsys):
 def test_a_training_beside_plain_batch_norm(contexts, monkeypatch):
     text = training.beside_plain(contexts[:3])
     assert text.startswith("after a step, 3 replicas and a CPU differ by ")
-    assert "20 steps take the loss from 9." in text
+    assert "20 steps take the loss from 4." in text
     monkeypatch.setattr(training, "SyncBatchNorm", functools.partial(training.SyncBatchNorm, mode="local"))
     with pytest.raises(ArithmeticError, match=r"3 replicas and a CPU differ by .* expected are differences below 3e-3"):
         training.beside_plain(contexts[:3])
