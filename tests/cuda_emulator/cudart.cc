@@ -52,7 +52,7 @@ size_t zeroed(const std::string& name) {
     const std::string zero = "mxnet_generic_kernelINS1_11op_with_reqINS1_10set_to_intILi0EEELi1EEEJP";
     const size_t found = name.find(zero);
     const std::map<char, size_t> sizes = {{'d', 8}, {'f', 4}, {'N', 2}, {'l', 8},
-                                          {'i', 4}, {'h', 1}, {'a', 1}};  // N: half
+                                          {'i', 4}, {'h', 1}, {'a', 1}, {'b', 1}};  // N: half
     const auto size = found == std::string::npos ? sizes.end() : sizes.find(name[found + zero.size()]);
     return size == sizes.end() ? 0 : size->second;
 }
