@@ -74,11 +74,10 @@ struct MXNet {
     int (*MXAutogradIsRecording)(bool* recording) = needed("MXAutogradIsRecording");
     int (*MXNDArrayGetData)(void* handle, void** data) = needed("MXNDArrayGetData");
     int (*MXNDArrayFree)(void* handle) = needed("MXNDArrayFree");
-    using Push = int(void (*run)(void* context, void* parameter), void* parameter, void (*deleter)(void* parameter),
-                     const void* context, void** reads, int read_count, void** writes, int write_count,
-                     const void* property, int priority, const char* name);
-    Push* MXEnginePushSync = needed("MXEnginePushSync");
-    Push* MXEnginePushSyncND = needed("MXEnginePushSyncND");  // of arrays
+    int (*MXEnginePushSyncND)(void (*run)(void* context, void* parameter), void* parameter,
+                              void (*deleter)(void* parameter), const void* context, void** reads, int read_count,
+                              void** writes, int write_count, const void* property, int priority,
+                              const char* name) = needed("MXEnginePushSyncND");
     // The function calls `complete` later.
     int (*MXEnginePushAsyncND)(void (*run)(void* context, void* complete, void* parameter), void* parameter,
                                void (*deleter)(void* parameter), const void* context, void** reads, int read_count,

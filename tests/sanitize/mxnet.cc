@@ -94,7 +94,6 @@ int MXNDArrayFree(void* handle) {
 
 // No call of the driver's comes here.
 int MXAutogradIsRecording() { std::abort(); }
-int MXEnginePushSync() { std::abort(); }
 int MXEnginePushAsyncND() { std::abort(); }
 int MXShallowCopyNDArray() { std::abort(); }
 
