@@ -102,6 +102,8 @@ def test_settings_are_read_and_shown():
     for norm, name in ((ShuffleBatchNorm, "mode"), (SyncBatchNormAdd, "activation")):  # as `help` shows it
         assert inspect.signature(norm).parameters[name].default == getattr(norm(virtual_devices=2), name)
     assert layer.slope == 0.2 and SyncBatchNorm(activation="relu", slope=0.2).slope is None
+    with pytest.raises(ValueError, match="mode: 'sync' was given, expected 'shuffle'; SyncBatchNorm has the other"):
+        ShuffleBatchNorm(mode="sync")
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])

@@ -274,4 +274,4 @@ def test_threads(contexts, rng):
                 errors.append(np.abs(y.asnumpy() - want[call][k]).max())
 
     in_threads(replica, 3)
-    assert len(errors) == 120 and max(errors) < 1e-10
+    assert len(errors) == 120 and np.max(errors) < 1e-10

@@ -8,7 +8,6 @@ import contextlib
 import gc
 import itertools
 import os
-import signal
 import sys
 import time
 import unittest
@@ -584,23 +583,6 @@ def gathers_other_rows():
 
 
 # ---- faults: rank 1 does something else, the others must hear of it ----------------------------------------------
-
-
-def freezes():
-    """In the second step; the first one, for which everything is built, takes its time."""
-    gluon_syncbn.configure(kvstore=kv)
-    layer = gluon_syncbn.SyncBatchNorm(in_channels=5, prefix="layer0_")
-    layer.initialize(ctx=CONTEXTS[:1])
-    x = nd.array(np.random.randn(2, 5, 3), ctx=CONTEXTS[0])
-    for timeout in (300, 3):
-        gluon_syncbn.configure(timeout=timeout)
-        if timeout == 3 and kv.rank == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        with reporting():
-            with autograd.record():
-                y = layer(x)
-            y.backward(x)
-            mx.nd.waitall()
 
 
 def saves_its_work():

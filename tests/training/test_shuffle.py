@@ -247,6 +247,18 @@ def test_an_iterator_keeps_its_epoch():
     assert list(under_way) == first != list(sampler)
 
 
+def test_gradients_go_through_restore(rng):
+    """Of features that have been gathered; those that it gathers itself are mpi_worker.py's."""
+    sampler, gathered, head = ShuffleSampler(7, 4, 2, 1, seed=1, last_batch="keep"), nd.ones((7, 3)), rng.randn(3, 3)
+    gathered.attach_grad()
+    with autograd.record():
+        keys = sampler.restore(gathered, 0)
+    keys.backward(nd.array(head))
+    want = np.zeros((7, 3))
+    want[sampler.restore(np.arange(7), 0)] = head
+    np.testing.assert_allclose(gathered.grad.asnumpy(), want, rtol=1e-6)
+
+
 # ---- mistakes ---------------------------------------------------------------------------------------
 
 

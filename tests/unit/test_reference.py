@@ -123,6 +123,18 @@ def test_a_fault_is_found(monkeypatch, fault):
         assert_same_layers(range(100))
 
 
+@pytest.mark.parametrize("mode", ["sync", "local", "shuffle"])
+def test_frozen_statistics_need_no_value_and_no_second_slot(mode):
+    shards, heads, *rest = problem([(0, 3, 5), (1, 3, 5)])
+    for some in (slice(1), slice(1, 2)):
+        got = reference.forward(shards[some], *rest, use_global_stats=True, mode=mode)
+        gradients = reference.backward(shards[some], heads[some], rest[0], got)
+        (x,), (dx,), (gamma, beta, mean, var) = shards[some], gradients.dxs, (one[:, None] for one in rest)
+        scale = gamma / np.sqrt(var + 1e-5)
+        np.testing.assert_allclose(got.outputs[0], (x - mean) * scale + beta, rtol=1e-11, atol=1e-11)
+        np.testing.assert_allclose(dx, heads[some][0] * scale, rtol=1e-11, atol=1e-11)
+
+
 def test_arguments_are_not_changed():
     shards, heads, gamma, beta, mean, var = problem([(4, 3, 5), (2, 3, 5)])
     arguments = [*shards, *heads, gamma, beta, mean, var]
