@@ -202,7 +202,8 @@ void Mailbox::arrive(const Message& message) {
         return note(head.from, head.kind == Head::kFailed ? State::kFailed : State::kEnded,
                     {message.text(), head.length});
     std::vector<Awaited>& told = awaited_[head.from];
-    const auto same = std::find_if(told.begin(), told.end(), [&](const auto& one) { return one.label == head.label; });
+    const auto same =
+        std::find_if(told.begin(), told.end(), [&](const auto& one) { return one.label.is_of_call(head.label); });
     if (same != told.end()) told.erase(same), --others_wait_;
     const auto* const ranks = reinterpret_cast<const size_t*>(message.text()) + 1;
     const size_t count = ranks[-1], begin = sizeof(size_t) * (1 + count);
@@ -261,7 +262,7 @@ void WaitForOthers::check_members(double late) {
 }
 
 void WaitForOthers::check_others() {
-    if (waited() < says_after_ && !mail_.others_wait()) return;
+    if (waited() < says_after_ && !said_ && !mail_.others_wait()) return;
     const Ranks ranks = awaited();
     if (std::exchange(said_, true) && ranks == told_) return;
     mail_.say({label_, told_ = ranks, name()});

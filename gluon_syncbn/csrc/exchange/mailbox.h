@@ -170,7 +170,7 @@ class Mailbox {
 // Waits for other ranks of a job, and tells them so if it takes long: a rank that gives up says where the others are.
 class WaitForOthers : public Wait {
   public:
-    WaitForOthers& operator=(const WaitForOthers&) = delete;
+    WaitForOthers(const WaitForOthers&) = delete;
     ~WaitForOthers() override;
     // Tells the others why this rank gives up.
     [[noreturn]] void give_up(const std::string& reason) override;
@@ -178,8 +178,6 @@ class WaitForOthers : public Wait {
   protected:
     WaitForOthers(Mailbox& mail, const Label& label, double timeout)
         : Wait(timeout), mail_(mail), label_(label), says_after_(says_after(timeout)) {}
-    WaitForOthers(const WaitForOthers& earlier, const Label& label, double timeout)
-        : Wait(earlier, timeout), mail_(earlier.mail_), label_(label), says_after_(says_after(timeout)) {}
 
     virtual std::string name() const = 0;  // of what the ranks do together
     virtual bool is_missing(size_t rank) const = 0;
@@ -195,7 +193,7 @@ class WaitForOthers : public Wait {
     std::string advice() override;
 
     Mailbox& mail_;
-    const Label label_;
+    Label label_;
 
   private:
     static double says_after(double timeout);

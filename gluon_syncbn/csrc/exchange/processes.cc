@@ -50,19 +50,17 @@ Total side_by_side(const std::vector<Mailbox::Taken>& parts, size_t own, const A
 }  // namespace
 
 // Waits for the vectors of some ranks under one label.
-class Processes::WaitForVectors final : public WaitForOthers {
+class Processes::WaitForVectors : public WaitForOthers {
   public:
-    // `earlier`: the mailbox, or the wait of the hop before, whose time counts.
-    template <typename Earlier>
-    WaitForVectors(const Processes& processes, Earlier& earlier, std::string name, const Label& label,
-                   const Ranks& from, double timeout)
-        : WaitForOthers(earlier, label, timeout),
-          processes_(processes),
-          name_(std::move(name)),
-          from_(from),
-          taken_(from_.size()),
-          began_(seconds()) {}
+    WaitForVectors(Processes& processes, const Label& label, std::string name, double timeout)
+        : WaitForOthers(processes.mail_, label, timeout), processes_(processes), name_(std::move(name)) {}
 
+    void expect(const Ranks& from) {
+        from_ = from;
+        taken_.assign(from.size(), {});
+        began_ = seconds();
+        in_vain_ = 0;
+    }
     // Whether all have come until then.
     bool comes_until(double until) {
         while (true) {
@@ -77,19 +75,11 @@ class Processes::WaitForVectors final : public WaitForOthers {
         }
     }
     const std::vector<Mailbox::Taken>& taken() const { return taken_; }
-    // `several`: each has a multiple of this length.
-    void check_lengths(size_t length, bool several) {
-        const size_t size = length * sizeof(double);
-        for (size_t i = 0; i < from_.size(); ++i) {
-            if (taken_[i].size == size || (several && size > 0 && taken_[i].size % size == 0)) continue;
-            give_up("in " + name() + ", rank " + std::to_string(from_[i]) + " sent " +
-                    std::to_string(taken_[i].length()) + " values where rank " + std::to_string(mail_.rank()) +
-                    " has " + std::to_string(length) + (several ? " of each replica" : "") +
-                    ". All processes must build the same net and cast it alike.");
-        }
-    }
 
   protected:
+    Processes& processes_;
+    Ranks from_;
+
     std::string name() const override { return name_of_call(label_, name_); }
     bool is_missing(size_t rank) const override {
         const auto place = std::lower_bound(from_.begin(), from_.end(), rank);
@@ -146,33 +136,32 @@ class Processes::WaitForVectors final : public WaitForOthers {
         return false;
     }
 
-    const Processes& processes_;
     const std::string name_;
-    const Ranks& from_;
-    mutable std::vector<Mailbox::Taken> taken_;  // of each of these ranks
-    const double began_;
+    mutable std::vector<Mailbox::Taken> taken_;  // of each of the ranks
+    double began_ = 0;
     Ranks unsent_;
     int in_vain_ = 0;
 };
 
 // An exchange in hops. Each combines what comes in the order of the ranks, so that all have the same bits.
-class Processes::Hops {
+class Processes::Hops final : public WaitForVectors {
   public:
     Hops(Processes& processes, std::vector<Hop> hops, Combine combine, const CallId& id, const Contribution& own)
-        : processes_(processes),
-          mail_(processes.mail_),
+        : WaitForVectors(processes,
+                         {Label::kVectors, static_cast<int32_t>(id.phase), id.agreed->key, id.node, id.sequence},
+                         id.name, id.timeout),
           combine_(combine),
           id_(id),
           length_(own.length),
           values_(own.rows[0]),
           hops_(std::move(hops)) {
-        if (own.rows.size() > 1) reduce(combine, own);
+        if (own.rows.size() > 1) reduce(own);
         std::lock_guard<std::mutex> lock(processes_.mutex_);
-        processes_.here_.push_back(label());
+        here_ = processes_.here_.insert(processes_.here_.end(), label_);
     }
-    ~Hops() {
+    ~Hops() override {
         std::lock_guard<std::mutex> lock(processes_.mutex_);
-        processes_.here_.erase(std::find(processes_.here_.begin(), processes_.here_.end(), label()));
+        processes_.here_.erase(here_);
     }
 
     std::optional<Total> within(double limit) {
@@ -180,7 +169,7 @@ class Processes::Hops {
         try {
             for (; at_ < hops_.size(); ++at_, begun_ = false) {
                 if (!std::exchange(begun_, true)) begin();
-                if (!wait_->comes_until(until)) return std::nullopt;
+                if (!comes_until(until)) return std::nullopt;
                 SYNCBN_POINT("after_collect");
                 end();
             }
@@ -193,45 +182,47 @@ class Processes::Hops {
     }
 
   private:
-    Label label(int64_t piece = 0) const {
-        return {Label::kVectors, static_cast<int32_t>(id_.phase), id_.agreed->key, id_.node, id_.sequence, piece};
-    }
-    void reduce(Combine combine, const Contribution& rows) {
-        total_.values = combined(combine, rows);
+    void reduce(const Contribution& rows) {
+        total_.values = combined(combine_, rows);
         values_ = total_.values.data();
     }
     void begin() {
         const Hop& hop = hops_[at_];
-        const Label own = label(hop.piece);
         mail_.check_open();
         SYNCBN_POINT("before_post");
-        const auto waits = [&](auto& earlier) {
-            return std::make_unique<WaitForVectors>(processes_, earlier, id_.name, own, hop.from,
-                                                    id_.timeout + kLonger * static_cast<double>(at_));
-        };
-        wait_ = wait_ == nullptr ? waits(mail_) : waits(*wait_);
-        mail_.post(own, values_, length_ * sizeof(double), hop.readers);
+        label_.piece = hop.piece;
+        if (at_ > 0) allow(kLonger);
+        expect(hop.from);
+        mail_.post(label_, values_, length_ * sizeof(double), hop.readers);
         SYNCBN_POINT("after_post");
     }
     void end() {
-        const Hop& hop = hops_[at_];
         const bool brings_all = combine_ == Combine::kSideBySide;
-        wait_->check_lengths(brings_all ? length_ / id_.contexts.size() : length_, brings_all);
-        std::vector<Mailbox::Taken> parts = wait_->taken();
-        const auto place = std::lower_bound(hop.from.begin(), hop.from.end(), mail_.rank()) - hop.from.begin();
-        if (hop.contributes)
+        std::vector<Mailbox::Taken> parts = taken();
+        check_lengths(parts, brings_all ? length_ / id_.contexts.size() : length_, brings_all);
+        const auto place = std::lower_bound(from_.begin(), from_.end(), mail_.rank()) - from_.begin();
+        if (hops_[at_].contributes)
             parts.insert(parts.begin() + place, {{std::shared_ptr<void>(), values_}, length_ * sizeof(double)});
         if (brings_all) {
             total_ = side_by_side(parts, static_cast<size_t>(place), *id_.agreed);
         } else {
             Contribution rows{{}, length_};
             for (const Mailbox::Taken& part : parts) rows.rows.push_back(part.values.get());
-            reduce(combine_, rows);
+            reduce(rows);
+        }
+    }
+    // `several`: each has a multiple of this length.
+    void check_lengths(const std::vector<Mailbox::Taken>& parts, size_t length, bool several) {
+        const size_t size = length * sizeof(double);
+        for (size_t i = 0; i < from_.size(); ++i) {
+            if (parts[i].size == size || (several && size > 0 && parts[i].size % size == 0)) continue;
+            give_up("in " + name() + ", rank " + std::to_string(from_[i]) + " sent " +
+                    std::to_string(parts[i].length()) + " values where rank " + std::to_string(mail_.rank()) + " has " +
+                    std::to_string(length) + (several ? " of each replica" : "") +
+                    ". All processes must build the same net and cast it alike.");
         }
     }
 
-    Processes& processes_;
-    Mailbox& mail_;
     const Combine combine_;
     const CallId id_;
     const size_t length_;
@@ -239,8 +230,8 @@ class Processes::Hops {
     Total total_;
     const std::vector<Hop> hops_;
     size_t at_ = 0;
-    bool begun_ = false;                    // the hop
-    std::unique_ptr<WaitForVectors> wait_;  // of the hop, or the one before
+    bool begun_ = false;  // the hop
+    std::list<Label>::iterator here_;
 };
 
 Processes::Processes(const Mpi& mpi, size_t rank, size_t ranks)
@@ -307,7 +298,8 @@ std::vector<std::string> Processes::bytes_of(const Label& label, const std::stri
     const Ranks others = without(mail_.everybody, rank);
     for (size_t i = 0; i < own.size(); ++i)
         mail_.post(label, own[i].data(), own[i].size(), own.size() == 1 ? others : without({i}, rank));
-    WaitForVectors wait(*this, mail_, what, label, others, timeout);
+    WaitForVectors wait(*this, label, what, timeout);
+    wait.expect(others);
     wait.comes_until(kForEver);
     std::vector<std::string> all;
     for (const Mailbox::Taken& part : wait.taken())

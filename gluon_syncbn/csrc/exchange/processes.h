@@ -1,7 +1,7 @@
 // Exchanges between the processes of a job: "Between processes" in docs/architecture.md.
 #pragma once
 
-#include <memory>
+#include <list>
 #include <string>
 #include <vector>
 
@@ -39,8 +39,8 @@ class Processes : public Exchange {
     Mailbox mail_;
     const std::vector<Hop> hops_;  // of reductions
     Gradients gradients_;
-    mutable Mutex mutex_;      // guards the next one
-    std::vector<Label> here_;  // the exchanges that this rank has come to, and has not finished
+    Mutex mutex_;            // guards the next one
+    std::list<Label> here_;  // the exchanges that this rank has come to, and has not finished
 };
 
 }  // namespace syncbn

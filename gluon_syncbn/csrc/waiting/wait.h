@@ -36,10 +36,6 @@ class Wait {
     void look();
 
   protected:
-    // Goes on after another wait of the same work, whose time counts.
-    Wait(const Wait& earlier, double timeout) : Wait(earlier) { limit_ = timeout; }
-    Wait(const Wait&) = default;
-
     // What has not happened: "rank 0 of 2 waits for rank 1".
     virtual std::string state() { return state_; }
     // What is likely if it takes long, and what to do about it.
@@ -57,6 +53,8 @@ class Wait {
 
     // Seconds. Of a time in which this process was stopped (Ctrl-Z), one counts.
     double waited() const { return waited_; }
+    // Allows so many seconds more.
+    void allow(double seconds) { limit_ += seconds; }
     // Allows so many seconds from now on, and so many more than other waits after an interrupt.
     void extend(double seconds, double grace) {
         limit_ = std::floor(waited_ + seconds + grace);
