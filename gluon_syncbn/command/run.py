@@ -112,7 +112,7 @@ def _what_met(script: str, convert: bool) -> Iterator[str]:
         if session.ran:
             remedy = "its layers had one device each"
         yield f"{script} has trained, and nothing was synchronised: {remedy}"
-    if left_alone():
+    if left_alone() and not session.stores and not session.chosen:
         yield left_alone()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, Iterator, List, Sequence
+from typing import Any, Dict, Iterator, List, Sequence
 
 from mxnet import gluon
 
@@ -27,27 +27,25 @@ _LAUNCHERS = (
 )
 
 
-def tell_who_meets(parameters: Iterable[gluon.Parameter]) -> None:
+def tell_who_meets(trainer: gluon.Trainer) -> None:
     """Says with whom the layers of a Trainer meet; warns if a launcher has started processes that do not meet."""
-    meeting = [replicas for replicas in followers_of(parameters) if replicas.settings.mode != "local"]
+    meeting = [replicas for replicas in followers_of(trainer._params) if replicas.settings.mode != "local"]
     exchanges: List[Any] = [replicas.exchange or session.exchange for replicas in meeting]
     if not meeting or any(one is not None and one.spans_processes and one.num_workers > 1 for one in exchanges):
         return  # the store tells what the processes have agreed on
     replicas = len(meeting[0].contexts)
     log.info("the statistics of %d layers meet within this process: %d replicas", len(meeting), replicas)
-    text = left_alone()
-    if text and not any(exchanges) and session.first(text):  # else the user has chosen those
+    # The user has chosen a KVStore of all layers, of these, or of the Trainer in spite of one of all processes.
+    chosen = session.chosen or any(exchanges) or (session.stores and vars(trainer).get("_has_chosen_store", True))
+    text = "" if chosen or any(store.layers for store in session.stores) else left_alone()
+    if text and session.first(text):
         log.warning(text)
 
 
 def left_alone() -> str:
-    """Returns what to say where no layer meets those of other processes. Empty if no launcher has started others, or
-    the program has made a store of theirs or chosen another one.
-    """
+    """Returns what to say where no layer meets those of other processes. Empty if no launcher has started others."""
     for variable, other, advice in _LAUNCHERS:
         size = environment.read(variable)
-        if session.stores or session.chosen:
-            break
         if size.isdigit() and int(size) > 1 and (not other or environment.read(other)):
             return (
                 f"This is one of {size} processes ({variable}), but its layers meet no replica of the others. For "

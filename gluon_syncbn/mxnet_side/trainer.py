@@ -62,7 +62,7 @@ def beginning(begin: Callable, trainer: gluon.Trainer) -> None:
         state.has_begun = True
         for text in advice.surprises(trainer):
             warnings.warn(text, stacklevel=4)
-        advice.tell_who_meets(trainer._params)
+        advice.tell_who_meets(trainer)
 
 
 def adding(add: Callable, trainer: gluon.Trainer) -> None:

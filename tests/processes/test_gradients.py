@@ -150,6 +150,8 @@ def test_gradients_that_a_store_does_not_compress(store_of_one):
         ("sync", {"PMI_SIZE": "2"}, "for all layers"),
         ("sync", {"PMI_SIZE": "2"}, "for the layer"),
         ("sync", {"PMI_SIZE": "2"}, "others meet"),
+        ("sync", {"PMI_SIZE": "2"}, "for the Trainer, beside a store"),
+        ("sync", {"PMI_SIZE": "2"}, "a store that nobody was given"),
         ("local", {"PMI_SIZE": "2"}, ""),
         ("sync", {}, ""),
     ],
@@ -157,7 +159,9 @@ def test_gradients_that_a_store_does_not_compress(store_of_one):
 def test_a_process_that_meets_nobody(mode, variables, chosen, store_of_one, monkeypatch, caplog):
     """One warning, and only where others were started, the layers would meet, and nobody has chosen otherwise."""
     monkeypatch.setattr(session, "chosen", chosen == "for all layers")
-    monkeypatch.setattr(session, "stores", [store_of_one] if chosen == "others meet" else [])
+    monkeypatch.setattr(session, "stores", [store_of_one] if chosen.endswith(("meet", "store", "given")) else [])
+    monkeypatch.setattr(store_of_one, "layers", chosen == "others meet")
+    of_trainer = {"kvstore": None} if chosen == "for the Trainer, beside a store" else {}
     own = {"kvstore": "device"} if chosen == "for the layer" else {}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -166,13 +170,13 @@ def test_a_process_that_meets_nobody(mode, variables, chosen, store_of_one, monk
         for _ in range(2):
             layer = gluon_syncbn.SyncBatchNorm(in_channels=3, mode=mode, **own)
             layer.initialize(ctx=mx.cpu(0))
-            trainer = gluon.Trainer(layer.collect_params(), "sgd")
+            trainer = gluon.Trainer(layer.collect_params(), "sgd", **of_trainer)
             with autograd.record():
                 y = layer(mx.nd.ones((2, 3)))
             y.backward()
             trainer.step(2)
     said = [record for record in caplog.messages if "meet no replica of the others" in record]
-    assert len(said) == (mode == "sync" and bool(variables) and not chosen)
+    assert len(said) == (mode == "sync" and bool(variables) and chosen in ("", "a store that nobody was given"))
 
 
 def test_a_store_of_one_process_has_nobody_to_add_with(store_of_one, monkeypatch, caplog):
