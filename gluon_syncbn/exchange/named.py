@@ -38,10 +38,10 @@ def store(name: Any) -> ProcessStore:
     """Returns the one store of several processes of this name. ImportError: it needs a package that is not there."""
     if not isinstance(name, str) or name != MPI:
         reason = _refusal(str(name))
-        if isinstance(name, str) and name in (*TYPES, *IN_CORE):
+        if isinstance(name, str) and name in (*TYPES, *IN_CORE, *dist_sync.TYPES, "horovod"):
             missing = name == "nccl" and _native.nccl_problem()
             instead = "no kvstore" if missing else f"gluon_syncbn.configure(kvstore={name!r})"
-            reason = f" {name!r} adds within one process{f', and {missing}' if missing else ''}: write {instead}."
+            reason = f" Layers take {name!r} without one{f', but {missing}' if missing else ''}: write {instead}."
         arguments.refuse("name", name, f"one of {(MPI,)}.{reason}")
     found = next((one for one in stores if one.name == name), None)
     if found is None:

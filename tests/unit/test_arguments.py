@@ -245,7 +245,7 @@ def test_combinations(settings, message):
         SyncBatchNorm(**settings)
 
 
-def test_a_store_of_one_process_where_one_of_several_is_expected(monkeypatch):
+def test_a_name_that_layers_take_where_the_store_of_mpi_is_expected(monkeypatch):
     """And the other way round; where MXNet has no NCCL, neither message sends there."""
     for problem, instead in (
         ("", ": write gluon_syncbn.configure(kvstore='nccl')"),
@@ -254,8 +254,10 @@ def test_a_store_of_one_process_where_one_of_several_is_expected(monkeypatch):
         monkeypatch.setattr(_native, "nccl_problem", lambda problem=problem: problem)
         with pytest.raises(ValueError, match=re.escape("expected one of ('mpi',).") + ".*" + re.escape(instead)):
             gluon_syncbn.kvstore("nccl")
-    with pytest.raises(ValueError, match=re.escape("write gluon_syncbn.configure(kvstore='device')")):
-        gluon_syncbn.kvstore("device")
+    for name in ("device", "dist_sync", "horovod"):
+        message = f"one of ('mpi',). Layers take {name!r} without one: write gluon_syncbn.configure(kvstore={name!r})."
+        with pytest.raises(ValueError, match=re.escape(message)):
+            gluon_syncbn.kvstore(name)
     with pytest.raises(ValueError, match=r"but it has none; None \(the default\), .* need none"):
         gluon_syncbn.configure(kvstore="nccl")
 
