@@ -31,28 +31,21 @@ def check(trainer: gluon.Trainer, processes: int) -> None:
 def alike(trainer: gluon.Trainer) -> Iterator[None]:
     """Within the block, all devices update alike. MXNet has one optimizer for all devices of a process. Some go on to
     other numbers with each parameter that they update, such as ``m_schedule`` of Nadam and ``last_lr`` of LARS. So each
-    device has these numbers for itself, and updates the parameters in the order that they have in a process of its own,
-    where Gluon's counters begin at 0: later, the name ``dense10`` comes before ``dense9``.
+    device begins with the numbers before the block, and updates the parameters in the order that they have in a process
+    of its own, where Gluon's counters begin at 0: later, the name ``dense10`` comes before ``dense9``.
     """
     optimizer, updaters = trainer._optimizer, trainer._updaters
-    now = _numbers(optimizer)
-    for updater in updaters:
-        if getattr(updater, "numbers_of", None) is not optimizer:  # the first step, or after `load_states`
-            updater.numbers_of, updater.numbers = optimizer, now
-            updater.order = _order([parameter.name for parameter in trainer._params])
-    known = updaters[0].numbers
-    set_since = {name: value for name, value in now.items() if name not in known or value is not known[name]}
-    for updater in updaters:
-        updater.numbers = {**updater.numbers, **set_since}  # by the program
+    before = _numbers(optimizer)
+    if not hasattr(updaters[0], "order"):
+        updaters[0].order = _order([parameter.name for parameter in trainer._params])
 
     def of_device(updater: Any) -> Any:
         def update(*of_parameters: Sequence[Any]) -> None:
             for name in _numbers(optimizer):
                 del vars(optimizer)[name]
-            vars(optimizer).update(updater.numbers)
+            vars(optimizer).update(before)
             given = {one[0]: one for one in zip(*of_parameters)}
-            updater(*zip(*(given[index] for index in updater.order if index in given)))
-            updater.numbers = _numbers(optimizer)
+            updater(*zip(*(given[index] for index in updaters[0].order if index in given)))
 
         return update
 
@@ -61,7 +54,6 @@ def alike(trainer: gluon.Trainer) -> Iterator[None]:
         yield
     finally:
         trainer._updaters = updaters
-        vars(optimizer).update(updaters[0].numbers)
 
 
 def _order(names: Sequence[str]) -> List[int]:
