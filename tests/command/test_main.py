@@ -8,7 +8,6 @@ from environments import ended
 
 from gluon_syncbn import _native, reference
 from gluon_syncbn.command import selfcheck as check
-from gluon_syncbn.command import training
 
 
 def test_a_sound_installation():
@@ -42,12 +41,12 @@ def test_a_wrong_result_is_exit_code_1(monkeypatch, capsys):
 
 
 def test_a_training_beside_plain_batch_norm(contexts, monkeypatch):
-    text = training.beside_plain(contexts[:3])
+    text = check.beside_plain(contexts[:3])
     assert text.startswith("after a step, 3 replicas and a CPU differ by ")
     assert "20 steps take the loss from 4." in text
-    monkeypatch.setattr(training, "SyncBatchNorm", functools.partial(training.SyncBatchNorm, mode="local"))
+    monkeypatch.setattr(check, "convert", functools.partial(check.convert, mode="local"))
     with pytest.raises(ArithmeticError, match=r"3 replicas and a CPU differ by .* expected are differences below 3e-3"):
-        training.beside_plain(contexts[:3])
+        check.beside_plain(contexts[:3])
 
 
 def test_packages_that_are_installed_twice(tmp_path, monkeypatch):
