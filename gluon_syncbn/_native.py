@@ -142,25 +142,6 @@ def __getattr__(name: str) -> Any:
     return function
 
 
-def register() -> None:
-    """Registers the operator ``gluon_syncbn`` with the MXNet library that Python has loaded."""
-    cache = os.path.join(read("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"), "gluon_syncbn")
-    _core.syncbn_find_in(_mxnet._handle, os.fsencode(_SOURCES), os.fsencode(cache))
-    _core.syncbn_register(PROCESS)
-    _why_custom.update(_ways_of_calls(read("GLUON_SYNCBN_OPERATOR")))
-
-
-_why_custom: Dict[str, str] = {}
-
-
-def why_custom(device: str = "cpu") -> str:
-    """Returns why calls on ``'cpu'`` or ``'gpu'`` contexts come through MXNet's ``Custom``.
-
-    The text is empty if they come directly from MXNet's engine.
-    """
-    return _why_custom[device]
-
-
 #: The published libraries of whose C++ side csrc/native/abi.h knows enough: the linker's build id, and the wheel.
 _WHEELS = {
     "cpu": ("472988f6268780302be9ee15d6c53d9a07b534f5", "mxnet-1.9.1-py3-none-manylinux2014_x86_64"),
@@ -168,7 +149,14 @@ _WHEELS = {
 }
 
 
-def _ways_of_calls(asked: str) -> Dict[str, str]:
+def _register() -> Dict[str, str]:
+    """Registers the operator ``gluon_syncbn`` with the MXNet library that Python has loaded. Returns why calls on
+    ``'cpu'`` and ``'gpu'`` contexts come through MXNet's ``Custom``; empty if they come directly from MXNet's engine.
+    """
+    cache = os.path.join(read("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"), "gluon_syncbn")
+    _core.syncbn_find_in(_mxnet._handle, os.fsencode(_SOURCES), os.fsencode(cache))
+    _core.syncbn_register(PROCESS)
+    asked = read("GLUON_SYNCBN_OPERATOR")
     if asked not in ("", "custom", "native"):
         arguments.refuse("GLUON_SYNCBN_OPERATOR", asked, "'native', 'custom' or nothing")
     if asked == "custom":
@@ -185,6 +173,9 @@ def _ways_of_calls(asked: str) -> Dict[str, str]:
             f"GLUON_SYNCBN_OPERATOR=native: {'; '.join(dict.fromkeys(problems.values()))}", name=__package__
         )
     return problems
+
+
+WHY_CUSTOM = _register()
 
 
 class Tape:

@@ -35,7 +35,7 @@ def _machine() -> str:
 
 def _in_place(values: Sequence[mx.nd.NDArray]) -> bool:
     """Whether the core adds these arrays where they are."""
-    plain = not _native.why_custom() and all(value.ctx.device_type != "gpu" for value in values)
+    plain = not _native.WHY_CUSTOM["cpu"] and all(value.ctx.device_type != "gpu" for value in values)
     return plain and kinds.is_float(values[0])
 
 

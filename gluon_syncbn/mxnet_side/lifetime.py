@@ -91,14 +91,12 @@ def _after_fork_in_child() -> None:
     _native.forking(False)
     _native.exiting(False)
     _native.reset()
-    steps.forked()
     _start_thread()
 
 
 def begin() -> None:
-    """Starts the core, and installs the handlers of exits and forks for good: Python cannot remove one of forks."""
+    """Installs the handlers of exits and forks for good: Python cannot remove one of forks."""
     logs.start()
-    _native.register()
     atexit.register(_at_exit)
     os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
     _start_thread()

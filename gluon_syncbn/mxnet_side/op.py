@@ -62,7 +62,7 @@ def sync_batch_norm(
             call = calls[frozen, masks] = EagerCall(replicas, settings)
     attributes = {"call": call.number} if call else {**replicas.to_node(settings), "name": "fwd"}
     F = ARRAYS if eager else SYMBOLS
-    guards = replicas.on_cpus and _native.why_custom()
+    guards = replicas.on_cpus and _native.WHY_CUSTOM["cpu"]
     ends_bundle = bool(guards) and eager and replicas.reaches_other_processes()
     if masks:
         data = [*data, F.Cast(kinds.classic(mask), dtype="float64") if guards else mask]  # SwapAxis takes no bool

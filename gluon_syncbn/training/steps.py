@@ -251,9 +251,3 @@ def told() -> None:
 def end() -> None:
     """Lets no further step begin."""
     _steps.ending = True
-
-
-def forked() -> None:
-    """Forgets the scopes of the threads that the child of a fork does not have."""
-    thread = threading.current_thread()
-    _steps.open = {one: scope for one, scope in _steps.open.items() if one is thread}

@@ -134,12 +134,12 @@ def test_a_batch_that_ends_the_step(rng, kvstore):
 
 
 def test_calls_come_straight_from_the_engine():
-    assert _native.why_custom("gpu") in ("", "GLUON_SYNCBN_OPERATOR=custom")
+    assert _native.WHY_CUSTOM["gpu"] in ("", "GLUON_SYNCBN_OPERATOR=custom")
 
 
 def test_the_other_way_computes_the_same():
     """A random case and layers in any order through MXNet's `Custom`, or, where this process takes that, the engine."""
-    way = "native" if _native.why_custom("gpu") else "custom"
+    way = "native" if _native.WHY_CUSTOM["gpu"] else "custom"
     chosen = "test_random_cases[0] or test_parallel_branches_in_another_order_on_each_gpu[device]"
     done = run(["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", chosen, __file__],
                GLUON_SYNCBN_OPERATOR=way)  # fmt: skip
@@ -148,7 +148,7 @@ def test_the_other_way_computes_the_same():
 
 @pytest.fixture
 def from_the_engine():
-    if _native.why_custom("gpu"):
+    if _native.WHY_CUSTOM["gpu"]:
         pytest.skip("calls come through MXNet's `Custom`")
 
 
@@ -366,7 +366,7 @@ def test_a_gpu_that_fails(rng):
     # MXNet's Custom does not call this layer on a GPU that has failed.
     custom = r"missing gpu\(1\) after 20 s\. .* or has failed"
     native = r"on gpu\(1\): MXNet gave no memory for an array: .*an illegal memory access was encountered"
-    with pytest.raises(mx.MXNetError, match=custom if _native.why_custom("gpu") else native):
+    with pytest.raises(mx.MXNetError, match=custom if _native.WHY_CUSTOM["gpu"] else native):
         ys[0].asnumpy()
     with suppress(mx.MXNetError):
         mx.nd.waitall()

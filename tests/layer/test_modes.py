@@ -236,7 +236,7 @@ for settings in ({}, {"mode": "local", "virtual_devices": 8}, {"mode": "shuffle"
 def test_no_mode_keeps_more_than_its_input():
     """What a call leaves for its backward beside that, in multiples of it, measured on the process: nothing or,
     through MXNet's `Custom`, the copy that guards it."""
-    guards = 1 if _native.why_custom() else 0
+    guards = 1 if _native.WHY_CUSTOM["cpu"] else 0
     # From this size on glibc returns what is freed to the system; by itself it raises the limit above an array's.
     run = ended([sys.executable, "-W", "ignore", "-c", MEMORY], MALLOC_MMAP_THRESHOLD_=65536)
     assert run.returncode == 0, run.stderr

@@ -37,7 +37,7 @@ import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, _native, symbol
 from gluon_syncbn.command import selfcheck
 
-native = pytest.mark.skipif(bool(_native.why_custom()), reason=_native.why_custom())
+native = pytest.mark.skipif(bool(_native.WHY_CUSTOM["cpu"]), reason=_native.WHY_CUSTOM["cpu"])
 
 LIBRARY = Path(mx.libinfo.find_lib_path()[0])
 HEADERS = Path(mx.libinfo.find_include_path())
@@ -145,11 +145,14 @@ def elsewhere(code, **environment):
     return ended([sys.executable, "-c", "import light\n" + code], SUPPORT, **environment)
 
 
-WHY = "import gluon_syncbn; print(gluon_syncbn._native.why_custom())"
+WHY = "import gluon_syncbn; print(gluon_syncbn._native.WHY_CUSTOM['cpu'])"
 
 
 def test_a_published_library_is_known():
-    assert "not from a package" in selfcheck.versions() or _native.why_custom() in ("", "GLUON_SYNCBN_OPERATOR=custom")
+    assert "not from a package" in selfcheck.versions() or _native.WHY_CUSTOM["cpu"] in (
+        "",
+        "GLUON_SYNCBN_OPERATOR=custom",
+    )
 
 
 def test_a_way_that_there_is_not():
@@ -174,7 +177,7 @@ def test_not_with_an_unknown_library(tmp_path):
         if library.name != LIBRARY.name:
             (tmp_path / library.name).symlink_to(library)
     code = "import gluon_syncbn.command.selfcheck as check; from gluon_syncbn import _native\n"
-    code += "print(_native.why_custom()); print(check.live())"
+    code += "print(_native.WHY_CUSTOM['cpu']); print(check.live())"
     run = elsewhere(code, GLUON_SYNCBN_OPERATOR="", MXNET_LIBRARY_PATH=str(other))
     assert run.stdout.startswith("this MXNet (build id ") and "2 replicas on cpu" in run.stdout, run.stderr
     shutil.rmtree(tmp_path)  # it is large
@@ -278,7 +281,7 @@ def test_blocks_of_channels(contexts, rng, behind, spatial):
     prepare(layer, batch, contexts[:3], "float32")
     before = core_count("blocked_calls")
     got, daddends = one_step(layer, batch, contexts, addends)
-    stays = is_in_blocks(in_blocks(batch.shards[0], contexts[0])) and not _native.why_custom()
+    stays = is_in_blocks(in_blocks(batch.shards[0], contexts[0])) and not _native.WHY_CUSTOM["cpu"]
     assert core_count("blocked_calls") - before == (6 if stays else 0)
     wide = batch._replace(shards=[x.astype("float64") for x in batch.shards])
     assert_same(got, specification(layer, wide, addends=addends), 50 * TOLERANCE["float32"])

@@ -470,7 +470,7 @@ except mx.MXNetError as error:
     assert "SyncBatchNorm 'batchnorm0'" in output and "MXNET_ENGINE_TYPE=NaiveEngine" in output
 
 
-@pytest.mark.skipif(bool(_native.why_custom()), reason="MXNet's Custom ends an operator twice that gets no thread")
+@pytest.mark.skipif(bool(_native.WHY_CUSTOM["cpu"]), reason="MXNet's Custom ends an operator twice that gets no thread")
 def test_little_memory():
     """A call that gets no memory or no thread ends the step in an error that names the layer. The process goes on."""
     text = """

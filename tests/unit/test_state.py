@@ -181,7 +181,7 @@ def test_state_of_modules():
             if name.strip("_").islower() and name not in ("__all__", "_fields_"):
                 places.setdefault(path.relative_to(PACKAGE).as_posix(), set()).add(name)
     assert places == {
-        "_native.py": {"_functions", "_why_custom"},
+        "_native.py": {"_functions"},
         "symbol.py": {"_written"},
         "command/replacements.py": {"_installed"},
         "exchange/dist_sync.py": {"_made"},
