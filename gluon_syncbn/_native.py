@@ -178,6 +178,12 @@ def _register() -> Dict[str, str]:
 WHY_CUSTOM = _register()
 
 
+def differs(how: str) -> MXNetError:
+    """Returns the error of a block that `recompute` computes again."""
+    text = f"the second forward {how}. A block of gluon_syncbn.recompute must compute the same each time."
+    return MXNetError(text)
+
+
 class Tape:
     """Stores what the calls of a forward pass to their repetition: see ``csrc/meeting/tape.h``."""
 
@@ -194,11 +200,8 @@ class Tape:
         finally:
             left = _core.syncbn_tape_end()
         if left:
-            raise MXNetError(
-                f"the second forward called {abs(left)} layer{'s' if abs(left) > 1 else ''} of SyncBatchNorm "
-                f"{'fewer' if left > 0 else 'more'} than the first. A block of gluon_syncbn.recompute must "
-                "compute the same each time."
-            )
+            layers = f"{abs(left)} layer{'s' if abs(left) > 1 else ''} of SyncBatchNorm"
+            raise differs(f"called {layers} {'fewer' if left > 0 else 'more'} than the first")
 
 
 #: MXNet's requests for a gradient: none, or to add it. Otherwise it is written.

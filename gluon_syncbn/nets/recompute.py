@@ -207,10 +207,7 @@ class _Call:
                 with _Recording(True, self._training):
                     outputs = _floats(self._forward(*args))
         if len(outputs) != len(heads):
-            raise mx.MXNetError(
-                f"the second forward had {len(outputs)} outputs, the first {len(heads)}. A block of "
-                "gluon_syncbn.recompute must compute the same each time."
-            )
+            raise _native.differs(f"had {len(outputs)} outputs, the first {len(heads)}")
         for (_, gradient, request), found in zip(
             asked, autograd.grad(outputs, wanted, heads, train_mode=self._training)
         ):
@@ -253,10 +250,7 @@ def _array_of(data: Callable[..., NDArray], parameter: Parameter, ctx: Optional[
     frames = _forwards.frames
     if frames and frames[0].again:
         if parameter not in frames[0].arrays:
-            raise mx.MXNetError(
-                f"the second forward used the parameter '{parameter.name}', the first did not. A block of "
-                "gluon_syncbn.recompute must compute the same each time."
-            )
+            raise _native.differs(f"used the parameter '{parameter.name}', the first did not")
         array = frames[0].arrays[parameter]
     else:
         array = data(parameter, ctx)
