@@ -127,7 +127,7 @@ def uninstall(everything: bool = False) -> None:
         steps.reset()
     if _WATCH in sys.meta_path:
         sys.meta_path.remove(_WATCH)
-    session.no_longer(_converting_nodes, _converting_net, operators=[OPERATOR, "BatchNorm"])
+    session.no_longer(_converting_nodes, _converting_net, OPERATOR, "BatchNorm")
     _swap([(new, old) for old, new in _installed.get("pairs", ())])
     _installed.clear()
     if everything:
@@ -154,7 +154,6 @@ def _converting_nodes(block: HybridBlock) -> None:
 
 
 def _converting_net(made: gluon.Trainer) -> None:
-    session.trainers(made).is_to_synchronise = True
     for block in _with_parameters(made._params):
         convert_layers(block)
 

@@ -71,7 +71,8 @@ def surprises(trainer: gluon.Trainer) -> Iterator[str]:
             "'horovod' a horovod.mxnet.DistributedTrainer, unless the script adds gradients itself"
         )
     on_several = several or any(len(one._data or ()) > 1 for one in parameters)
-    if any(one.meets() for one in replicas) or (session.trainers(trainer).is_to_synchronise and on_several):
+    # After `install(convert=True)`, all of the net may be plain.
+    if any(one.meets() for one in replicas) or (session.hooks["constructing"] and on_several):
         # Layers whose gamma is not trained are frozen and do not count. Operators in a graph of the net count.
         synchronised = [stem for stem, (mean, *_) in layers.items() if followers_of([mean])]
         trained = [stem for stem, (_, gamma, _) in layers.items() if gamma is not None and gamma.grad_req != "null"]

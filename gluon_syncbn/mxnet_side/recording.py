@@ -103,7 +103,7 @@ def _building(build: Callable, block: gluon.HybridBlock, *args: Any) -> None:
     with session.tracing:
         if block._cached_op is not before:
             return
-        for prepare in session.before_recording:
+        for prepare in session.hooks["recording"]:
             prepare(block)
         kept: List[Any] = []  # until MXNet's operator keeps them
         with setting(records, kept):

@@ -50,9 +50,7 @@ def _saving(reduce: Callable, parameter: gluon.Parameter) -> mx.nd.NDArray:
     if steps.current():
         array = reduce(parameter)
     else:
-        steps.settle(parameter._data or ())
-        steps.tell()
-        array = steps.settled(lambda: reduce(parameter))
+        array = steps.settled(parameter._data or (), lambda: reduce(parameter))
     if counts_as_1(parameter):
         array[:] = 1
     return array

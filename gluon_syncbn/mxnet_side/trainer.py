@@ -33,7 +33,7 @@ def constructing(construct: Callable, trainer: gluon.Trainer, *args: Any, **kwar
         vars(trainer)["_has_chosen_store"] = False
     _share_store(trainer)
     session.trainers(trainer)
-    for change in session.after_construction:
+    for change in session.hooks["constructing"]:
         change(trainer)
 
 

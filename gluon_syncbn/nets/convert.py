@@ -112,7 +112,11 @@ def convert(
         successors = [_successor(block, norm_layer, kwargs) for block in plain]
         classes = [_class_for(block, type(new)) for block, new in zip(plain, successors)]
         for block, new, cls in zip(plain, successors, classes):
-            _replace(block, new, cls)
+            # It gets a class, and the settings of another layer. All else stays.
+            origin = None if type(block) is ContribSyncBatchNorm else (type(block), block._kwargs)
+            block.__class__, given = cls, _taken_from(new)
+            vars(block).update({**given, **vars(block), "_kwargs": given["_kwargs"], "_origin": origin})
+            block._adopt_parameters()
         if fuse:
             for block in chosen:
                 if isinstance(block, SyncBatchNorm):
@@ -350,14 +354,6 @@ class _Computes:
         super().__setstate__(state)  # type: ignore[misc]
         if hasattr(self._own_class, "__setstate__"):
             self._adopt_parameters(getattr(self._replicas, "settings", self._replicas))
-
-
-def _replace(block: BatchNorm, new: SyncBatchNorm, cls: Type[SyncBatchNorm]) -> None:
-    """Gives a layer a class, and the settings of another one. All else stays."""
-    origin = None if type(block) is ContribSyncBatchNorm else (type(block), block._kwargs)
-    block.__class__, given = cls, _taken_from(new)
-    vars(block).update({**given, **vars(block), "_kwargs": given["_kwargs"], "_origin": origin})
-    block._adopt_parameters()
 
 
 def _taken_from(layer: BatchNorm) -> Dict[str, Any]:

@@ -82,8 +82,9 @@ def _synchronised(
     chosen: Dict[int, SyncBatchNorm] = {}
     layers: List[_Node] = []
     stay: List[str] = []
+    operators = session.hooks["operators"]
     for number, within, node in walk(recorded):
-        takes = node["op"] in session.operators or (node["op"] == "BatchNorm" and SYNCHRONISED in node["attrs"])
+        takes = node["op"] in operators or (node["op"] == "BatchNorm" and SYNCHRONISED in node["attrs"])
         if not takes and not is_ours(node):
             continue
         running = [within["nodes"][at]["name"] for at, *_ in node["inputs"][-2:]]
@@ -197,10 +198,8 @@ class _Group(DataParallelExecutorGroup):
         """A gamma that does not count is 1 for a Module that trains, as with plain BatchNorm on one context. On
         several, each update copies the gamma of the KVStore back, which nobody sets.
         """
-        steps.settle(kinds.arrays_of([self.param_arrays, self.aux_arrays]))
-        steps.tell()
-        get_params = super().get_params
-        steps.settled(lambda: [get_params(arg_params, aux_params), arg_params, aux_params])
+        arrays, get_params = kinds.arrays_of([self.param_arrays, self.aux_arrays]), super().get_params
+        steps.settled(arrays, lambda: [get_params(arg_params, aux_params), arg_params, aux_params])
         for _, within, node in walk(json_of(self.symbol)) if self.for_training else ():
             if is_ours(node) and node["attrs"]["fix_gamma"] == "1":
                 gamma = within["nodes"][node["inputs"][1][0]]["name"]

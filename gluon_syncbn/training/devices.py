@@ -55,16 +55,16 @@ def only_on(contexts: Sequence[Context]) -> Iterator[None]:
     chosen = arguments.contexts("contexts", contexts, expected)
     if len(set(chosen)) < len(chosen):
         arguments.refuse("contexts", contexts, expected)
-    if _marks:
+    if session.devices:
         raise ValueError("contexts: only_on(...) is active already; leave that block first")
     mx.nd.waitall()
-    _marks.update((context, {}) for context in chosen)
+    marks: Dict[Context, Dict[int, bool]] = {context: {} for context in chosen}
     for parameter in session.trained():
         for array in parameter.list_data():
-            if array.ctx in chosen:
-                _marks[array.ctx][id(array)], array._fresh_grad = array._fresh_grad, False
+            if array.ctx in marks:
+                marks[array.ctx][id(array)], array._fresh_grad = array._fresh_grad, False
     _native.reset()
-    session.set(devices=list(map(str, chosen)))
+    session.set(devices=marks)
     try:
         yield
         mx.nd.waitall()
@@ -73,10 +73,9 @@ def only_on(contexts: Sequence[Context]) -> Iterator[None]:
         drain("the end of only_on")
         raise
     finally:
-        session.set(devices=[])
-        _native.reset()
         settle_gradients(session.trained())
-        _marks.clear()
+        session.set(devices={})
+        _native.reset()
         for replicas in list(Replicas.by_id.values()):
             replicas.spread_running(chosen)
 
@@ -88,25 +87,21 @@ def settle_gradients(parameters: Iterable[gluon.Parameter]) -> None:
     the weights itself takes the mark away, and one that updates in its KVStore does not. So `only_on` takes all marks
     away, and those of parameters without a gradient of the block come back here.
     """
-    for parameter in parameters if _marks else ():
+    for parameter in parameters if session.devices else ():
         if parameter._grad is None:
             continue
-        arrays = [array for array in parameter.list_data() if array.ctx in _marks]
-        marks = [_marks[array.ctx].pop(id(array), False) for array in arrays]
+        arrays = [array for array in parameter.list_data() if array.ctx in session.devices]
+        marks = [session.devices[array.ctx].pop(id(array), False) for array in arrays]
         if not any(array._fresh_grad for array in arrays):
             for array, mark in zip(arrays, marks):
                 array._fresh_grad = mark
             continue
         for array, gradient in zip(parameter.list_data(), parameter.list_grad()):
-            if array.ctx not in _marks:
+            if array.ctx not in session.devices:
                 if parameter.grad_req == "write":
                     gradient = kinds.classic(gradient)
                     mx.nd.zeros_like(gradient, out=gradient)
                 array._fresh_grad = True
-
-
-#: By the contexts of the block, and by the ids of arrays: the marks that the block has taken away.
-_marks: Dict[Context, Dict[int, bool]] = {}
 
 
 def cpu_devices(n: int) -> List[Context]:

@@ -6,7 +6,7 @@ import os
 import threading
 import typing
 from collections import Counter, defaultdict
-from typing import Any, Callable, DefaultDict, Dict, Iterable, List, Literal, Optional, Sequence, Set, Tuple
+from typing import Any, DefaultDict, Dict, Iterable, List, Literal, Optional, Sequence, Tuple
 
 from mxnet.context import Context
 
@@ -27,7 +27,6 @@ class OfTrainer:
 
     def __init__(self) -> None:
         self.has_begun = False
-        self.is_to_synchronise = False  # by `install(convert=True)`; then all of the net may be plain, with a warning
         self.compared: Optional[Dict[int, Any]] = None  # states, by the processes. To load others makes another dict
         # The divisor then: the object, because a new one may be as large. None: the next sum compares weights first.
         self.summed_for: Optional[float] = None
@@ -47,7 +46,8 @@ class Session:
         self.exchange: Optional[Exchange] = None
         self._in_core = Exchange(_native.memory_exchange(""))
         self.timeout, self.nonfinite, self.seed = 300.0, NONFINITE[0], 0
-        self.devices: List[str] = []  # contexts that alone take part; none means all
+        #: Contexts that alone take part, none means all; and the marks that `only_on` took from their arrays, by `id`.
+        self.devices: Dict[Context, Dict[int, bool]] = {}
         self.chosen = False  # `configure` has set it
         self.stores = named.stores
         self._issuing: DefaultDict[Tuple[int, int], threading.Lock]  # by context
@@ -58,18 +58,16 @@ class Session:
         #: The names of the layers and operators that are not synchronised, although others are, or were to be.
         self.unsynchronised: Dict[str, None] = {}
         self.trainers = OfEach(OfTrainer)  # of Gluon
-        #: What runs before MXNet records a block, and behind the construction of a Trainer.
-        self.before_recording: List[Callable[[Any], None]] = []
-        self.after_construction: List[Callable[[Any], None]] = []
-        #: Operators of MXNet whose nodes in a `Module` are also synchronised.
-        self.operators: Set[str] = set()
+        #: What runs before MXNet records a block, and behind the construction of a Trainer; and the operators of MXNet
+        #: whose nodes in a `Module` are also synchronised.
+        self.hooks: Dict[str, List[Any]] = {"recording": [], "constructing": [], "operators": []}
         self._done: Dict[str, int] = {}  # the process that has asked `first`
 
     def set(self, **changes: Any) -> None:
         """Sets defaults of layers."""
         vars(self).update(changes)
         handle = (self.exchange or self._in_core).handle
-        _native.configure(self.timeout, NONFINITE.index(self.nonfinite), self.devices, handle)
+        _native.configure(self.timeout, NONFINITE.index(self.nonfinite), list(map(str, self.devices)), handle)
         if "seed" in changes:
             _native.seed(self.seed)
 
@@ -105,19 +103,15 @@ class Session:
         before, self._done[what] = self._done.get(what), os.getpid()
         return before != self._done[what]
 
-    def also(
-        self, recording: Sequence[Callable] = (), constructing: Sequence[Callable] = (), operators: Sequence[str] = ()
-    ) -> None:
-        """Adds to what runs, and to what is synchronised."""
-        self.before_recording += recording
-        self.after_construction += constructing
-        self.operators.update(operators)
+    def also(self, **more: Sequence[Any]) -> None:
+        """Adds to the hooks."""
+        for kind, hooks in more.items():
+            self.hooks[kind] += hooks
 
-    def no_longer(self, *hooks: Callable, operators: Sequence[str] = ()) -> None:
+    def no_longer(self, *less: Any) -> None:
         """Undoes `also`."""
-        for kept in (self.before_recording, self.after_construction):
-            kept[:] = [one for one in kept if one not in hooks]
-        self.operators.difference_update(operators)
+        for hooks in self.hooks.values():
+            hooks[:] = [one for one in hooks if one not in less]
 
 
 session = Session()

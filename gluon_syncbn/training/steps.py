@@ -85,10 +85,12 @@ def settle(arrays: Iterable[Any]) -> bool:
     return found
 
 
-def settled(compute: Callable[[], ArraysT]) -> ArraysT:
-    """Returns arrays that are computed of settled ones. An operator takes temporary space, which may have the error of
-    a failed step, too, once for each copy.
+def settled(arrays: Iterable[Any], compute: Callable[[], ArraysT]) -> ArraysT:
+    """Settles arrays, and returns what is computed of them. An operator takes temporary space, which may have the error
+    of a failed step, too, once for each copy. StepError: the step has failed, and the caller may not know of it.
     """
+    settle(arrays)
+    tell()
     for _ in range(MOST_WAITS):
         found = compute()
         if not settle(kinds.arrays_of(found)):

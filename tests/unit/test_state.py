@@ -191,7 +191,6 @@ def test_state_of_modules():
         "mxnet_side/blocks.py": {"with_graph"},
         "mxnet_side/patches.py": {"_changes"},
         "nets/recompute.py": {"_forwards"},
-        "training/devices.py": {"_marks"},
         "training/replicas.py": {"_layers", "_of_thread", "by_id"},
         "training/session.py": {"session"},
         "training/steps.py": {"_steps"},
