@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, Iterator, List, NamedTuple, Optional, Set
 
 from mxnet.gluon import Block, HybridBlock
@@ -10,6 +9,7 @@ from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from mxnet.gluon.nn.basic_layers import BatchNorm, BatchNormReLU, _BatchNorm
 
 from ..activation import BatchNormActivation, BatchNormAdd
+from ..training.session import session
 from .nodes import Json, attribute, json_of, operator_of, walk
 from .op import NAME
 
@@ -92,15 +92,10 @@ def recorded(block: HybridBlock, graph: Optional[Json] = None) -> List[Recorded]
     return found
 
 
-#: The blocks that have recorded a graph, by `id`, because a block's class may define ``==``. A block does not know the
-#: blocks around it, whose graphs contain its layers.
-with_graph: weakref.WeakValueDictionary[int, HybridBlock] = weakref.WeakValueDictionary()
-
-
 def with_graphs_of(parameters: Set[int]) -> List[HybridBlock]:
     """Returns the blocks whose graphs read one of these parameters, given by their ``id``."""
     return [
         block
-        for block in list(with_graph.values())
+        for block in session.graphs.objects()
         if any(not is_input and id(given) in parameters for is_input, given in block._cached_op_args)
     ]

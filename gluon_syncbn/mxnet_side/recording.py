@@ -125,7 +125,7 @@ def _building(build: Callable, block: gluon.HybridBlock, *args: Any) -> None:
             draft._cached_op = _Issuing(symbol, flags, graph)
         block._cached_op_args = draft._cached_op_args
         block._cached_op = draft._cached_op  # last, because other threads look for it
-        blocks.with_graph[id(block)] = block
+        session.graphs(block)
 
 
 def running_graph(block: gluon.HybridBlock, *args: Any) -> Tuple[List[mx.sym.Symbol], mx.sym.Symbol, Json]:

@@ -58,6 +58,8 @@ class Session:
         #: The names of the layers and operators that are not synchronised, although others are, or were to be.
         self.unsynchronised: Dict[str, None] = {}
         self.trainers = OfEach(OfTrainer)  # of Gluon
+        #: The blocks that have recorded a graph. A block does not know those around it, whose graphs have its layers.
+        self.graphs: OfEach[None] = OfEach(lambda: None)
         #: What runs before MXNet records a block, and behind the construction of a Trainer; and the operators of MXNet
         #: whose nodes in a `Module` are also synchronised.
         self.hooks: Dict[str, List[Any]] = {"recording": [], "constructing": [], "operators": []}

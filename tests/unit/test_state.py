@@ -188,7 +188,6 @@ def test_state_of_modules():
         "exchange/horovod.py": {"exchange"},
         "exchange/named.py": {"_adding", "stores"},
         "exchange/agreement.py": {"numbered"},
-        "mxnet_side/blocks.py": {"with_graph"},
         "mxnet_side/patches.py": {"_changes"},
         "nets/recompute.py": {"_forwards"},
         "training/replicas.py": {"_layers", "_of_thread", "by_id"},
