@@ -341,6 +341,9 @@ class SyncBatchNorm(nn.BatchNorm):
         if len(given) > len(unnamed):
             mask, *given = given  # type: ignore[assignment]
         parameters.update(zip(unnamed, given))
+        if len(parameters) > len(PARAMETERS):  # a subclass has misspelt a name, perhaps that of the mask
+            unknown = ", ".join(sorted(parameters.keys() - set(PARAMETERS)))
+            raise TypeError(f"SyncBatchNorm '{self.name}': hybrid_forward has no argument {unknown}")
         replicas, training, eager = self._replicas, autograd.is_training(), F is mx.nd
         settings = replicas.settings
         # MXNet's BatchNorm fails in 5 dimensions behind a convolution ("Check failed: !is_view").

@@ -194,3 +194,14 @@ def test_in_a_module(contexts, rng, settings):
     assert not of_mask.asnumpy().any()
     for parts, wanted in zip(module._exec_group.aux_arrays, (want.running_mean, want.running_var)):
         np.testing.assert_allclose([one.asnumpy() for one in parts], wanted, rtol=1e-11)
+
+
+def test_a_misspelt_mask_is_refused():
+    class Masked(SyncBatchNorm):
+        def hybrid_forward(self, F, x, mask, **parameters):
+            return super().hybrid_forward(F, x, masks=mask, **parameters)
+
+    layer = Masked(in_channels=3, prefix="bn_")
+    layer.initialize()
+    with pytest.raises(TypeError, match="SyncBatchNorm 'bn': hybrid_forward has no argument masks"):
+        layer(nd.ones((2, 3, 4)), nd.ones((2, 1, 4)))
