@@ -172,12 +172,8 @@ class _Group(DataParallelExecutorGroup):
             super().forward(data_batch, is_train)
             return
         steps.tell()
-        try:
-            with autograd.train_mode():  # whose scope is a step
-                super().forward(data_batch, is_train)
-        except BaseException:
-            steps.told()
-            raise
+        with autograd.train_mode():  # whose scope is a step
+            super().forward(data_batch, is_train)
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """The backward belongs to the step of the forward. An update after it changes nothing in a step that failed, as
@@ -188,7 +184,6 @@ class _Group(DataParallelExecutorGroup):
         except BaseException as error:
             if steps.current() is None:
                 steps.break_off("the backward of a Module", error)
-                steps.told()
             raise
         for executor in self.execs:
             _native.watch(str(executor._ctx), [array for array in executor.grad_arrays if array is not None])

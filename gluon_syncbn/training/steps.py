@@ -190,10 +190,7 @@ def scope_left(kind: Optional[type], value: Any) -> None:
             _steps.raised = ended
             raise _native.StepError(ended)
     elif is_current and (_native.layers() or session.stores):  # else another thread has begun a new step since then
-        try:
-            break_off("the recorded step", value)
-        finally:
-            failure_seen(value)
+        break_off("the recorded step", value)
 
 
 def break_off(where: str, error: BaseException) -> None:
@@ -213,6 +210,7 @@ def break_off(where: str, error: BaseException) -> None:
         _steps.raised = f"{what}, so the replicas that had been called cannot finish it. The next step starts afresh."
         _native.fail(_steps.raised)
         session.tell_others(_steps.raised)
+        failure_seen(error)
 
 
 def failure_seen(error: BaseException) -> None:
@@ -243,11 +241,6 @@ def trains() -> None:
 def training_threads() -> List[threading.Thread]:
     """Returns the threads that have been in a step, or have made a ``Module`` for some."""
     return list(_steps.training_threads)
-
-
-def told() -> None:
-    """The program sees the step's failure as an exception that is being raised."""
-    _steps.raised = _native.failure()
 
 
 def end() -> None:

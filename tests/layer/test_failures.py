@@ -61,6 +61,17 @@ def assert_explains(error, layer, *parts):
         assert part in text, f"{part!r} is not in: {text}"
 
 
+def test_an_error_of_the_core_is_told_once(contexts, rng, caplog):
+    """As of a graph whose layer another thread is calling. The next step does not log what has left this one."""
+    caplog.set_level(logging.WARNING, logger="gluon_syncbn")
+    layer = a_layer(contexts[:2])
+    with pytest.raises(StepError, match="a reason"), autograd.record():
+        gluon_syncbn._native.fail("a reason")
+        raise StepError("a reason")
+    assert_next_step_is_right(layer, contexts[:2], rng)
+    assert "a reason" not in caplog.text
+
+
 def recorded(layer, xs):
     with autograd.record():
         return [layer(x) for x in xs]
