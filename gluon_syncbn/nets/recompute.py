@@ -352,11 +352,11 @@ def _operators(block: Block, within: List[Block], forward: Callable[..., Any], a
     """Returns what a forward with symbols shows, or what recorded graphs within show. Seeding costs some milliseconds.
 
     A schedule may raise a rate from 0, so that none draws holds until a setting changes. That some may draw holds for
-    good, because a graph that was recorded keeps its rate.
+    good, whatever the rates of these blocks: a graph that was recorded keeps its rate, and a trace takes milliseconds.
     """
     before: Optional[_Operators] = vars(block).get("_operators")
     deciding = _deciding(within)
-    if before is not None and before.deciding == deciding:
+    if before is not None and (before.deciding == deciding or (before.draw and before.deciding[0] == deciding[0])):
         return before
     draw, graphs = True, [json_of(one._cached_graph[1]) for one in within if isinstance(one, SymbolBlock)]
     if isinstance(block, HybridBlock):
@@ -379,7 +379,7 @@ def _deciding(within: List[Block]) -> List[Any]:
     that they hold.
     """
     fixed = SyncBatchNorm, SymbolBlock  # always call the same
-    found: List[Any] = [autograd.is_training(), *((type(one), one.name) for one in within)]
+    found: List[Any] = [[(type(one), one.name) for one in within], autograd.is_training()]
     for value in (value for one in within if not isinstance(one, fixed) for value in vars(one).values()):
         parts = list(value.values()) if isinstance(value, dict) else value
         parts = parts if isinstance(parts, (list, tuple)) else [parts]

@@ -235,9 +235,10 @@ class Scheduled(nn.HybridBlock):
 
     def __init__(self, by_mode):
         super().__init__()
-        self.rates, self.drop, self.by_mode = {"own": 0}, nn.Dropout(0), by_mode
+        self.rates, self.drop, self.by_mode, self.traces = {"own": 0}, nn.Dropout(0), by_mode, []
 
     def hybrid_forward(self, F, x):
+        self.traces += [F] if F is mx.sym else []
         if self.rates["own"] or (self.by_mode and autograd.is_training()):
             x = F.Dropout(x, p=0.5)
         return self.drop(x)
@@ -260,6 +261,15 @@ def test_a_rate_that_rises_after_the_first_step(contexts, change, hybrid):
         y.backward()
         assert rate * 0.8 <= (y.asnumpy() == 0).mean() <= rate * 1.2
         np.testing.assert_allclose(x.grad.asnumpy(), (y / x).asnumpy(), rtol=1e-5)
+
+
+def test_a_rate_that_changes_in_each_step_costs_one_trace():
+    block, x = recompute(Scheduled(False)), nd.ones((3, 4))
+    for rate in (0.1, 0.2, 0.3):
+        block.drop._rate = rate
+        with autograd.record():
+            block(x)
+    assert len(block.traces) == 1
 
 
 @pytest.mark.parametrize("anew", [False, True], ids=["kept", "anew"])
