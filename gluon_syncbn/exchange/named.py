@@ -84,7 +84,8 @@ def exchange(kvstore: Any) -> Optional[Exchange]:
         return of_job
     kind = kvstore.type if isinstance(kvstore, mx.kvstore.KVStoreBase) else kvstore
     if not isinstance(kind, str) or kind not in TYPES:
-        expected = f"one of {(*TYPES, *IN_CORE, MPI, 'dist_sync', 'horovod')}, a KVStore object or None."
+        names = (*TYPES, *IN_CORE, MPI, "dist_sync", "horovod")
+        expected = f"one of {names}, an object of one of these types but 'nccl' and 'host', or None."
         arguments.refuse("kvstore", kind, expected + _refusal(str(kind)))
     return _adding(kvstore)
 

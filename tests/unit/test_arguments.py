@@ -214,6 +214,10 @@ def test_nothing_is_configured_where_one_argument_is_wrong():
         assert gluon_syncbn.configure() == before
 
 
+class OfNCCL(mx.kvstore.KVStoreBase):
+    type = "nccl"
+
+
 # ---- combinations --------------------------------------------------------------------------------------------
 
 
@@ -237,6 +241,7 @@ def test_nothing_is_configured_where_one_argument_is_wrong():
         ),
         ({"mode": "shuffle", "num_devices": 1}, "virtual_devices: 1 was given, expected at least 2"),
         ({"kvstore": "dist_async"}, "Other workers' statistics are of other steps"),
+        ({"kvstore": OfNCCL()}, "an object of one of these types but 'nccl'"),
         ({"num_devices": 65536}, "num_devices: 65536 was given, expected a whole number from 1 to 65535"),
     ],
 )
