@@ -341,8 +341,8 @@ class SyncBatchNorm(nn.BatchNorm):
         if len(given) > len(unnamed):
             mask, *given = given  # type: ignore[assignment]
         parameters.update(zip(unnamed, given))
-        if len(parameters) > len(PARAMETERS):  # a subclass has misspelt a name, perhaps that of the mask
-            unknown = ", ".join(sorted(parameters.keys() - set(PARAMETERS)))
+        if len(given) > len(unnamed) or len(parameters) > len(PARAMETERS):  # perhaps a subclass has misspelt the mask
+            unknown = ", ".join(sorted(parameters.keys() - set(PARAMETERS))) or "behind the mask"
             raise TypeError(f"SyncBatchNorm '{self.name}': hybrid_forward has no argument {unknown}")
         replicas, training, eager = self._replicas, autograd.is_training(), F is mx.nd
         settings = replicas.settings

@@ -92,6 +92,15 @@ def test_another_shape_is_an_error(contexts, shape):
             layer(x, mask)
 
 
+@pytest.mark.parametrize("cls, inputs", [(SyncBatchNorm, 1), (SyncBatchNormAdd, 2)])
+def test_an_input_behind_the_mask_is_refused(contexts, cls, inputs):
+    x, mask = nd.ones((2, 5), ctx=contexts[0]), nd.ones((2, 1), ctx=contexts[0])
+    layer = cls(in_channels=5, prefix="bn_")
+    layer.initialize(ctx=contexts[:1])
+    with pytest.raises(TypeError, match="SyncBatchNorm 'bn': hybrid_forward has no argument behind the mask"):
+        layer(*[x] * inputs, mask, x)
+
+
 # ---- nets --------------------------------------------------------------------------------------------------
 
 
