@@ -26,19 +26,24 @@ std::vector<std::unique_ptr<syncbn::Processes>>& ranks() {
 }
 
 // A round whose arrays become available one by one.
-class Arrays : public syncbn::Gradients::Round {
+class Arrays {
   public:
+    const std::shared_ptr<syncbn::Gradients::Round> round;
+
     Arrays(syncbn::Gradients& gradients, int64_t trainer, const std::vector<size_t>& sizes, float value)
-        : Round(gradients, {trainer, "", list_of(sizes), 60, summands_of(sizes)}) {
+        : round(std::make_shared<syncbn::Gradients::Round>(
+              gradients, syncbn::Brought{trainer, "", list_of(sizes), 60, summands_of(sizes)})) {
         for (const size_t size : sizes) memory_.emplace_back(size, value);
+        ended_.resize(sizes.size());
     }
-    void come(size_t index) { Round::come(index, {memory_[index].data()}); }
-    void succeed() noexcept override { ended_.set_value(""); }
-    void fail(const std::exception& reason) noexcept override { ended_.set_value(reason.what()); }
+    void come(size_t index) {
+        round->come(index, {memory_[index].data()}, [this, index](const std::exception_ptr& failure) {
+            failure == nullptr ? ended_[index].set_value() : ended_[index].set_exception(failure);
+        });
+    }
 
     void check(float total) {
-        const std::string reason = ended_.get_future().get();
-        expect(reason.empty(), "a sum ends well, not with '" + reason + "'");
+        for (std::promise<void>& one : ended_) one.get_future().get();  // throws what has failed
         for (const std::vector<float>& values : memory_)
             expect(std::count(values.begin(), values.end(), total) == static_cast<long>(values.size()),
                    "each value is the sum of all ranks");
@@ -57,21 +62,21 @@ class Arrays : public syncbn::Gradients::Round {
     }
 
     std::deque<std::vector<float>> memory_;
-    std::promise<std::string> ended_;
+    std::vector<std::promise<void>> ended_;  // of each array
 };
 
 // What a rank does: its rounds in an order of its own, and their arrays, too.
 void take_part(size_t rank, uint64_t seed, const std::vector<size_t>& sizes) {
     Random random(seed + rank);
     syncbn::Gradients& gradients = ranks()[rank]->gradients();
-    std::vector<std::shared_ptr<Arrays>> rounds;
+    std::deque<Arrays> rounds;
     for (size_t i = 0; i < kTrainers; ++i)
-        rounds.push_back(std::make_shared<Arrays>(gradients, i + 1, sizes, static_cast<float>(rank + 1 + i)));
+        rounds.emplace_back(gradients, i + 1, sizes, static_cast<float>(rank + 1 + i));
     const size_t first = random.one_of<size_t>({0, 1});
-    for (size_t i = 0; i < kTrainers; ++i) gradients.begin(rounds[(first + i) % kTrainers]);
+    for (size_t i = 0; i < kTrainers; ++i) gradients.begin(rounds[(first + i) % kTrainers].round);
     for (size_t i = 0; i < sizes.size(); ++i)
-        for (const auto& round : rounds) round->come(first == 0 ? i : sizes.size() - 1 - i);
-    for (size_t i = 0; i < kTrainers; ++i) rounds[i]->check(static_cast<float>(6 + kRanks * i));
+        for (Arrays& one : rounds) one.come(first == 0 ? i : sizes.size() - 1 - i);
+    for (size_t i = 0; i < kTrainers; ++i) rounds[i].check(static_cast<float>(6 + kRanks * i));
 }
 
 // Two threads report at once why a rank has failed: one reason stays, as it is.

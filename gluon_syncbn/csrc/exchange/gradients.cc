@@ -177,30 +177,46 @@ class Gradients::WaitForRanks final : public WaitForOthers {
 };
 
 Gradients::Round::Round(Gradients& gradients, Brought brought)
-    : Brought(std::move(brought)), gradients_(gradients), values_(summands.size()) {}
+    : Brought(std::move(brought)), gradients_(gradients), items_(summands.size()) {}
 
-void Gradients::Round::come(size_t summand, std::vector<void*> values) {
-    {
-        std::lock_guard<std::mutex> lock(gradients_.mutex_);
-        values_[summand] = std::move(values);
-        come_.push_back(summand);
-        if (packs_ == nullptr) return gradients_.look();
+void Gradients::Round::come(size_t summand, std::vector<void*> values, Done done) {
+    std::unique_lock<std::mutex> lock(gradients_.mutex_);
+    if (failure_ != nullptr) {
+        lock.unlock();
+        return done(failure_);
     }
-    pack(summand);
-    std::lock_guard<std::mutex> lock(gradients_.mutex_);
+    items_[summand] = {std::move(values), std::move(done)};
+    come_.push_back(summand);
+    if (packs_ != nullptr) {
+        lock.unlock();
+        try {
+            pack(summand);
+        } catch (const std::exception& error) {
+            return lose(summand, reason_of(error));
+        }
+        lock.lock();
+    }
     gradients_.look();
 }
 
-void Gradients::Round::lose(size_t summand) {
+void Gradients::Round::lose(size_t summand, const std::string& reason) {
     std::lock_guard<std::mutex> lock(gradients_.mutex_);
-    lost_ = summand;
+    lost_ = name_in(list, summand, summand + 1) + " was not computed: " + reason;
     gradients_.look();
+}
+
+void Gradients::Round::end(const std::exception_ptr& failure) noexcept {
+    {
+        std::lock_guard<std::mutex> lock(gradients_.mutex_);
+        failure_ = failure;  // no array comes after it
+    }
+    for (const size_t summand : come_) items_[summand].done(failure);
 }
 
 void Gradients::Round::pack(size_t summand) {
     SYNCBN_POINT("before_copy_in");
     const Type type = summands[summand].type;
-    const std::vector<void*>& contexts = values_[summand];
+    const std::vector<void*>& contexts = items_[summand].values;
     for (const auto& [bucket, cut] : packs_->places[summand]) {
         if (bucket->alone && type == bucket->wide && contexts.size() == 1) {
             bucket->values = static_cast<char*>(contexts[0]) + cut.begin * static_cast<size_t>(size_of(type));
@@ -216,7 +232,7 @@ void Gradients::Round::unpack(const Bucket& bucket) const {
     SYNCBN_POINT("before_copy_out");
     if (bucket.values != bucket.memory.get()) return;  // the sums are where they belong
     for (const Bucket::Cut& cut : bucket.cuts)
-        narrow(summands[cut.summand].type, bucket.at(cut.offset), values_[cut.summand], cut.begin, cut.count);
+        narrow(summands[cut.summand].type, bucket.at(cut.offset), items_[cut.summand].values, cut.begin, cut.count);
 }
 
 Gradients::Gradients(Processes& processes) : processes_(processes), mail_(processes.mail()) {}
@@ -290,9 +306,7 @@ bool Gradients::wait(Trainer& trainer, bool for_ranks, size_t begin, size_t end)
     Round& round = *trainer.round;
     {
         std::lock_guard<std::mutex> lock(mutex_);
-        if (round.lost_ != SIZE_MAX)
-            throw Failure(name_in(round.list, round.lost_, round.lost_ + 1) +
-                          " was not computed: an operator before it has failed, and reading its result says why.");
+        if (!round.lost_.empty()) throw Failure(round.lost_);
         for_ranks = for_ranks && (round.summands.empty() || !round.come_.empty());  // the backward has come to it
     }
     if (trainer.waiting == nullptr || trainer.waiting->for_ranks != for_ranks)
@@ -324,7 +338,7 @@ bool Gradients::go_on(Trainer& trainer) {
     trainer.compared = false;
     trainer.digests.clear();
     ++trainer.steps;
-    std::exchange(trainer.round, nullptr)->succeed();
+    std::exchange(trainer.round, nullptr)->end(nullptr);
     return true;
 }
 
@@ -455,7 +469,8 @@ void Gradients::give_up(const std::exception& reason) noexcept {
     if (std::any_of(rounds.begin(), rounds.end(), [&](const auto& round) { return round->step == step; }))
         syncbn::step().fail(reason);
     mail_.report(Mailbox::State::kFailed, reason_of(reason));  // the others hear the first reason of this rank
-    for (const auto& round : rounds) round->fail(reason);
+    const auto failure = std::make_exception_ptr(Failure(reason_of(reason)));
+    for (const auto& round : rounds) round->end(failure);
     failed_.insert(failed_.end(), rounds.begin(), rounds.end());
 }
 

@@ -14,6 +14,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <list>
 #include <memory>
 #include <string>
@@ -87,26 +88,32 @@ class Gradients {
 
 class Gradients::Round : public Brought {
   public:
+    // Gets null when the sums of all arrays are in their places; otherwise, what has failed.
+    using Done = std::function<void(const std::exception_ptr& failure)>;
+
     Round(Gradients& gradients, Brought brought);
-    virtual ~Round() = default;
     const int64_t step = syncbn::step().number;
-    // The values of an array are there, in each context; or they never will be.
-    void come(size_t summand, std::vector<void*> values);
-    void lose(size_t summand);
-    // Either all sums are in their places, or something has failed. One of the two is called, once.
-    virtual void succeed() noexcept = 0;
-    virtual void fail(const std::exception& reason) noexcept = 0;
+    // The values of an array are there, in each context. What `done` holds lasts as long as MPI may write to them.
+    void come(size_t summand, std::vector<void*> values, Done done);
+    // They never will be.
+    void lose(size_t summand, const std::string& reason);
+    void end(const std::exception_ptr& failure) noexcept;
 
   private:
     friend class Gradients;
+    struct Item {
+        std::vector<void*> values;
+        Done done;
+    };
     void pack(size_t summand);
     void unpack(const Bucket& bucket) const;
 
     Gradients& gradients_;
-    std::vector<std::vector<void*>> values_;  // of each array
-    std::vector<size_t> come_;                // the arrays, in their order
-    size_t lost_ = SIZE_MAX;                  // an array
-    Trainer* packs_ = nullptr;                // its buckets take arrays as they come
+    std::vector<Item> items_;   // of each array
+    std::vector<size_t> come_;  // the arrays, in their order
+    std::string lost_;          // why an array does not come
+    std::exception_ptr failure_;
+    Trainer* packs_ = nullptr;  // its buckets take arrays as they come
 };
 
 }  // namespace syncbn
