@@ -39,7 +39,8 @@ def everything():
 def check(made, ranks):
     parts, ended = made
     assert_sound(ended[ranks].output, ranks, parts[ranks])
-    assert ended[ranks].code == 1, ended[ranks].output  # the job's, after a failure
+    # After a failure, mpiexec ends the others with the first that leaves, and tells how one of them has ended.
+    assert ended[ranks].code in (1, 9), ended[ranks].output
 
 
 @pytest.mark.parametrize("ranks", RANKS)
