@@ -61,3 +61,10 @@ def test_count_and_version(machine):
     with pytest.raises(OSError, match=r"the NVIDIA driver's cuInit failed: no CUDA-capable device is detected \(100\)"):
         cuda.count()
     assert cuda.driver_version() == (12, 2)
+
+
+def test_no_driver(monkeypatch):
+    load = ctypes.CDLL
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: load(f"/nowhere/{name}"))
+    with pytest.raises(OSError, match=r"libcuda\.so\.1: cannot open shared object file"):
+        cuda.count()
