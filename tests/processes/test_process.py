@@ -246,6 +246,26 @@ gluon_syncbn.reset()
     assert (code, output) == (0, ""), errors
 
 
+def test_a_failure_before_the_first_call():
+    """Calls outside of all scopes share one, which begins with the first of them and must not keep the failure."""
+    text = """
+autograd.set_training(True)
+gluon_syncbn._native.fail("somebody has failed")
+ready()
+said = []
+for _ in range(2):
+    try:
+        for y in list(map(layer, xs)):
+            y.asnumpy()
+    except mx.MXNetError as error:
+        said.append(str(error))
+    gluon_syncbn.reset()
+assert len(said) == 1 and "somebody has failed" in said[0], said
+"""
+    code, _, errors = run(text)
+    assert code == 0, errors
+
+
 def test_the_end_after_failed_steps():
     text = """
 train()
