@@ -3,10 +3,11 @@
 import functools
 import sys
 
+import kernels_library
 import pytest
 from environments import ended
 
-from gluon_syncbn import _native, reference
+from gluon_syncbn import reference
 from gluon_syncbn.command import selfcheck as check
 
 
@@ -16,7 +17,7 @@ def test_a_sound_installation():
     assert "BROKEN" not in run.stdout
     for fact in (
         "Apache MXNet 1.9.1",
-        f"{_native.instruction_set()} kernels",
+        f"{kernels_library.here()[0]} kernels",
         "KVStore local, device",
         "(mxnet)",
         "2 replicas on cpu",

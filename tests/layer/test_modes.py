@@ -6,6 +6,7 @@ import time
 import mxnet as mx
 import numpy as np
 import pytest
+from core_counts import WHY_CUSTOM
 from environments import ended
 from mxnet import autograd, nd
 from mxnet.gluon import nn
@@ -24,7 +25,7 @@ from replicas import (
 )
 
 import gluon_syncbn
-from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, _native, reference
+from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, reference
 
 
 @pytest.mark.parametrize("pooling", ["local", "local, 2 slots"])
@@ -236,7 +237,7 @@ for settings in ({}, {"mode": "local", "virtual_devices": 8}, {"mode": "shuffle"
 def test_no_mode_keeps_more_than_its_input():
     """What a call leaves for its backward beside that, in multiples of it, measured on the process: nothing or,
     through MXNet's `Custom`, the copy that guards it."""
-    guards = 1 if _native.WHY_CUSTOM["cpu"] else 0
+    guards = 1 if WHY_CUSTOM else 0
     # From this size on glibc returns what is freed to the system; by itself it raises the limit above an array's.
     run = ended([sys.executable, "-W", "ignore", "-c", MEMORY], MALLOC_MMAP_THRESHOLD_=65536)
     assert run.returncode == 0, run.stderr

@@ -7,12 +7,13 @@ from collections import Counter
 import mxnet as mx
 import numpy as np
 import pytest
+from core_counts import WHY_CUSTOM
 from mxnet import autograd, nd
 from mxnet.base import _LIB
 from mxnet.gluon import SymbolBlock, model_zoo, nn
 from replicas import WAYS, forward_and_backward, step_of_net
 
-from gluon_syncbn import _native, convert, revert, summary
+from gluon_syncbn import convert, revert, summary
 from gluon_syncbn.mxnet_side.fusion import fuse
 from gluon_syncbn.mxnet_side.nodes import json_of, symbol_of
 from gluon_syncbn.mxnet_side.recording import running_graph
@@ -127,7 +128,7 @@ def test_an_addition_is_taken_in(contexts, activation, side):
     assert sum(recorded(fused)[name] for name in ("elemwise_add", "Activation", "clip", "LeakyReLU")) == 0
     # Through MXNet's Custom, an addend is guarded (op.py), unless it is what guards another layer.
     guards = 4 if side == "both" else 3
-    assert recorded(fused)["SwapAxis"] == (guards if _native.WHY_CUSTOM["cpu"] else 0)
+    assert recorded(fused)["SwapAxis"] == (guards if WHY_CUSTOM else 0)
 
 
 def test_what_was_taken_in_is_not_taken_for_less(contexts):

@@ -10,11 +10,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from core_counts import WHY_CUSTOM
 from environments import shell
 from places import PACKAGE, SUPPORT
 from replicas import WAYS
-
-from gluon_syncbn import _native
 
 # Seconds: far more than anything here takes where all cores are busy, far fewer than the 300 of a replica's time limit.
 LIMIT = 60
@@ -490,7 +489,7 @@ except mx.MXNetError as error:
     assert "SyncBatchNorm 'batchnorm0'" in output and "MXNET_ENGINE_TYPE=NaiveEngine" in output
 
 
-@pytest.mark.skipif(bool(_native.WHY_CUSTOM["cpu"]), reason="MXNet's Custom ends an operator twice that gets no thread")
+@pytest.mark.skipif(bool(WHY_CUSTOM), reason="MXNet's Custom ends an operator twice that gets no thread")
 def test_little_memory():
     """A call that gets no memory or no thread ends the step in an error that names the layer. The process goes on."""
     text = """

@@ -1,8 +1,10 @@
-"""What the native core counts for tests."""
+"""What the native core counts for tests, and whether it has the layer on CPUs."""
 
 from ctypes import c_int64
 
 from gluon_syncbn import _native
+
+WHY_CUSTOM = _native.WHY_CUSTOM["cpu"]  # MXNet's Custom runs the layer there; '' where it does not
 
 
 def core_count(name: str) -> int:
