@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any, Callable, Dict, List, Tuple
 
-#: By the owner and the name of a function: what runs in its place, and while it does, what the owner had, if anything.
+#: By the owner and the name of a function: what runs in its place, and while it does, what the owner had.
 _changes: Dict[Tuple[Any, str], List[Any]] = {}
 
 
@@ -32,7 +32,7 @@ def _put(owner: Any, name: str) -> None:
     if before:
         return
     original = getattr(owner, name)
-    change.append(vars(owner).get(name))
+    change.append(vars(owner)[name])  # none of them is inherited
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return around(original, *args, **kwargs)
@@ -44,8 +44,5 @@ def remove() -> None:
     """Puts all originals back."""
     for (owner, name), (_, *before) in _changes.items():
         for original in before:
-            if original is None:  # the owner inherits it
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
+            setattr(owner, name, original)
         del _changes[owner, name][1:]
