@@ -67,6 +67,7 @@ def test_workers(arguments):
     [
         pytest.param("hangs", "MXNet's store does not say which worker is missing", marks=pytest.mark.slow),
         pytest.param("skips", "the forward of call [35]: not every worker has come after 4 s", marks=pytest.mark.slow),
+        ("killed", "SyncBatchNorm 'batchnorm.*': the forward of call 3: not every worker has come after 4 s"),
         ("raises", "SyncBatchNorm 'batchnorm.*': the forward of call 3: not every worker has come after 4 s"),
         ("no step", "the sums of the gradients: not every worker has come after 4 s"),
         ("another order", "rank 1 has come with the forward of call 10, rank 0 with the forward of call 3"),

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import os
 import pickle
 import shutil
@@ -13,9 +14,9 @@ from pathlib import Path
 import mpi_worker
 import numpy as np
 import pytest
-from mpi_worker import CONTEXTS, DEVICES, HERE, OWN, kv, main
+from mpi_worker import CONTEXTS, DEVICES, HERE, OWN, kv, main, reporting
 from replicas import on_devices
-from reports import report, wait_for
+from reports import leave, report, wait_for
 
 import gluon_syncbn
 
@@ -381,6 +382,17 @@ def load_other_states(net):
         file.write(pickle.dumps({2: nd.ones((300_000, 4))}))
         file.flush()
         net[1].weight._trainer.load_states(file.name)
+
+
+def steps_until_a_link_is_cut():
+    gluon_syncbn.configure(timeout=5)
+    pair = Pair()
+    with reporting(range(2)):
+        for k in itertools.count():
+            pair.step()
+            nd.waitall()
+            if k == 2:
+                leave(f"running {kv.rank}", str(os.getpid()))
 
 
 # What rank 1 does before the step.
