@@ -6,18 +6,12 @@ import re
 import mxnet as mx
 import numpy as np
 import pytest
-from core_counts import WHY_CUSTOM, core_count
 from masks import make_masks, masked_step
 from mxnet import autograd, nd
 from mxnet.gluon import HybridBlock, nn
 from poolings import specification
 from replicas import (
-    TOLERANCE,
     WAYS,
-    assert_same,
-    collect,
-    forward_and_backward,
-    in_blocks,
     make_batch,
     on_devices,
     prepare,
@@ -26,46 +20,6 @@ from replicas import (
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd
-
-# ---- numbers -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("axis, spatial", [(1, (4, 6)), (-1, (4, 6)), (1, (3,))])
-def test_what_is_masked_may_hold_anything(contexts, rng, axis, spatial):
-    batch = make_batch(rng, 2, axis=axis, spatial=spatial, dtype="float32", offset=1e4)
-    masks = make_masks(rng, batch, axis)
-    want = specification(
-        prepare(SyncBatchNorm(axis=axis), batch, contexts[:2], "float32"), batch, axis=axis, masks=masks
-    )
-    shown = [np.broadcast_to(np.expand_dims(m != 0, axis % x.ndim), x.shape) for x, m in zip(batch.shards, masks)]
-    for hidden in (np.nan, np.inf, 1e30, 0):
-        filled = [np.where(show, x, np.float32(hidden)) for x, show in zip(batch.shards, shown)]
-        heads = [np.where(show, head, 0).astype("float32") for head, show in zip(batch.heads, shown)]
-        layer = prepare(SyncBatchNorm(axis=axis), batch, contexts[:2], "float32")
-        got = masked_step(layer, batch._replace(shards=filled, heads=heads), masks, contexts, "float32")
-        for y, output, show in zip(got.outputs, want.outputs, shown):
-            np.testing.assert_allclose(y[show], output[show], rtol=1e-3, atol=1e-3)
-        for mean, var, wanted_mean, wanted_var in zip(
-            got.running_mean, got.running_var, want.running_mean, want.running_var
-        ):
-            np.testing.assert_allclose(mean, wanted_mean, rtol=1e-5)
-            np.testing.assert_allclose(var, wanted_var, rtol=1e-5)
-
-
-@pytest.mark.parametrize("channels", [16, 8])
-def test_behind_a_convolution(contexts, rng, channels):
-    """Data in oneDNN's blocks; through the engine's door they stay in them."""
-    batch = make_batch(rng, 2, channels=channels, dtype="float32", spatial=(5, 7))
-    masks = make_masks(rng, batch)
-    layer = prepare(SyncBatchNorm(in_channels=channels), batch, contexts[:2], "float32")
-    xs, heads = ([in_blocks(a, c) for a, c in zip(arrays, contexts)] for arrays in (batch.shards, batch.heads))
-    marks = on_devices(masks, contexts, "float32")
-    before = core_count("blocked_calls")
-    ys = forward_and_backward(layer, xs, heads, marks)
-    got = collect(layer, ys, [x.grad for x in xs], contexts[:2])
-    assert core_count("blocked_calls") - before == (0 if WHY_CUSTOM else 4)
-    assert_same(got, specification(layer, batch, masks=masks), 20 * TOLERANCE["float32"])
-
 
 # ---- nothing counts ----------------------------------------------------------------------------------------
 

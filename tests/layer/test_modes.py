@@ -10,7 +10,7 @@ from core_counts import WHY_CUSTOM
 from environments import ended
 from mxnet import autograd, nd
 from mxnet.gluon import nn
-from poolings import POOLINGS, permutation, pooling_of, specification
+from poolings import POOLINGS, specification
 from replicas import (
     WAYS,
     assert_same,
@@ -25,7 +25,7 @@ from replicas import (
 )
 
 import gluon_syncbn
-from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, reference
+from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm
 
 
 @pytest.mark.parametrize("pooling", ["local", "local, 2 slots"])
@@ -155,26 +155,19 @@ def test_a_layer_used_twice_in_one_forward(contexts, rng, pooling, way):
     xs, heads = (on_devices(arrays, contexts, "float64") for arrays in (batch.shards, batch.heads))
     ys = forward_and_backward(net, xs, heads)
 
-    eager = way == "eager"
-    settings = pooling_of(layer)
-    channels = np.zeros(5), np.ones(5)
-    states, arrays = [], batch.shards
-    for use in range(2):
-        if settings["mode"] == "shuffle":
-            settings["permutation"] = permutation(layer, batch, 2, call=use if eager else 0, node=-1 if eager else use)
-        inputs = arrays if use == 0 else [np.tanh(y) for y in arrays]
-        forward = reference.forward(inputs, batch.gamma, batch.beta, *channels, **settings)
-        states.append((inputs, forward))
-        arrays = forward.outputs
-    for y, want in zip(ys, arrays):
+    def draw(use):
+        return {"call": use, "node": -1} if way == "eager" else {"node": use}
+
+    between = batch._replace(shards=[np.tanh(y) for y in specification(layer, batch, **draw(0)).outputs])
+    second = specification(layer, between, **draw(1))
+    heads = [dx * (1 - t**2) for dx, t in zip(second.dxs, between.shards)]
+    first = specification(layer, batch._replace(heads=heads), **draw(0))
+    for y, want in zip(ys, second.outputs):
         np.testing.assert_allclose(y.asnumpy(), want, rtol=0, atol=1e-10)
-    second = reference.backward(states[1][0], batch.heads, batch.gamma, states[1][1])
-    heads = [dx * (1 - t**2) for dx, t in zip(second.dxs, states[1][0])]
-    first = reference.backward(states[0][0], heads, batch.gamma, states[0][1])
     for x, dx in zip(xs, first.dxs):
         np.testing.assert_allclose(x.grad.asnumpy(), dx, rtol=0, atol=1e-9)
     dgamma = sum(g.asnumpy() for g in layer.gamma.list_grad())
-    np.testing.assert_allclose(dgamma, sum(first.dgammas) + sum(second.dgammas), rtol=1e-9)
+    np.testing.assert_allclose(dgamma, first.dgamma + second.dgamma, rtol=1e-9)
 
 
 @pytest.mark.parametrize("replica_by_replica", [True, False])

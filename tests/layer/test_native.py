@@ -15,9 +15,7 @@ from gate import Gate
 from mxnet import autograd, nd
 from mxnet.gluon import nn
 from places import SOURCES, SUPPORT
-from poolings import specification
 from replicas import (
-    ON_CPUS,
     TOLERANCE,
     WAYS,
     assert_same,
@@ -25,16 +23,15 @@ from replicas import (
     in_blocks,
     is_in_blocks,
     make_batch,
-    on_devices,
     prepare,
-    rounded,
     step,
-    step_of,
     truth,
 )
+from soak.case import Case
+from soak.trial import Trial
 
 import gluon_syncbn
-from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, _native, symbol
+from gluon_syncbn import SyncBatchNorm, _native, symbol
 from gluon_syncbn.command import selfcheck
 
 native = pytest.mark.skipif(bool(_native.WHY_CUSTOM["cpu"]), reason=_native.WHY_CUSTOM["cpu"])
@@ -247,71 +244,29 @@ def test_the_engine_goes_on_while_a_replica_waits(contexts):
 # ---- oneDNN's layouts ------------------------------------------------------------------------------------------
 
 
-def one_step(layer, batch, contexts, addends=None, plain=(), req="write", dtype="float32"):
-    """With all data in blocks but those that are named. Returns the result, and the gradients of the addends."""
-
-    def lay_out(name, arrays):
-        if name in plain:
-            return on_devices(arrays, contexts, dtype)
-        return [in_blocks(a, c, dtype) for a, c in zip(arrays, contexts)]
-
-    inputs = [lay_out("data", batch.shards)]
-    if addends is not None:
-        inputs.append(lay_out("addends", addends))
-    return step_of(layer, inputs, lay_out("heads", batch.heads), req)
-
-
-EPILOGUE = {
-    "none": (False, {}),
-    "relu6": (False, {"activation": "relu6"}),
-    "leaky": (False, {"activation": "leaky", "slope": 0.25}),
-    "added": (True, {"activation": None}),
-    "added, relu6": (True, {"activation": "relu6"}),
-    "added, leaky": (True, {"activation": "leaky", "slope": 0.25}),
-}
-
-
-@pytest.mark.parametrize("spatial", [(9,), (4, 6), (15, 15), (3, 4, 2)], ids=str)
-@pytest.mark.parametrize("behind", EPILOGUE)
-def test_blocks_of_channels(contexts, rng, behind, spatial):
-    adds, activation = EPILOGUE[behind]
-    batch = make_batch(rng, 3, channels=32, spatial=spatial, dtype="float32")
-    addends = [rng.randn(*x.shape).astype("float32") for x in batch.shards] if adds else None
-    layer = (SyncBatchNormAdd if adds else SyncBatchNorm)(in_channels=32, **activation)
-    prepare(layer, batch, contexts[:3], "float32")
+def blocked_calls(contexts, **settings):
+    """Of a step whose data lie as a convolution leaves them."""
+    places = range(settings.pop("places", 3))
+    given = {"dtype": "float32", "channels": 32, "contexts": places, "in_blocks": ("x", "addend", "heads"), **settings}
+    trial = Trial(Case(**given, steps=["train"]), contexts)
     before = core_count("blocked_calls")
-    got, daddends = one_step(layer, batch, contexts, addends)
-    stays = is_in_blocks(in_blocks(batch.shards[0], contexts[0])) and not _native.WHY_CUSTOM["cpu"]
-    assert core_count("blocked_calls") - before == (6 if stays else 0)
-    wide = batch._replace(shards=[x.astype("float64") for x in batch.shards])
-    assert_same(got, specification(layer, wide, addends=addends), 50 * TOLERANCE["float32"])
-    if adds:
-        plain = prepare(SyncBatchNormAdd(in_channels=32, **activation), batch, contexts[:3], "float32")
-        _, others = one_step(plain, batch, contexts, addends, plain=("data", "heads", "addends"))
-        for a, b in zip(daddends, others):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    trial.run()
+    return core_count("blocked_calls") - before
 
 
-@native
-@pytest.mark.skipif(not convolves_bfloat16(), reason="MXNet has no convolution of bfloat16 here")
-@pytest.mark.parametrize("behind", EPILOGUE)
-def test_blocks_of_bfloat16(contexts, rng, behind):
-    """The same bits as where the data lie plain, but for sums that run in another order."""
-    adds, activation = EPILOGUE[behind]
-    batch = make_batch(rng, 3, channels=32, dtype="bfloat16")
-    addends = [rounded(rng.randn(*x.shape), "bfloat16") for x in batch.shards] if adds else None
-    results, calls = [], []
-    for plain in ((), ("data", "heads", "addends")):
-        layer = (SyncBatchNormAdd if adds else SyncBatchNorm)(in_channels=32, **activation)
-        prepare(layer, batch, contexts[:3], "bfloat16")
-        before = core_count("blocked_calls")
-        results.append(one_step(layer, batch, contexts, addends, plain, dtype="bfloat16"))
-        calls.append(core_count("blocked_calls") - before)
-    assert calls == [6, 0]
-    (got, daddends), (want, others) = results
-    assert_same(got, want, ON_CPUS["bfloat16"] / 2)
-    for one, other in zip(daddends, others):
-        assert (one != other).mean() < 0.01
+@pytest.mark.parametrize(
+    "dtype, spatial",
+    [*(("float32", one) for one in ((9,), (4, 6), (15, 15), (3, 4, 2))), ("bfloat16", (4, 6))],
+    ids=str,
+)
+@pytest.mark.parametrize("addend", [None, "own"])
+@pytest.mark.parametrize("activation", [None, "relu6", "leaky"])
+def test_blocks_of_channels(contexts, activation, addend, spatial, dtype):
+    if dtype == "bfloat16" and not convolves_bfloat16():
+        pytest.skip("MXNet has no convolution of bfloat16 here")
+    stays = is_in_blocks(in_blocks(np.ones((1, 32, *spatial)), contexts[0], dtype)) and not _native.WHY_CUSTOM["cpu"]
+    calls = blocked_calls(contexts, activation=activation, addend=addend, dtype=dtype, spatial=spatial)
+    assert calls == (6 if stays else 0)
 
 
 @native
@@ -319,97 +274,31 @@ def test_blocks_of_bfloat16(contexts, rng, behind):
 @pytest.mark.parametrize(
     "pooling", [{"mode": "local", "virtual_devices": 2}, {"mode": "shuffle"}, {"group_size": 2}], ids=str
 )
-def test_blocks_in_each_mode_and_way(contexts, rng, pooling, way):
-    batch = make_batch(rng, 4, channels=16, dtype="float32")
-    layer = prepare(SyncBatchNorm(in_channels=16, **pooling), batch, contexts[:4], "float32", WAYS[way])
-    gluon_syncbn.configure(seed=5)
-    before = core_count("blocked_calls")
-    got, _ = one_step(layer, batch, contexts)
-    assert core_count("blocked_calls") - before == 8
-    assert_same(got, specification(layer, batch, node=-1 if way == "eager" else 0, seed=5), TOLERANCE["float32"])
+def test_blocks_in_each_mode_and_way(contexts, pooling, way):
+    assert blocked_calls(contexts, channels=16, places=4, pooling=pooling, way=way) == 8
 
 
 @native
-@pytest.mark.parametrize("channels, plain, req, blocked", [
-    (16, ("data",), "write", 0),  # the head alone is in blocks
-    (16, ("heads",), "write", 2),  # the forwards
-    (16, (), "add", 2),
-    (20, (), "write", 0),  # they fill no block
+@pytest.mark.parametrize("channels, blocks, settings, blocked", [
+    (16, ("heads",), {}, 0),
+    (16, ("x",), {}, 2),  # the forwards
+    (16, ("x", "heads"), {"reqs": {"x": "add"}}, 2),
+    (20, ("x", "heads"), {}, 0),  # they fill no block
+    (16, ("x", "heads"), {"masked": "all", "spatial": (5, 7)}, 4),
+    (8, ("x", "heads"), {"masked": "all", "spatial": (5, 7)}, 4),
 ])  # fmt: skip
-def test_mixed_layouts(contexts, rng, channels, plain, req, blocked):
-    batch = make_batch(rng, 2, channels=channels, dtype="float32")
-    layer = prepare(SyncBatchNorm(in_channels=channels), batch, contexts[:2], "float32")
-    before = core_count("blocked_calls")
-    got, _ = one_step(layer, batch, contexts, plain=plain, req=req)
-    assert core_count("blocked_calls") - before == blocked
-    assert_same(got, truth(batch), 20 * TOLERANCE["float32"])
+def test_mixed_layouts(contexts, channels, blocks, settings, blocked):
+    assert blocked_calls(contexts, channels=channels, in_blocks=blocks, places=2, **settings) == blocked
 
 
 # ---- other custom operators -----------------------------------------------------------------------------------
 
 
-class Doubling(mx.operator.CustomOp):
-    def forward(self, is_train, req, in_data, out_data, aux):
-        self.assign(out_data[0], req[0], 2 * in_data[0])
-
-    def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
-        self.assign(in_grad[0], req[0], 2 * out_grad[0] + 0 * in_data[0])
+COPIES = "gluon_syncbn_test_copies"
 
 
-@mx.operator.register("gluon_syncbn_test_doubling")
-class DoublingProperty(mx.operator.CustomOpProp):
-    def create_operator(self, ctx, shapes, types):
-        return Doubling()
-
-
-@native
-@pytest.mark.parametrize("way", WAYS)
-def test_other_custom_operators_go_on(contexts, rng, way):
-    """Behind convolutions too, of whose outputs MXNet alone hands them copies that it has freed: each of these fails
-    then."""
-    net = nn.HybridSequential()
-    net.add(
-        nn.Conv2D(32, 3, in_channels=3), nn.HybridLambda(lambda F, x: F.Custom(x, op_type="gluon_syncbn_test_doubling"))
-    )
-    net.initialize()
-    if WAYS[way] is not None:
-        net.hybridize(**WAYS[way])
-    x = nd.array(rng.randn(2, 3, 9, 9))
-    x.attach_grad()
-    for _ in range(3):
-        with autograd.record():
-            y = net(x)
-        head = in_blocks(rng.randn(*y.shape), mx.cpu())
-        y.backward(head)
-        got = y.asnumpy(), x.grad.asnumpy()
-        with autograd.record():
-            y = net[0](x)
-        y.backward(2 * head)
-        np.testing.assert_allclose(got[0], 2 * y.asnumpy(), rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(got[1], x.grad.asnumpy(), rtol=1e-4, atol=1e-5)
-
-
-class Refusing(mx.operator.CustomOp):
-    def forward(self, is_train, req, in_data, out_data, aux):
-        raise RuntimeError("refused")
-
-
-@mx.operator.register("gluon_syncbn_test_refusing")
-class RefusingProperty(mx.operator.CustomOpProp):
-    def create_operator(self, ctx, shapes, types):
-        return Refusing()
-
-
-def test_the_failure_of_another_custom_operator_is_its_own(contexts, rng):
-    with pytest.raises(mx.MXNetError):
-        nd.Custom(nd.ones((2, 3)), op_type="gluon_syncbn_test_refusing").wait_to_read()
-    batch = make_batch(rng, 2)
-    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:2], "float64")
-    assert_same(step(layer, batch, contexts, "float64"), truth(batch), TOLERANCE["float64"])
-
-
-class Fails(mx.operator.CustomOp):
-    """Copies, and fails on one context, in one direction."""
+class Copies(mx.operator.CustomOp):
+    """Which fails on one context, in one direction."""
 
     failing = None
 
@@ -429,13 +318,45 @@ class Fails(mx.operator.CustomOp):
 
     def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
         self.may_fail("backward")
-        self.assign(in_grad[0], req[0], out_grad[0])
+        self.assign(in_grad[0], req[0], out_grad[0] + 0 * in_data[0])
 
 
-@mx.operator.register("gluon_syncbn_test_fails")
-class FailsProperty(mx.operator.CustomOpProp):
+@mx.operator.register(COPIES)
+class CopiesProperty(mx.operator.CustomOpProp):
     def create_operator(self, ctx, shapes, types):
-        return Fails(str(ctx))
+        return Copies(str(ctx))
+
+
+@native
+@pytest.mark.parametrize("way", WAYS)
+def test_other_custom_operators_go_on(contexts, rng, way):
+    """Behind convolutions too, of whose outputs MXNet alone hands them copies that it has freed: each of these fails
+    then."""
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(32, 3, in_channels=3), nn.HybridLambda(lambda F, x: F.Custom(x, op_type=COPIES)))
+    net.initialize()
+    if WAYS[way] is not None:
+        net.hybridize(**WAYS[way])
+    x = nd.array(rng.randn(2, 3, 9, 9))
+    x.attach_grad()
+    for _ in range(3):
+        head, found = in_blocks(rng.randn(2, 32, 7, 7), mx.cpu()), []
+        for one in (net, net[0]):
+            with autograd.record():
+                y = one(x)
+            y.backward(head)
+            found.append((y.asnumpy(), x.grad.asnumpy()))
+        for got, want in zip(*found):
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_the_failure_of_another_custom_operator_is_its_own(contexts, rng, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(mx.MXNetError):
+        patch.setattr(Copies, "failing", ("forward", str(mx.cpu())))
+        nd.Custom(nd.ones((2, 3)), op_type=COPIES).wait_to_read()
+    batch = make_batch(rng, 2)
+    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:2], "float64")
+    assert_same(step(layer, batch, contexts, "float64"), truth(batch), TOLERANCE["float64"])
 
 
 ENDS = {
@@ -453,7 +374,7 @@ def test_an_operator_that_fails_on_one_device_ends_the_step_of_all(contexts, rng
     """MXNet leaves out the calls of the layer behind it. Nobody has read its result."""
     net = nn.HybridSequential()
     before, behind = (SyncBatchNorm(in_channels=5, timeout=100) for _ in range(2))
-    fails = nn.HybridLambda(lambda F, x: F.Custom(x, op_type="gluon_syncbn_test_fails"))
+    fails = nn.HybridLambda(lambda F, x: F.Custom(x, op_type=COPIES))
     net.add(nn.Dense(5, in_units=5), before, fails, behind)
     net.initialize(ctx=contexts[:2])
     if WAYS[way] is not None:
@@ -467,12 +388,12 @@ def test_an_operator_that_fails_on_one_device_ends_the_step_of_all(contexts, rng
             y.backward()
 
     start = time.monotonic()
-    monkeypatch.setattr(Fails, "failing", (direction, str(contexts[1])))
+    monkeypatch.setattr(Copies, "failing", (direction, str(contexts[1])))
     with pytest.raises(mx.MXNetError, match=f"kCustomOp{direction.title()}"):
         train()
         ENDS[end](net, trainer, contexts)
     assert time.monotonic() - start < 20
-    monkeypatch.setattr(Fails, "failing", None)
+    monkeypatch.setattr(Copies, "failing", None)
     train()
     trainer.step(8)
     assert all(np.isfinite(array.asnumpy()).all() for p in net.collect_params().values() for array in p.list_data())
@@ -482,13 +403,13 @@ def test_an_operator_that_fails_on_one_device_ends_the_step_of_all(contexts, rng
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_an_operator_that_fails_on_one_device_of_a_module(contexts, monkeypatch, direction):
     x = symbol.SyncBatchNorm(mx.sym.var("data"), name="before", timeout=100)
-    x = symbol.SyncBatchNorm(mx.sym.Custom(x, op_type="gluon_syncbn_test_fails"), name="behind", timeout=100)
+    x = symbol.SyncBatchNorm(mx.sym.Custom(x, op_type=COPIES), name="behind", timeout=100)
     module = mx.mod.Module(mx.sym.MakeLoss(x * x), context=contexts[:2], label_names=None)
     module.bind([("data", (8, 5))])
     module.init_params()
     module.init_optimizer()
     start = time.monotonic()
-    monkeypatch.setattr(Fails, "failing", (direction, str(contexts[1])))
+    monkeypatch.setattr(Copies, "failing", (direction, str(contexts[1])))
     with pytest.raises(mx.MXNetError, match=f"kCustomOp{direction.title()}"):
         module.forward_backward(mx.io.DataBatch([nd.random.normal(shape=(8, 5))]))
         module.update()

@@ -40,6 +40,7 @@ class Case:
     of_np: bool = False  # whether arrays are those of mx.np
     threads: bool = False  # one for each replica
     emulated: bool = False  # on GPUs, where no operator of MXNet's own runs
+    in_blocks: Sequence[str] = ()  # what lies as a convolution leaves it: "x", "addend", "heads"
 
     def __post_init__(self) -> None:
         self.rng = np.random.RandomState([self.seed, 1])

@@ -7,7 +7,7 @@ import numpy as np
 from mxnet import autograd, nd
 from mxnet.gluon import nn
 from permutations import derangement
-from replicas import WAYS, in_threads, on_devices, rounded
+from replicas import WAYS, in_blocks, in_threads, on_devices, rounded
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd
@@ -164,8 +164,13 @@ class Trial:
         arrays = on_devices(arrays, places or self.places, dtype or self.case.dtype)
         return [array.as_np_ndarray() for array in arrays] if self.case.of_np else arrays
 
+    def _lay_out(self, arrays: Sequence[np.ndarray], name: str) -> List[nd.NDArray]:
+        if name not in self.case.in_blocks:
+            return self._put(arrays)
+        return [in_blocks(array, place, self.case.dtype) for array, place in zip(arrays, self.places)]
+
     def _inputs(self, arrays: Sequence[np.ndarray], name: str) -> List[nd.NDArray]:
-        inputs = self._put(arrays)
+        inputs = self._lay_out(arrays, name)
         for array in inputs:
             if self.case.reqs[name] != "null":
                 array.attach_grad(self.case.reqs[name])
@@ -212,7 +217,7 @@ class Trial:
             if largest < np.finfo(heads[0].dtype).max / 8:
                 break
             heads = [head / 16 for head in heads]
-        dys, order = self._put(heads), self.rng.permutation(len(ys))
+        dys, order = self._lay_out(heads, "heads"), self.rng.permutation(len(ys))
         if self.rng.rand() < 0.3:
             for i in order:
                 ys[i].backward(dys[i])
