@@ -6,7 +6,7 @@ import pytest
 from mxnet import autograd, nd
 from mxnet.gluon import nn
 from poolings import specification
-from replicas import WAYS, assert_same, make_batch, on_devices, prepare, step, step_of
+from replicas import WAYS, make_batch, on_devices, prepare, step_of
 
 from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, convert, reference, revert
 
@@ -117,15 +117,6 @@ def test_is_reverted_and_converted_again(request, batch, contexts, kind, way, ad
     assert type(layer) is (SyncBatchNormAdd if adds else SyncBatchNorm) and layer._activation == behind
     assert dict(layer.collect_params()) == parameters
     np.testing.assert_allclose(layer(*inputs).asnumpy(), before, rtol=1e-12, atol=1e-13)
-
-
-def test_convert_takes_the_activation_of_a_layer(batch, contexts):
-    batch, _ = batch(2)
-    layer = convert(nn.BatchNormReLU(in_channels=5))
-    assert str(layer._activation) == "ReLU"
-    prepare(layer, batch, contexts[:2], "float64")
-    assert_same(step(layer, batch, contexts, "float64"), specification(layer, batch), 1e-11)
-    assert type(revert(layer)) is nn.BatchNormReLU
 
 
 class End(nn.HybridBlock):

@@ -90,6 +90,11 @@ def test_by_operators_of_mxnet(check, kind, way):
         check(*EPILOGUES, **given, way=way, empty="sample")
 
 
+@pytest.mark.parametrize("event", choices(Case(dtype="float32")))
+def test_each_event(check, event):
+    check(dtype="float32", contexts=[1, 0], steps=["train", event, "train"])
+
+
 # ---- drawn -------------------------------------------------------------------------------------------------
 
 
