@@ -133,7 +133,7 @@ def check(library, shape, dtype, block, activation, masked):
     mask, counts, hidden = None, np.ones(shape, bool), x
     if masked:
         mask = (np.random.RandomState(7).rand(shape[0], 1, shape[2]) < 0.5).astype("float32") * -0.5
-        mask.ravel()[-1] = 3
+        mask.ravel()[0], mask.ravel()[-1] = 0, 3
         counts = np.broadcast_to(mask != 0, shape)
         hidden = np.where(counts, x, np.array(np.nan, x.dtype))
         hidden.ravel()[0] = x.ravel()[0] if counts.ravel()[0] else np.inf
