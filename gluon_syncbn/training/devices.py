@@ -73,9 +73,11 @@ def only_on(contexts: Sequence[Context]) -> Iterator[None]:
         drain("the end of only_on")
         raise
     finally:
-        settle_gradients(session.trained())
-        session.set(devices={})
-        _native.reset()
+        try:
+            settle_gradients(session.trained())
+        finally:  # also where a second Ctrl-C ends that
+            session.set(devices={})
+            _native.reset()
         for replicas in list(Replicas.by_id.values()):
             replicas.spread_running(chosen)
 
