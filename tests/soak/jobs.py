@@ -54,9 +54,9 @@ class Trial:
         self.hybrid, self.together = rng.random() < 0.5, rng.random() < 0.5
 
     def _net(self, rng):
-        """Of each layer its kind, its settings, and whether it gets a mask."""
+        """Of each layer its kind, its settings, and whether it gets a mask. In one, all ranks meet."""
         kinds = [rng.choice(("dense", "norm", "norm", "branches", "add", "tanh")) for _ in range(rng.randint(1, 5))]
-        return [self._layer(rng, kind) for kind in [*kinds, "norm", "dense"]]
+        return [*(self._layer(rng, kind) for kind in kinds), ("norm", {}, False), ("dense", {}, False)]
 
     def _layer(self, rng, kind):
         if kind in ("dense", "tanh"):
