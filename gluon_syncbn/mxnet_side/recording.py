@@ -32,7 +32,7 @@ class _Issuing(mx.nd.CachedOp):
         names = symbol.list_inputs()
         data = {graph["nodes"][node["inputs"][0][0]]["name"] for node in graph["nodes"] if is_ours(node)}
         self.may_be_sparse = [place for place in dict(flags)["data_indices"] if names[place] in data]
-        self.exchange: Any = ...  # the default with which they have run
+        self.ran_with: Any = None  # the default exchange, and the contexts of the layers
         self.called: Dict[Any, Any] = {}  # outside of all scopes
         self.lock: Callable[[mx.Context], ContextManager] = session.issuing if found else nullcontext
         self.keeps = bool(dict(flags).get("static_shape"))  # MXNet makes its operators once, and executes them again
@@ -57,10 +57,11 @@ class _Issuing(mx.nd.CachedOp):
         for place in self.may_be_sparse:
             args = (*args[:place], kinds.dense(args[place]), *args[place + 1 :])
         training, context = autograd.is_training(), args[0].ctx
-        if training and self.exchange is not session.exchange:
+        runs_with = session.exchange, [layer.contexts for layer in self.layers]
+        if training and self.ran_with != runs_with:
             for layer in self.layers:
                 layer.runs(IN_GRAPH)
-            self.exchange = session.exchange
+            self.ran_with = runs_with
         if self.keeps and autograd.is_recording() and any(len(one.contexts) > 1 for one in self.layers):
             self._note_call(context)
         with self.lock(context), executing(context, *self.calls if training else ()) if self.keeps else nullcontext():

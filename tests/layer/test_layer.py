@@ -31,7 +31,7 @@ from replicas import (
 )
 
 import gluon_syncbn
-from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd, convert, freeze, recompute
+from gluon_syncbn import ShuffleBatchNorm, StepError, SyncBatchNorm, SyncBatchNormAdd, convert, freeze, recompute
 from gluon_syncbn.exchange import agreement
 from gluon_syncbn.mxnet_side import op
 from gluon_syncbn.training.replicas import Replicas
@@ -85,6 +85,22 @@ def test_the_number_of_devices_may_change(contexts, rng):
         layer.collect_params().reset_ctx(contexts[:replicas])
         part = batch._replace(shards=batch.shards[:replicas], heads=batch.heads[:replicas])
         assert_same(step(layer, part, contexts[:replicas], "float64"), truth(part, momentum=0), 1e-11)
+
+
+@pytest.mark.parametrize("hybridize", [None, {"static_alloc": True}, {"static_alloc": True, "static_shape": True}])
+@pytest.mark.parametrize("given", [{"group_size": 2}, {"groups": [[0, 3], [1, 2]]}, {"num_devices": 4}], ids=str)
+def test_other_devices_may_be_refused(contexts, rng, given, hybridize):
+    batch = make_batch(rng, 4)
+    layer = prepare(SyncBatchNorm(in_channels=5, **given), batch, contexts[:4], "float64", hybridize)
+    step(layer, batch, contexts[:4], "float64")
+    layer.collect_params().reset_ctx(contexts[:3])
+    with pytest.raises(
+        (ValueError, StepError), match=f"{next(iter(given))}: . was given|groups: 4 replicas were given"
+    ):
+        step(layer, batch._replace(shards=batch.shards[:3], heads=batch.heads[:3]), contexts[:3], "float64")
+    layer.collect_params().reset_ctx(contexts[:4])
+    gluon_syncbn.reset()
+    step(layer, batch, contexts[:4], "float64")
 
 
 def test_settings_are_read_and_shown():

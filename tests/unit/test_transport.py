@@ -14,7 +14,7 @@ from moments import moments
 from thread_transport import Job, everywhere
 
 import gluon_syncbn
-from gluon_syncbn import _native
+from gluon_syncbn import StepError, _native
 from gluon_syncbn.settings import Settings
 from gluon_syncbn.system import kinds
 
@@ -257,6 +257,21 @@ def test_trainers_in_any_order(size):
         return True
 
     assert everywhere(all_stores, work) == [True] * size
+
+
+def test_a_trainer_without_a_communicator():
+    """As MPICH's 2,046th in a process."""
+
+    def work(store):
+        array = mx.nd.ones(3)
+        with pytest.raises(StepError, match=r"step 1 of trainer 1 gets no communicator: MPI reports error 16\. "):
+            store.add_gradients(Trainer(), {"weight": [array]})
+            array.asnumpy()
+        return True
+
+    all_stores = stores(2)
+    jobs[-1].fail(0, "MPI_Comm_idup", 16)
+    assert everywhere(all_stores, work) == [True] * 2
 
 
 def test_gradients_that_differ():

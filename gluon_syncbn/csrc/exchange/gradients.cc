@@ -319,7 +319,13 @@ bool Gradients::wait(Trainer& trainer, bool for_ranks, size_t begin, size_t end)
 bool Gradients::go_on(Trainer& trainer) {
     Round& round = *trainer.round;
     if (!trainer.connected) {
-        trainer.connected = mail_.mpi.has_ended(&trainer.request);
+        try {
+            trainer.connected = mail_.mpi.has_ended(&trainer.request);
+        } catch (const std::runtime_error& error) {
+            throw Failure(
+                trainer.name() + " gets no communicator: " + error.what() +
+                ". Each Trainer keeps one, and MPICH has some 2,000: use a Trainer again, or start a new job.");
+        }
         return trainer.connected || wait(trainer, true, 0, round.summands.size());
     }
     if (!trainer.compared) return compare(trainer);
