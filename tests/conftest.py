@@ -99,6 +99,6 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_report_header():
-    from gluon_syncbn import _native
+    from internals import core
 
-    return f"gluon_syncbn: {_native.instruction_set()} kernels, {os.cpu_count()} cores, seed {SEED}"
+    return f"gluon_syncbn: {core.instruction_set()} kernels, {os.cpu_count()} cores, seed {SEED}"

@@ -20,10 +20,10 @@ import mxnet as mx
 import numpy as np
 import points
 import pytest
-from core_counts import core_count
 from environments import ended, shell
 from gate import Gate
 from gpus import EMULATED, GPUS, counted_step, counts, gpus
+from internals import core, core_count
 from masks import make_masks, masked_step
 from mxnet import autograd, nd
 from mxnet.gluon import nn
@@ -47,7 +47,7 @@ from soak.case import draw
 from soak.trial import run as random_case
 
 import gluon_syncbn
-from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, _native
+from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd
 from gluon_syncbn.system import kinds
 
 if not GPUS:
@@ -62,12 +62,23 @@ import ctypes, os, signal, sys, threading, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
 import light, gluon_syncbn
 import mxnet as mx, numpy as np
-from gluon_syncbn import SyncBatchNorm, _native
+from gluon_syncbn import SyncBatchNorm
+from internals import core
 from mxnet import autograd
 contexts = [mx.gpu(0), mx.gpu(1)]
 layer = SyncBatchNorm(in_channels=4)
 layer.initialize(ctx=contexts)
 xs = [mx.nd.array(np.random.randn(2, 4, 9), ctx=context) for context in contexts]
+def arm(point, what, count, seconds):
+    core._core.syncbn_points_arm(point.encode(), what.encode(), count, ctypes.c_double(seconds))
+def read(arrays):  # values, or the texts of errors
+    found = []
+    for array in arrays:
+        try:
+            found.append(array.asnumpy())
+        except mx.MXNetError as error:
+            found.append(str(error))
+    return found
 """
 
 
@@ -87,6 +98,11 @@ def side_by_side(programs, **variables):
 
 
 # ---- numbers -----------------------------------------------------------------------------------------------
+
+
+def assert_right(layer, got, batch, tolerance=1e-10, **given):
+    """But for the running statistics, which other steps have moved."""
+    assert_same(got._replace(running_mean=[], running_var=[]), specification(layer, batch, **given), tolerance)
 
 
 @pytest.mark.parametrize("first", range(0, 120, 20))
@@ -134,12 +150,12 @@ def test_a_batch_that_ends_the_step(rng, kvstore):
 
 
 def test_calls_come_straight_from_the_engine():
-    assert _native.WHY_CUSTOM["gpu"] in ("", "GLUON_SYNCBN_OPERATOR=custom")
+    assert core.WHY_CUSTOM["gpu"] in ("", "GLUON_SYNCBN_OPERATOR=custom")
 
 
 def test_the_other_way_computes_the_same():
     """A random case and layers in any order through MXNet's `Custom`, or, where this process takes that, the engine."""
-    way = "native" if _native.WHY_CUSTOM["gpu"] else "custom"
+    way = "native" if core.WHY_CUSTOM["gpu"] else "custom"
     chosen = "test_random_cases[0] or test_parallel_branches_in_another_order_on_each_gpu[device]"
     done = run(["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", chosen, __file__],
                GLUON_SYNCBN_OPERATOR=way)  # fmt: skip
@@ -148,7 +164,7 @@ def test_the_other_way_computes_the_same():
 
 @pytest.fixture
 def from_the_engine():
-    if _native.WHY_CUSTOM["gpu"]:
+    if core.WHY_CUSTOM["gpu"]:
         pytest.skip("calls come through MXNet's `Custom`")
 
 
@@ -171,8 +187,7 @@ def test_whoever_comes_last_stays_in_the_engine_s_thread(rng, from_the_engine, k
         gate.open()
         got = collect(layer, ys, [x.grad for x in xs], contexts)
     assert 2 * steps <= core_count("lone_calls") - before <= 2 * 2 * steps
-    want = specification(layer, batch)
-    assert_same(got._replace(running_mean=[], running_var=[]), want, TOLERANCE["float32"])
+    assert_right(layer, got, batch, TOLERANCE["float32"])
 
 
 def test_the_engine_goes_on_while_a_replica_waits(rng, from_the_engine):
@@ -208,9 +223,7 @@ def test_parallel_branches_in_another_order_on_each_gpu(rng, kvstore):
     for _ in range(5):
         ys = step_in_any_order(rng, layers, xs, heads)
         for i, (layer, batch) in enumerate(zip(layers, batches)):
-            got = collect(layer, ys[i], [x.grad for x in xs[i]], contexts)
-            want = specification(layer, batch)
-            assert_same(got._replace(running_mean=[], running_var=[]), want, 1e-10)
+            assert_right(layer, collect(layer, ys[i], [x.grad for x in xs[i]], contexts), batch)
 
 
 # ---- exchange ----------------------------------------------------------------------------------------------
@@ -223,21 +236,16 @@ def test_every_way_gives_the_same_numbers(rng, pooling, kvstore):
     layer = SyncBatchNorm(in_channels=5, kvstore=kvstore, **POOLINGS[pooling])
     prepare(layer, batch, contexts, "float64")
     for call in range(2):
-        got = step(layer, batch, contexts, "float64")
-        want = specification(layer, batch, call=call)
-        assert_same(got._replace(running_mean=[], running_var=[]), want, 1e-10)
+        assert_right(layer, step(layer, batch, contexts, "float64"), batch, call=call)
     masks = make_masks(rng, batch)
     masks[2] *= 0
-    got = masked_step(layer, batch, masks, contexts, "float64")
-    want = specification(layer, batch, masks=masks, call=2)
-    assert_same(got._replace(running_mean=[], running_var=[]), want, 1e-10)
+    assert_right(layer, masked_step(layer, batch, masks, contexts, "float64"), batch, masks=masks, call=2)
 
 
 def test_another_way_in_the_middle_of_a_step(rng):
     """What meets goes the same way, whenever `configure` is called."""
     batch, contexts, ended = make_batch(rng, 4), gpus(4), threading.Event()
     layer = prepare(SyncBatchNorm(in_channels=5, timeout=20), batch, contexts, "float64")
-    want = specification(layer, batch)
 
     def change():
         while not ended.is_set():
@@ -249,8 +257,7 @@ def test_another_way_in_the_middle_of_a_step(rng):
     thread.start()
     try:
         for _ in range(50):
-            got = step(layer, batch, contexts, "float64")
-            assert_same(got._replace(running_mean=[], running_var=[]), want, 1e-10)
+            assert_right(layer, step(layer, batch, contexts, "float64"), batch)
     finally:
         ended.set()
         thread.join(20)
@@ -304,16 +311,13 @@ def test_a_build_without_nccl(tmp_path):
         def step(layer):
             with autograd.record():
                 ys = [layer(mx.nd.array(np.full((2, 4, 9), i), ctx=c)) for i, c in enumerate(contexts)]
-            for y in ys:
-                try:
-                    print(float(y.asnumpy().mean().round(3)))
-                except mx.MXNetError as error:
-                    print(str(error).splitlines()[0])
+            for found in read(ys):
+                print(found.splitlines()[0] if isinstance(found, str) else float(found.mean().round(3)))
         handle = ctypes.CDLL({str(library)!r})._handle
-        _native.find_in(handle, "/no", "")
+        core.find_in(handle, "/no", "")
         step(layer)
         gluon_syncbn.reset()
-        _native.find_in(handle, str(_native.PATH.parent / "csrc"), {str(tmp_path)!r})
+        core.find_in(handle, str(core.PATH.parent / "csrc"), {str(tmp_path)!r})
         step(layer)
         other = SyncBatchNorm(in_channels=4)
         other.initialize(ctx=contexts)
@@ -366,14 +370,13 @@ def test_a_gpu_that_fails(rng):
     # MXNet's Custom does not call this layer on a GPU that has failed.
     custom = r"missing gpu\(1\) after 20 s\. .* or has failed"
     native = r"on gpu\(1\): MXNet gave no memory for an array: .*an illegal memory access was encountered"
-    with pytest.raises(mx.MXNetError, match=custom if _native.WHY_CUSTOM["gpu"] else native):
+    with pytest.raises(mx.MXNetError, match=custom if core.WHY_CUSTOM["gpu"] else native):
         ys[0].asnumpy()
     with suppress(mx.MXNetError):
         mx.nd.waitall()
     ctypes.CDLL("libcuda.so.1").cuda_emulator_reset()
     gluon_syncbn.reset()
-    got = step(layer, batch, contexts, "float64")
-    assert_same(got._replace(running_mean=[], running_var=[]), specification(layer, batch), 1e-11)
+    assert_right(layer, step(layer, batch, contexts, "float64"), batch)
 
 
 @pytest.fixture
@@ -412,8 +415,7 @@ def test_a_collective_that_hangs(rng, lose, phase):
         for context in contexts:
             np.testing.assert_array_equal(layer.running_mean.data(context).asnumpy(), np.zeros(5))
             np.testing.assert_array_equal(layer.running_var.data(context).asnumpy(), np.ones(5))
-    got = step(layer, batch, contexts, "float64")
-    assert_same(got._replace(running_mean=[], running_var=[]), specification(layer, batch), 1e-11)
+    assert_right(layer, step(layer, batch, contexts, "float64"), batch)
 
 
 def run_with_points(program, folder):
@@ -429,15 +431,14 @@ def test_memory_is_freed_while_a_collective_hangs(tmp_path):
     In the core of tests/support/points.py, both replicas wait until the memory is being freed.
     """
     program = """
-        core, nccl = _native._core, ctypes.CDLL("libnccl.so.2")
-        core.syncbn_points_arm.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_double]
+        nccl = ctypes.CDLL("libnccl.so.2")
         layers = [SyncBatchNorm(in_channels=4, timeout=1, prefix=prefix) for prefix in ("first_", "second_")]
         for layer in layers:
             layer.initialize(ctx=contexts)
         def lose():
             mx.nd.waitall()
             nccl.cuda_emulator_lose(1)
-            core.syncbn_points_arm(b"after_reduce", b"delay", 1, 1.0)
+            arm("after_reduce", "delay", 1, 1.0)
         for phase in ("forward", "backward"):
             xs, heads, others = ([mx.nd.array([[[1, 2]] * 4], ctx=c) for c in contexts] for _ in range(3))
             if phase == "forward":
@@ -447,14 +448,10 @@ def test_memory_is_freed_while_a_collective_hangs(tmp_path):
             if phase == "backward":
                 lose()
                 autograd.backward(ys, heads)
-            while core.syncbn_points_reached(b"after_reduce") == 0:
+            while core._core.syncbn_points_reached(b"after_reduce") == 0:
                 time.sleep(0.001)
             del others
-            for output in ys if phase == "forward" else [layers[0].gamma.grad(context) for context in contexts]:
-                try:
-                    output.asnumpy()
-                except mx.MXNetError as error:
-                    print(error)
+            print(*read(ys if phase == "forward" else [layers[0].gamma.grad(context) for context in contexts]))
             nccl.cuda_emulator_lose(-1)
             gluon_syncbn.reset()
         """
@@ -468,8 +465,7 @@ def test_a_collective_that_cannot_be_ended(tmp_path):
     """While NCCL posts another one, which takes it long: the log says so."""
     program = """
         from gpus import counts
-        core, nccl = _native._core, ctypes.CDLL("libnccl.so.2")
-        core.syncbn_points_arm.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_double]
+        nccl = ctypes.CDLL("libnccl.so.2")
         layer, other = SyncBatchNorm(in_channels=4, timeout=1), SyncBatchNorm(in_channels=4, timeout=10)
         layer.initialize(ctx=contexts)
         other.initialize(ctx=contexts)
@@ -478,13 +474,9 @@ def test_a_collective_that_cannot_be_ended(tmp_path):
             ys = [layer(x) for x in xs]
             while counts(0)["collectives"] == 0:
                 time.sleep(0.001)
-            core.syncbn_points_arm(b"before_collective", b"delay", 1, 3.0)
+            arm("before_collective", "delay", 1, 3.0)
             zs = [other(x) for x in xs]
-        for y in ys:
-            try:
-                y.asnumpy()
-            except mx.MXNetError as error:
-                print(error)
+        print(*read(ys))
         nccl.cuda_emulator_lose(-1)
         """
     done = run_with_points(program, tmp_path)
@@ -526,9 +518,9 @@ def test_ctrl_c_while_nccl_connects():
             while interrupt_handler() == idle:
                 time.sleep(0.01)
             print("ready", flush=True)
-            while not _native.failure():
+            while not core.failure():
                 time.sleep(0.01)
-            print(_native.failure(), flush=True)
+            print(core.failure(), flush=True)
             nccl.cuda_emulator_hold_connections(0)
         worker = threading.Thread(target=work, daemon=True)
         worker.start()
@@ -562,21 +554,13 @@ def test_a_replica_that_is_hit(tmp_path):
     hit = [*points.GPU, "before_contribution", "before_total"]
     program = f"""
         gluon_syncbn.configure(timeout=60)
-        arm = _native._core.syncbn_points_arm
-        arm.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_double]
         shards = [3 * np.random.randn(2, 4, 9) + 1, np.random.randn(5, 4, 9)]
         whole = np.concatenate(shards)
         want = (whole - whole.mean((0, 2), keepdims=True)) / np.sqrt(whole.var((0, 2), keepdims=True) + 1e-5)
         def step():
             with autograd.record():
                 ys = [layer(mx.nd.array(x, ctx=context)) for x, context in zip(shards, contexts)]
-            found = []
-            for y in ys:
-                try:
-                    found.append(y.asnumpy())
-                except mx.MXNetError as error:
-                    found.append(str(error))
-            return found
+            return read(ys)
         def is_right(ys):
             return bool(np.allclose(np.concatenate(ys), want, atol=1e-4))
         def statistics():
@@ -584,15 +568,15 @@ def test_a_replica_that_is_hit(tmp_path):
         for point in {hit}:
             print(is_right(step()))
             before = statistics()
-            arm(point.encode(), b"raise", 1, 0.0)
+            arm(point, "raise", 1, 0.0)
             for found, shard in zip(step(), np.split(want, [2])):
                 right = not isinstance(found, str) and np.allclose(found, shard, atol=1e-4)
                 print("right" if right else found)
-            arm(b"", b"", 0, 0.0)
+            arm("", "", 0, 0.0)
             gluon_syncbn.reset()
             print((statistics() == before).all())
             print(is_right(step()))
-            arm(point.encode(), b"delay", 1, 0.3)
+            arm(point, "delay", 1, 0.3)
             print(is_right(step()))
         """
     done = run_with_points(program, tmp_path)
@@ -661,9 +645,8 @@ def test_what_a_step_costs(rng, replicas, pooling, way, spatial, behind):
 
     ys, *directions = counted_step(lambda: [layer(*arrays) for arrays in zip(*inputs)], heads, 3)
     if behind == "nothing":
-        got = collect(layer, ys, [x.grad for x in inputs[0]], contexts)._replace(running_mean=[], running_var=[])
-        want = specification(layer, batch, call=2, node=-1 if way == "eager" else 0)
-        assert_same(got, want, TOLERANCE["float32"])
+        got = collect(layer, ys, [x.grad for x in inputs[0]], contexts)
+        assert_right(layer, got, batch, TOLERANCE["float32"], call=2, node=-1 if way == "eager" else 0)
     shared = replicas > 1 and settings.get("mode") != "local"
     want = {"launches": 2 if spatial == (4, 6) else 3, "to device": 0, "to host": 0, "within": 0, "waits": 1}
     for group in settings.get("groups", ()):
@@ -752,8 +735,7 @@ def test_a_net_that_was_traced_on_gpus_and_moved(rng):
         step(layer, batch, [mx.cpu(0), mx.cpu(1)], "float64")
     gluon_syncbn.reset()
     layer.hybridize()
-    got = step(layer, batch, [mx.cpu(0), mx.cpu(1)], "float64")
-    assert_same(got._replace(running_mean=[], running_var=[]), specification(layer, batch), 1e-11)
+    assert_right(layer, step(layer, batch, [mx.cpu(0), mx.cpu(1)], "float64"), batch)
 
 
 EXITS = {

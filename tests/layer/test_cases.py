@@ -8,13 +8,12 @@ import sys
 import mxnet as mx
 import pytest
 from environments import ended
+from internals import core
 from poolings import POOLINGS, fits
 from replicas import ON_CPUS, WAYS
 from soak.case import Case, draw
 from soak.events import choices
 from soak.trial import run
-
-from gluon_syncbn import _native
 
 DOOR = int(os.environ.get("GLUON_SYNCBN_OPERATOR") == "custom")
 FIRST = 120 * int(os.environ.get("GLUON_SYNCBN_TEST_SEED", 0))
@@ -24,11 +23,11 @@ FIRST = 120 * int(os.environ.get("GLUON_SYNCBN_TEST_SEED", 0))
 def layers():
     """Cases leave none."""
     gc.collect()
-    before = _native.layers()
+    before = core.layers()
     yield
     mx.nd.waitall()
     gc.collect()
-    assert _native.layers() <= before
+    assert core.layers() <= before
 
 
 # ---- chosen ------------------------------------------------------------------------------------------------

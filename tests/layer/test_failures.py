@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import replicas
 from gate import Gate
+from internals import core, exchange_of
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from replicas import (
@@ -249,8 +250,8 @@ def test_long_waits_say_so_and_may_end_well(contexts, rng, monkeypatch, caplog):
     """For a replica, and for a KVStore. The last replica, called then, is on its way for half a second."""
     layer, adds = a_layer(contexts[:2], timeout=200), a_layer(contexts[:3], timeout=200, kvstore="device")
     (first, second), gate, goes_on = shards(rng, contexts[:2]), Gate(), threading.Event()
-    add, until = adds._replicas.exchange.add, time.monotonic() + 100
-    monkeypatch.setattr(adds._replicas.exchange, "add", lambda *arguments: goes_on.wait(100) and add(*arguments))
+    add, until = exchange_of(adds).add, time.monotonic() + 100
+    monkeypatch.setattr(exchange_of(adds), "add", lambda *arguments: goes_on.wait(100) and add(*arguments))
     caplog.set_level(logging.WARNING, logger="gluon_syncbn")
     with autograd.record():
         ys = [layer(first), *(adds(x) for x in shards(rng, contexts[:3]))]
@@ -342,7 +343,7 @@ def test_an_exception_in_a_hook(contexts, rng, hook):
 def test_an_exchange_that_fails(contexts, rng, way, phase, when, monkeypatch):
     """Instead of adding, or with the sums on their way."""
     layer = a_layer(contexts[:3], way, timeout=60, kvstore="device")
-    add, calls = layer._replicas.exchange.add, []
+    add, calls = exchange_of(layer).add, []
 
     def fails(*arguments):
         calls.append(arguments)
@@ -356,7 +357,7 @@ def test_an_exchange_that_fails(contexts, rng, way, phase, when, monkeypatch):
     for x in xs:
         x.attach_grad()
     with monkeypatch.context() as patch:
-        patch.setattr(layer._replicas.exchange, "add", fails)
+        patch.setattr(exchange_of(layer), "add", fails)
         ys = recorded(layer, xs)
         if phase == "backward":
             autograd.backward(ys, heads)
@@ -377,7 +378,7 @@ def test_an_exchange_that_fails_with_unusual_text(contexts, rng, text, monkeypat
         def fails(*arguments):
             raise ConnectionError(text)
 
-        patch.setattr(layer._replicas.exchange, "add", fails)
+        patch.setattr(exchange_of(layer), "add", fails)
         ys = recorded(layer, shards(rng, contexts[:2]))
         for y in ys:
             assert_explains(released(y), layer, "ConnectionError: ")
@@ -388,7 +389,7 @@ def test_a_store_whose_sum_never_comes(contexts, rng, monkeypatch):
     """MXNet's engine has it, where a read would wait for ever. All replicas have the error."""
     gate = Gate()
     layer = a_layer(contexts[:2], timeout=1, kvstore="device")
-    store = layer._replicas.exchange.kvstore
+    store = exchange_of(layer).kvstore
     with monkeypatch.context() as patch:
 
         def late(key, values, out):
@@ -567,7 +568,7 @@ def test_an_exception_and_the_error_of_an_update(left, contexts, caplog):
         raise left
     assert error.type is (KeyboardInterrupt if left is KeyboardInterrupt else mx.MXNetError)
     assert "potrf" in f"{error.value}{caplog.text}"
-    assert f"{left.__name__} left the recorded step, so" in gluon_syncbn._native.failure()
+    assert f"{left.__name__} left the recorded step, so" in core.failure()
 
 
 def test_the_error_of_another_operator_before_the_next_step(contexts, caplog):
@@ -774,10 +775,10 @@ def test_a_trainer_whose_first_step_fails_leaves_every_parameter_as_it_was(conte
 def test_room_for_errors_in_the_list_of_mxnet(contexts, rng, monkeypatch):
     """The first layer on several devices makes it, and neither leaves an error there nor removes the user's."""
     user = nd.ones((2, 3))
-    gluon_syncbn._native.fail_arrays([user])
+    core.fail_arrays([user])
     made = []
-    fail_arrays = gluon_syncbn._native.fail_arrays
-    monkeypatch.setattr(gluon_syncbn._native, "fail_arrays", lambda arrays: fail_arrays(made.append(arrays) or arrays))
+    fail_arrays = core.fail_arrays
+    monkeypatch.setattr(core, "fail_arrays", lambda arrays: fail_arrays(made.append(arrays) or arrays))
     monkeypatch.setattr(gluon_syncbn.training.session.session, "_done", {})
     for _ in range(2):
         SyncBatchNorm(in_channels=3).initialize(ctx=contexts[:1])
@@ -831,8 +832,8 @@ def test_a_graph_that_has_no_layer_here(contexts, tmp_path, of):
     Path(path).write_text(text)
     mx.sym.load(path)
     if of == "another process":
-        assert gluon_syncbn._native.PROCESS in text
-        Path(path).write_text(text.replace(gluon_syncbn._native.PROCESS, f"{0:016x}:"))
+        assert core.PROCESS in text
+        Path(path).write_text(text.replace(core.PROCESS, f"{0:016x}:"))
     else:
         del layer
         gc.collect()
@@ -900,8 +901,8 @@ def test_a_call_that_an_operator_before_the_layer_kept_from_running(contexts, rn
 
 
 def test_a_layer_that_is_gone():
-    number = gluon_syncbn._native.layer_create("gone", 0, 1, 0, [], 0, None)
-    gluon_syncbn._native.layer_drop(number)
+    number = core.layer_create("gone", 0, 1, 0, [], 0, None)
+    core.layer_drop(number)
     for name, *given in (("layer_place", number, ["cpu(0)"], ""), ("begin_graph", "cpu(0)", [number], [0], [], False)):
         with pytest.raises(mx.MXNetError, match=f"no layer has the number {number}"):
-            getattr(gluon_syncbn._native, name)(*given)
+            getattr(core, name)(*given)

@@ -11,6 +11,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from environments import ended
+from internals import core, exchange_of, replicas_of
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from places import SUPPORT
@@ -127,7 +128,7 @@ def test_a_copied_net_trains_on_its_own(contexts, rng, copied):
     batch = make_batch(rng, 2)
     layer = prepare(SyncBatchNorm(in_channels=5, timeout=7), batch, contexts[:2], "float64")
     twin = copied(layer)
-    assert twin._replicas.id != layer._replicas.id and repr(twin) == repr(layer) and twin.timeout == 7
+    assert replicas_of(twin).id != replicas_of(layer).id and repr(twin) == repr(layer) and twin.timeout == 7
     twin.collect_params().reset_ctx(contexts[:2])  # a copied array has no gradient
     want = truth(batch)
     for net in (twin, layer):
@@ -171,7 +172,7 @@ def test_processes_compare_the_present_settings():
     for one, other in ((layer, twin), (twin, layer)):
         freeze(one)
         one._kwargs["eps"] = 0.5
-        shown, untouched = (agreement.described(net._replicas)[1] for net in (one, other))
+        shown, untouched = (agreement.described(replicas_of(net))[1] for net in (one, other))
         assert "use_global_stats True" in shown and "eps 0.5" in shown and "eps 0.5" not in untouched
         freeze(one, active=False)
         one._kwargs["eps"] = 1e-5
@@ -209,8 +210,8 @@ def test_nets_that_share_parameters_leave_nothing(contexts, channels, hybrid):
 
 def test_a_layer_with_a_kvstore_is_copied_and_not_pickled():
     layer = SyncBatchNorm(in_channels=3, kvstore="device")
-    assert copy.deepcopy(layer)._replicas.exchange is layer._replicas.exchange
-    assert SyncBatchNorm(kvstore="device")._replicas.exchange is layer._replicas.exchange, "MXNet's stores stay"
+    assert exchange_of(copy.deepcopy(layer)) is exchange_of(layer)
+    assert exchange_of(SyncBatchNorm(kvstore="device")) is exchange_of(layer), "MXNet's stores stay"
     with pytest.raises(TypeError, match=r"cannot be pickled, nor can a layer.*net.save_parameters"):
         pickle.dumps(layer)
 
@@ -237,7 +238,7 @@ def test_a_layer_that_is_gone_leaves_nothing(contexts, hybridized):
     def count():
         mx.nd.waitall()
         gc.collect()
-        return gluon_syncbn._native.layers(), len(Replicas.by_id), len(Replicas.placed())
+        return core.layers(), len(Replicas.by_id), len(Replicas.placed())
 
     before = count()
     layer = gluon_syncbn.SyncBatchNorm()
@@ -280,7 +281,7 @@ def test_a_schedule_of_the_momentum_keeps_few_calls(rng):
         layer._kwargs["momentum"] = 0.9 - change / 1000
         with autograd.record():
             layer(x)
-    assert len(layer._replicas.calls()) == 1
+    assert len(replicas_of(layer).calls()) == 1
     found = []
     for y in ys:  # that of the second layer is of a call that it has forgotten
         y.backward(head)

@@ -6,8 +6,8 @@ import time
 import mxnet as mx
 import numpy as np
 import pytest
-from core_counts import WHY_CUSTOM
 from environments import ended
+from internals import WHY_CUSTOM
 from mxnet import autograd, nd
 from mxnet.gluon import nn
 from poolings import POOLINGS, specification

@@ -9,9 +9,9 @@ from pathlib import Path
 import mxnet as mx
 import numpy as np
 import pytest
-from core_counts import core_count
 from environments import ended
 from gate import Gate
+from internals import WHY_CUSTOM, core_count
 from mxnet import autograd, nd
 from mxnet.gluon import nn
 from places import SOURCES, SUPPORT
@@ -31,10 +31,10 @@ from soak.case import Case
 from soak.trial import Trial
 
 import gluon_syncbn
-from gluon_syncbn import SyncBatchNorm, _native, symbol
+from gluon_syncbn import SyncBatchNorm, symbol
 from gluon_syncbn.command import selfcheck
 
-native = pytest.mark.skipif(bool(_native.WHY_CUSTOM["cpu"]), reason=_native.WHY_CUSTOM["cpu"])
+native = pytest.mark.skipif(bool(WHY_CUSTOM), reason=WHY_CUSTOM)
 
 LIBRARY = Path(mx.libinfo.find_lib_path()[0])
 HEADERS = Path(mx.libinfo.find_include_path())
@@ -142,14 +142,11 @@ def elsewhere(code, **environment):
     return ended([sys.executable, "-c", "import light\n" + code], SUPPORT, **environment)
 
 
-WHY = "import gluon_syncbn; print(gluon_syncbn._native.WHY_CUSTOM['cpu'])"
+WHY = "from internals import WHY_CUSTOM; print(WHY_CUSTOM)"
 
 
 def test_a_published_library_is_known():
-    assert "not from a package" in selfcheck.versions() or _native.WHY_CUSTOM["cpu"] in (
-        "",
-        "GLUON_SYNCBN_OPERATOR=custom",
-    )
+    assert "not from a package" in selfcheck.versions() or WHY_CUSTOM in ("", "GLUON_SYNCBN_OPERATOR=custom")
 
 
 def test_a_way_that_there_is_not():
@@ -173,8 +170,8 @@ def test_not_with_an_unknown_library(tmp_path):
     for library in LIBRARY.parent.glob("lib*.so*"):  # which it is linked against
         if library.name != LIBRARY.name:
             (tmp_path / library.name).symlink_to(library)
-    code = "import gluon_syncbn.command.selfcheck as check; from gluon_syncbn import _native\n"
-    code += "print(_native.WHY_CUSTOM['cpu']); print(check.live())"
+    code = "import gluon_syncbn.command.selfcheck as check; from internals import WHY_CUSTOM\n"
+    code += "print(WHY_CUSTOM); print(check.live())"
     run = elsewhere(code, GLUON_SYNCBN_OPERATOR="", MXNET_LIBRARY_PATH=str(other))
     assert run.stdout.startswith("this MXNet (build id ") and "2 replicas on cpu" in run.stdout, run.stderr
     shutil.rmtree(tmp_path)  # it is large
@@ -264,7 +261,7 @@ def blocked_calls(contexts, **settings):
 def test_blocks_of_channels(contexts, activation, addend, spatial, dtype):
     if dtype == "bfloat16" and not convolves_bfloat16():
         pytest.skip("MXNet has no convolution of bfloat16 here")
-    stays = is_in_blocks(in_blocks(np.ones((1, 32, *spatial)), contexts[0], dtype)) and not _native.WHY_CUSTOM["cpu"]
+    stays = is_in_blocks(in_blocks(np.ones((1, 32, *spatial)), contexts[0], dtype)) and not WHY_CUSTOM
     calls = blocked_calls(contexts, activation=activation, addend=addend, dtype=dtype, spatial=spatial)
     assert calls == (6 if stays else 0)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from environments import ended
 from gate import Gate
+from internals import exchange_of
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from places import PACKAGE
@@ -151,7 +152,7 @@ def test_kvstore_gives_the_same_numbers(contexts, rng, replicas, kvstore):
     through_store = prepare(SyncBatchNorm(in_channels=5, kvstore=store), batch, contexts[:replicas], "float64")
     seen = []
     if replicas > 1 and kvstore != "configured":
-        exchange = through_store._replicas.exchange
+        exchange = exchange_of(through_store)
         add = exchange.add
         exchange.add = lambda *arguments: seen.append(arguments[1].shape) or add(*arguments)
     for _ in range(2):

@@ -11,6 +11,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluoncv.nn.block import BatchNormCudnnOff
+from internals import replicas_of
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
@@ -312,7 +313,7 @@ def test_subclasses_that_compute_the_same_are_converted(make):
             one.cast("float16")
             one.set_momentum(0.5)
             assert one.casts == ["float16"] and one.gamma.dtype == "float64" and isinstance(one, SyncBatchNorm)
-            assert one._replicas.settings.momentum == 0.5
+            assert replicas_of(one).settings.momentum == 0.5
         net.set_momentum(0.75)
     revert(net)
     assert (type(net), net._kwargs, getattr(net, "note", None)) == (cls, settings, note)
@@ -334,7 +335,7 @@ def test_contribs_layer_and_one_with_a_relu_are_converted():
     assert type(revert(layer)) is nn.BatchNorm
     assert layer._kwargs["axis"] == 1
     layer = convert(nn.BatchNormReLU())
-    assert type(layer) is SyncBatchNorm and layer._replicas.settings.activation == RELU
+    assert type(layer) is SyncBatchNorm and replicas_of(layer).settings.activation == RELU
     assert type(revert(layer)) is nn.BatchNormReLU
 
 

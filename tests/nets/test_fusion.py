@@ -7,7 +7,7 @@ from collections import Counter
 import mxnet as mx
 import numpy as np
 import pytest
-from core_counts import WHY_CUSTOM
+from internals import WHY_CUSTOM
 from mxnet import autograd, nd
 from mxnet.base import _LIB
 from mxnet.gluon import SymbolBlock, model_zoo, nn

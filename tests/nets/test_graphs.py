@@ -9,7 +9,7 @@ import warnings
 import mxnet as mx
 import numpy as np
 import pytest
-from core_counts import WHY_CUSTOM
+from internals import WHY_CUSTOM
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from replicas import assert_near, in_threads, on_devices, step_of_net

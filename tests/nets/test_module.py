@@ -11,11 +11,11 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gate import Gate
+from internals import core
 from mxnet import gluon, nd
 from mxnet.gluon import nn
 
 import gluon_syncbn
-from gluon_syncbn import _native
 from gluon_syncbn.mxnet_side.nodes import json_of
 from gluon_syncbn.symbol import SyncBatchNorm
 
@@ -456,7 +456,7 @@ def test_a_replica_that_does_not_come(contexts):
 def test_layers_live_as_long_as_their_executors(contexts):
     module = ready(classifier(SyncBatchNorm), contexts[:2])
     gc.collect()
-    before = _native.layers()
+    before = core.layers()
     train(module, [1])
     symbol = classifier(SyncBatchNorm)
     for _ in range(3):
@@ -464,12 +464,12 @@ def test_layers_live_as_long_as_their_executors(contexts):
         other.forward(batch_of(0), is_train=True)
         del other
     gc.collect()
-    assert _native.layers() == before + 2  # those of the symbol
+    assert core.layers() == before + 2  # those of the symbol
     del symbol
     for _ in range(3):
         classifier(SyncBatchNorm)
     gc.collect()
-    assert _native.layers() == before + 2  # those of the last one
+    assert core.layers() == before + 2  # those of the last one
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------
@@ -571,7 +571,7 @@ def test_a_failure_that_nobody_has_read_is_raised_by_the_next_forward(contexts):
     mx.nd.waitall()
     module.forward_backward(broken(0))
     module.update()
-    while not _native.failure():
+    while not core.failure():
         time.sleep(0.01)
     with pytest.raises(gluon_syncbn.StepError, match="the batch is not finite"):
         module.forward(batch_of(2), is_train=True)

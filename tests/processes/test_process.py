@@ -10,8 +10,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from core_counts import WHY_CUSTOM
 from environments import shell
+from internals import WHY_CUSTOM
 from places import PACKAGE, SUPPORT
 from replicas import WAYS
 

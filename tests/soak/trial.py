@@ -4,6 +4,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
 import mxnet as mx
 import numpy as np
+from internals import replicas_of
 from mxnet import autograd, nd
 from mxnet.gluon import nn
 from permutations import derangement
@@ -203,7 +204,7 @@ class Trial:
                 filled += part.size > 0 if where is None else bool(where.any())
         node = -1 if self.case.way == "eager" else 0
         call, self.calls = self.calls, self.calls + 1
-        return derangement(self.seed, self.layer._replicas.id, node, call, filled)
+        return derangement(self.seed, replicas_of(self.layer).id, node, call, filled)
 
     def _backward(self, batch: Batch, forward: Forward, ys: Sequence[nd.NDArray]) -> Gradients:
         """No head where rounding decides about a gradient, and none so large that one overflows the type."""

@@ -4,9 +4,8 @@ import ctypes
 from typing import List, Sequence
 
 import libraries
+from internals import core
 from places import SOURCES, SUPPORT
-
-from gluon_syncbn import _native
 
 # How each is asked for, and how many float64 a register of it has; the widest first.
 SETS = {
@@ -18,7 +17,7 @@ SETS = {
 
 def here() -> List[str]:
     """Those that this machine has."""
-    return list(SETS)[list(SETS).index(_native.instruction_set()) :]
+    return list(SETS)[list(SETS).index(core.instruction_set()) :]
 
 
 def build(name: str, flags: Sequence[str] = ("-O1",)) -> ctypes.CDLL:

@@ -23,8 +23,8 @@ CONTEXTS = gluon_syncbn.cpu_devices(4)
 import mxnet as mx  # noqa: E402
 import reports  # noqa: E402
 from allreduce import sent  # noqa: E402
-from core_counts import WHY_CUSTOM, core_count  # noqa: E402
 from gate import Gate  # noqa: E402
+from internals import WHY_CUSTOM, core_count  # noqa: E402
 from moments import moments  # noqa: E402
 from mxnet import autograd, gluon, nd  # noqa: E402
 from mxnet.gluon import nn  # noqa: E402

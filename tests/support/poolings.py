@@ -1,6 +1,7 @@
 """Every way of pooling, and what a layer computes with it: gluon_syncbn.reference on the batch of a test."""
 
 import numpy as np
+from internals import replicas_of
 from permutations import derangement
 from replicas import Result
 
@@ -37,7 +38,7 @@ def permutation(layer, batch, virtual_devices, *, call=0, node=-1, seed=0, masks
     """Of the slots that have a value that counts."""
     counting = [np.ones(x.shape) for x in batch.shards] if masks is None else masks
     slots = sum(x[part].any() for x in counting for part in np.array_split(np.arange(len(x)), virtual_devices))
-    return derangement(seed, layer._replicas.id, node, call, slots)
+    return derangement(seed, replicas_of(layer).id, node, call, slots)
 
 
 def pooling_of(layer):

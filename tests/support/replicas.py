@@ -13,6 +13,7 @@ from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
+from internals import core
 from mxnet import autograd, nd
 from mxnet.gluon import nn
 
@@ -284,7 +285,7 @@ def release() -> None:
 @contextlib.contextmanager
 def short_waits(seconds: float = 0.2) -> Iterator[None]:
     """Around what nobody can finish, up to its error. What can be finished may take its time on a busy machine."""
-    before = gluon_syncbn._native.timeout_of()
+    before = core.timeout_of()
     gluon_syncbn.configure(timeout=seconds)
     try:
         yield

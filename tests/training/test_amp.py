@@ -9,8 +9,8 @@ import sys
 
 import numpy as np
 import pytest
-from core_counts import WHY_CUSTOM
 from environments import ended
+from internals import WHY_CUSTOM
 from places import PACKAGE, SUPPORT
 from replicas import convolves_bfloat16
 
@@ -106,7 +106,7 @@ for hybrid in (False, True):
 """
 
 BFLOAT16 = """
-from core_counts import core_count
+from internals import core_count
 amp.init(target_dtype="bfloat16")
 initialise()
 random = np.random.RandomState(0)

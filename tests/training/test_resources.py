@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import mxnet as mx
 import numpy as np
 import pytest
-from core_counts import core_count
+from internals import core_count
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from replicas import WAYS, assert_whole, forward_and_backward

@@ -12,12 +12,13 @@ from operator import attrgetter
 import mxnet as mx
 import numpy as np
 import pytest
+from internals import core
 from mxnet import nd
 from mxnet.gluon import nn
 from pytorch_module import Module
 
 import gluon_syncbn
-from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, _native, contrastive
+from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, contrastive
 from gluon_syncbn.contrastive import SampleShuffle, ShuffleSampler
 from gluon_syncbn.system import arguments
 
@@ -256,7 +257,7 @@ def test_a_name_that_layers_take_where_the_store_of_mpi_is_expected(monkeypatch)
         ("", ": write gluon_syncbn.configure(kvstore='nccl')"),
         ("it has none", ": write no kvstore"),
     ):
-        monkeypatch.setattr(_native, "nccl_problem", lambda problem=problem: problem)
+        monkeypatch.setattr(core, "nccl_problem", lambda problem=problem: problem)
         with pytest.raises(ValueError, match=re.escape("expected one of ('mpi',).") + ".*" + re.escape(instead)):
             gluon_syncbn.kvstore("nccl")
     for name in ("device", "dist_sync", "horovod"):
