@@ -13,10 +13,12 @@
 namespace syncbn {
 namespace {
 
-constexpr double kEnd = 1;                   // seconds for the last messages
-constexpr double kNap = 5e-5, kDoze = 1e-3;  // seconds between two looks at MPI, at first and after `kNaps`
+constexpr double kEnd = 1;  // seconds for the last messages
+// Seconds between two looks at MPI, at first and at last, and the naps without an arrival after which they grow by the
+// first: a long wait leaves the core to others, and ends late by a small part of it.
+constexpr double kNap = 5e-5, kDoze = 1e-3;
+constexpr uint32_t kNaps = 10;
 constexpr int kParts = 50;
-constexpr uint32_t kNaps = 2000;  // without an arrival
 // Seconds, or this part of the time limit, after which a rank says whom it waits for.
 constexpr double kSayAfter = 1, kSayAfterPart = 0.25;
 
@@ -112,7 +114,7 @@ uint32_t Mailbox::arrivals() {
 
 void Mailbox::nap(uint32_t seen, double seconds) {
     if (++naps_ == 1 || arrivals_ != seen) return;  // a look takes one message, and there may be more
-    std::this_thread::sleep_for(std::chrono::duration<double>(std::min(seconds, naps_ < kNaps ? kNap : kDoze)));
+    std::this_thread::sleep_for(std::chrono::duration<double>(std::min({seconds, kNap * (1 + naps_ / kNaps), kDoze})));
 }
 
 std::string Mailbox::reason_of(size_t rank) const {
