@@ -57,11 +57,10 @@ class _Issuing(mx.nd.CachedOp):
         for place in self.may_be_sparse:
             args = (*args[:place], kinds.dense(args[place]), *args[place + 1 :])
         training, context = autograd.is_training(), args[0].ctx
-        runs_with = session.exchange, [layer.contexts for layer in self.layers]
-        if training and self.ran_with != runs_with:
+        if training and self.ran_with != (now := (session.exchange, [layer.contexts for layer in self.layers])):
             for layer in self.layers:
                 layer.runs(IN_GRAPH)
-            self.ran_with = runs_with
+            self.ran_with = now
         if self.keeps and autograd.is_recording() and any(len(one.contexts) > 1 for one in self.layers):
             self._note_call(context)
         with self.lock(context), executing(context, *self.calls if training else ()) if self.keeps else nullcontext():
