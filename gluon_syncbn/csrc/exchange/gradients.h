@@ -64,7 +64,6 @@ class Gradients {
     struct Trainer;
     class WaitForRanks;
     void serve() noexcept;
-    bool serve_next();
     bool go_on(Trainer& trainer);
     bool wait(Trainer& trainer, bool for_ranks, size_t begin, size_t end);
     bool compare(Trainer& trainer);
