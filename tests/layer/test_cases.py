@@ -1,5 +1,5 @@
-"""Layers chosen, and drawn at random with what happens between their steps, against a second implementation,
-tests/soak/truth.py. `make soak` draws more of them."""
+"""Layers chosen, and drawn at random with what happens between their steps, against `reference.py`. `make soak` draws
+more of them."""
 
 import gc
 import os
@@ -91,7 +91,13 @@ def test_by_operators_of_mxnet(check, kind, way):
 
 @pytest.mark.parametrize("event", choices(Case(dtype="float32")))
 def test_each_event(check, event):
-    check(dtype="float32", contexts=[1, 0], steps=["train", event, "train"])
+    check(dtype="float32", contexts=[1, 0], pooling={"mode": "shuffle"}, steps=["train", event, "train", "train"])
+
+
+@pytest.mark.on_gpus
+@pytest.mark.parametrize("mode", ["sync", "shuffle"])
+def test_replicas_in_threads(check, mode):
+    check(contexts=range(3), pooling={"mode": mode}, threads=True, steps=["train"] * 10)
 
 
 # ---- drawn -------------------------------------------------------------------------------------------------

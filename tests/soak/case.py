@@ -113,15 +113,17 @@ class Case:
             return [None] * len(shards)
         rng = self.rng
         masks = [None if self.masked == "some" and rng.rand() < 0.5 else self._mask(x.shape) for x in shards]
-        filled = sum(
-            x[part].size > 0 if mask is None else bool(np.broadcast_to(self._wide(mask, x), x.shape)[part].any())
-            for x, mask in zip(shards, masks)
-            for part in (np.array_split(np.arange(len(x)), self.slots) if self.mode == "shuffle" else [slice(None)])
-        )
-        needed = {"sync": not {"group_size", "groups"} & set(self.pooling), "local": 0, "shuffle": 2}[self.mode]
-        if filled >= needed:
+        if self.filled(shards, masks) >= {"shuffle": 2}.get(self.mode, 1):
             return masks
         return [None if mask is None else np.ones_like(mask) for mask in masks]
+
+    def filled(self, shards: List[np.ndarray], masks: List[Optional[np.ndarray]]) -> int:
+        """The number of slots with a value that counts."""
+        return sum(
+            x[part].size > 0 if mask is None else bool(np.broadcast_to(self.wide(mask, x), x.shape)[part].any())
+            for x, mask in zip(shards, masks)
+            for part in np.array_split(np.arange(len(x)), self.slots)
+        )
 
     def _mask(self, shape: Sequence[int]) -> np.ndarray:
         rng, axis = self.rng, self.axis % len(shape)
@@ -132,7 +134,7 @@ class Case:
         mask = np.where(counts, some, rng.choice((0, -0.0))).astype(self.of_masks)
         return mask if rng.rand() < 0.5 else mask.squeeze(axis)
 
-    def _wide(self, mask: np.ndarray, x: np.ndarray) -> np.ndarray:
+    def wide(self, mask: np.ndarray, x: np.ndarray) -> np.ndarray:
         return mask if mask.ndim == x.ndim else np.expand_dims(mask, self.axis % x.ndim)
 
     def _shape(self, samples: int, spatial: Sequence[int]) -> List[int]:

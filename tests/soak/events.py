@@ -47,7 +47,7 @@ def change_store(trial: Any) -> None:
 
 
 def change_seed(trial: Any) -> None:
-    trial.start_over(int(trial.rng.randint(2**31)))
+    trial.start_over(int.from_bytes(trial.rng.bytes(8), "little"))
 
 
 def save_and_load(trial: Any) -> None:

@@ -18,13 +18,12 @@ from gluon_syncbn.system import kinds
 from . import events
 from .case import Case
 from .events import Wrong
-from .tape import Value
-from .truth import Forward, Gradients, Truth
+from .truth import Forward, Gradients, Near, Truth, exact
 
 TIMEOUT = 30.0  # seconds that a replica waits for the others
 #: Another order of the same operations has other roundings: the error may be this many times the bound.
 TIMES = 4.0
-START = 0.5  # of a gradient to which others are added
+START = exact(np.array(0.5))  # of a gradient to which others are added
 
 
 class Plain(nn.HybridBlock):
@@ -89,7 +88,7 @@ class Trial:
             parameter.grad_req = case.reqs.get(name, "null")
             if parameter.grad_req == "add":
                 for context in self.contexts.values():
-                    fill(parameter.grad(context), START)
+                    fill(parameter.grad(context), START.value)
         self.truth = Truth(case, **values)
         if case.predicts:
             self.predict(0)  # which makes the graph
@@ -123,10 +122,9 @@ class Trial:
             ys = self.issue(batch)
         forward = truth.forward(batch.shards, batch.addends, batch.masks, self._permutation(batch))
         gradients = self._backward(batch, forward, ys) if backward else None
-        truth.move(forward)
         if self.case.way == "static_shape":
             mx.nd.waitall()  # reading running statistics does not wait until such a graph has written them
-        self._check_all("y", ys, truth.joined(self._stored(forward.ys), batch.shards))
+        self._check_all("y", ys, self._stored(forward.ys))
         if gradients is not None:
             self._check_inputs(batch, gradients)
             self._check_parameters(gradients)
@@ -143,7 +141,7 @@ class Trial:
         y = self.net(*batch.inputs(i))
         addend = None if batch.addends is None else batch.addends[i]
         want = self.truth.predicted(batch.shards[i], addend, self.case.contexts[i]).stored(self.case.dtype)
-        self._check("prediction", self.truth.flat(kinds.values(y)), want)
+        self._check("prediction", kinds.values(y), want)
 
     # ---- parts of a step ---------------------------------------------------------------------------------------
 
@@ -175,7 +173,7 @@ class Trial:
         for array in inputs:
             if self.case.reqs[name] != "null":
                 array.attach_grad(self.case.reqs[name])
-                fill(array.grad, START)
+                fill(array.grad, START.value)
         return inputs
 
     def issue(self, batch: Batch) -> List[nd.NDArray]:
@@ -198,23 +196,21 @@ class Trial:
         """The package's draw; what becomes of it is the truth's own."""
         if self.case.mode != "shuffle" or self.case.settings["use_global_stats"]:
             return []
-        filled = 0
-        for shard, mask in zip(batch.shards, batch.masks):
-            for part, where in zip(self.truth.cut(shard), self.truth.counting(shard, mask)):
-                filled += part.size > 0 if where is None else bool(where.any())
         node = -1 if self.case.way == "eager" else 0
         call, self.calls = self.calls, self.calls + 1
-        return derangement(self.seed, replicas_of(self.layer).id, node, call, filled)
+        return derangement(
+            self.seed, replicas_of(self.layer).id, node, call, self.case.filled(batch.shards, batch.masks)
+        )
 
     def _backward(self, batch: Batch, forward: Forward, ys: Sequence[nd.NDArray]) -> Gradients:
         """No head where rounding decides about a gradient, and none so large that one overflows the type."""
         truth, dtype = self.truth, self.case.dtype
-        sure = truth.joined([~truth.undecided(z, TIMES) for z in forward.zs], batch.shards)
+        sure = [~truth.undecided(z, TIMES) for z in forward.zs]
         heads = [head * kept for head, kept in zip(self.case.like(batch.shards), sure)]
         while True:
             heads = [rounded(head, dtype) for head in heads]
-            gradients = truth.backward(forward, [part for head in heads for part in truth.cut(head)])
-            largest = max(float(np.abs(g.data).max(initial=0)) for g in gradients.xs)
+            gradients = truth.backward(forward, batch.shards, heads)
+            largest = max(float(np.abs(g.value).max(initial=0)) for g in gradients.xs)
             if largest < np.finfo(heads[0].dtype).max / 8:
                 break
             heads = [head / 16 for head in heads]
@@ -228,20 +224,18 @@ class Trial:
 
     # ---- checks ------------------------------------------------------------------------------------------------
 
-    def _stored(self, values: Sequence[Value]) -> List[Value]:
+    def _stored(self, values: Sequence[Near]) -> List[Near]:
         return [value.stored(self.case.dtype) for value in values]
 
     def _check_inputs(self, batch: Batch, gradients: Gradients) -> None:
-        dxs, addends = self.truth.joined(self._stored(gradients.xs), batch.shards), []
-        if batch.addends is not None:
-            addends = self.truth.joined(self._stored(gradients.addends), batch.shards)
+        dxs, addends = self._stored(gradients.xs), self._stored(gradients.addends)
         if self.case.addend == "x":
-            dxs = self._stored([dx + addend for dx, addend in zip(dxs, addends)])
+            dxs = self._stored([dx.plus(addend) for dx, addend in zip(dxs, addends)])
         for name, arrays, wants in (("x", batch.xs, dxs), ("addend", batch.others, addends)):
             req = self.case.reqs[name]
             if req == "null":
                 continue
-            wants = [self.truth.accumulated(req, Value(START), want, self.case.dtype) for want in wants]
+            wants = [self.truth.accumulated(req, START, want, self.case.dtype) for want in wants]
             self._check_all(f"gradient of {name}", [array.grad for array in arrays], wants)
         frozen = self.case.settings["use_global_stats"]  # in whose graphs nothing uses a mask
         if not frozen and any(mark is not None and mark.grad.asnumpy().any() for mark in batch.marks):
@@ -252,13 +246,9 @@ class Trial:
             req = self.case.reqs[name]
             if req == "null":
                 continue
-            for i, context in self.contexts.items():
-                before = self.truth.gradients.get((name, i), Value(START))
-                own = [part.stored(self.truth.parameters) for part, at in zip(parts, self.case.contexts) if at == i]
-                total = own[0]
-                for part in own[1:]:
-                    total = (total + part).stored(self.truth.parameters)
-                want = self.truth.accumulated(req, before, total, self.truth.parameters)
+            for (i, context), part in zip(self.contexts.items(), parts):
+                before = self.truth.gradients.get((name, i), START)
+                want = self.truth.accumulated(req, before, part.stored(self.truth.parameters), self.truth.parameters)
                 self.truth.gradients[name, i] = want
                 self._check(f"gradient of {name} on {context}", getattr(self.layer, name).grad(context).asnumpy(), want)
 
@@ -267,22 +257,22 @@ class Trial:
             for p, want in zip((self.layer.running_mean, self.layer.running_var), self.truth.running[i]):
                 self._check(f"{p.name} on {context}", p.data(context).asnumpy(), want)
 
-    def _check_all(self, name: str, arrays: Sequence[nd.NDArray], wants: Sequence[Value]) -> None:
+    def _check_all(self, name: str, arrays: Sequence[nd.NDArray], wants: Sequence[Near]) -> None:
         for i, (array, want) in enumerate(zip(arrays, wants)):
-            self._check(f"{name} of replica {i}", self.truth.flat(kinds.values(array)), want)
+            self._check(f"{name} of replica {i}", kinds.values(array), want)
 
-    def _check(self, name: str, got: np.ndarray, want: Value) -> None:
+    def _check(self, name: str, got: np.ndarray, want: Near) -> None:
         # Where the bound is larger than the type, an overflow is within it.
-        got = np.clip(got.reshape(want.data.shape), np.finfo(got.dtype).min, np.finfo(got.dtype).max)
+        got = np.clip(got.reshape(want.value.shape), np.finfo(got.dtype).min, np.finfo(got.dtype).max)
         if not got.size:
             return
         allowed = TIMES * want.slack
-        error = np.abs(got - want.data)
+        error = np.abs(got - want.value)
         strain = np.nan_to_num(error / np.maximum(allowed, 1e-300), nan=np.inf)
         if strain.max() > 1:
             where = np.unravel_index(np.argmax(strain), error.shape)
             raise Wrong(
-                f"{name} at {where}: {got[where]} where {float(want.data[where])} was expected, "
+                f"{name} at {where}: {got[where]} where {float(want.value[where])} was expected, "
                 f"off by {float(error[where]):.2e}, allowed {allowed[where]:.2e}"
             )
 

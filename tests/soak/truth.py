@@ -1,52 +1,58 @@
-"""What a layer computes, from its definition: batch normalisation over slots, the addition and the activation.
+"""What a layer has to compute: `gluon_syncbn.reference`, and how far rounding may take a program from that.
 
-The forward is that of Ioffe and Szegedy, algorithm 1; every gradient comes from `tape`. Nothing here comes from
-gluon_syncbn.reference: an error there is no error here.
+The bounds are those of running error analysis, in first order: an operation on elements adds a part of its result, a
+sum a part of the sum of its absolute terms (Higham, "Accuracy and Stability of Numerical Algorithms", 2002, 3.3). Each
+takes the largest element of its channel.
 """
 
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 
 import numpy as np
 
+from gluon_syncbn import reference
+
 from .case import Case
-from .tape import DOUBLE, Rounding, Value, gradients
 
-SINGLE = 2**-24
-
-
-class Statistic(NamedTuple):
-    """Of each channel."""
-
-    count: int
-    mean: Value
-    variance: Value
+SINGLE, DOUBLE = 2**-24, 2**-53
+OPERATIONS = 4  # on an element, each of which rounds
 
 
-class Part(NamedTuple):
-    """One slot of a replica. ``[C, M]``"""
+class Near(NamedTuple):
+    """A value, and how far a program may be off."""
 
-    replica: int
-    x: Value
-    addend: Optional[Value]
-    where: Optional[np.ndarray]  # which values of a channel count, [M]; None: all
+    value: np.ndarray
+    slack: np.ndarray
+
+    def stored(self, dtype: str) -> "Near":
+        """As an array of this type."""
+        kind = np.finfo("float32" if dtype == "bfloat16" else dtype)
+        return Near(self.value, self.slack + half_ulp(dtype) * np.abs(self.value) + float(kind.smallest_subnormal) / 2)
+
+    def plus(self, other: "Near") -> "Near":
+        return Near(self.value + other.value, self.slack + other.slack)
+
+
+def exact(value: np.ndarray) -> Near:
+    return Near(value, np.zeros_like(value))
+
+
+def half_ulp(dtype: str) -> float:
+    return 2.0**-8 if dtype == "bfloat16" else float(np.finfo(dtype).eps) / 2
 
 
 class Forward(NamedTuple):
-    parts: List[Part]
-    gammas: List[Value]  # one leaf for each replica
-    betas: List[Value]
-    zs: List[Value]  # one for each part: what the activation is applied to
-    ys: List[Value]
-    moving: List[Optional[Tuple[Value, Value]]]  # of each replica: the mean and variance that its running ones take
+    state: reference.Forward
+    zs: List[Near]  # one for each replica: what the activation is applied to
+    ys: List[Near]
 
 
 class Gradients(NamedTuple):
     """One for each replica."""
 
-    xs: List[Value]
-    addends: List[Value]
-    gammas: List[Value]
-    betas: List[Value]
+    xs: List[Near]
+    addends: List[Near]
+    gammas: List[Near]
+    betas: List[Near]
 
 
 class Truth:
@@ -56,228 +62,133 @@ class Truth:
         self, case: Case, gamma: np.ndarray, beta: np.ndarray, running_mean: np.ndarray, running_var: np.ndarray
     ) -> None:
         self.case, self.gamma, self.beta = case, gamma, beta
+        self.weight = np.abs(gamma) if case.settings["scale"] else np.ones_like(gamma)
         self.parameters = "float64" if case.dtype == "float64" else "float32"
-        # Elements are computed in at least single precision; sums are accumulated in double, but by MXNet's operator.
-        unit = 2**-53 if case.dtype == "float64" else SINGLE
-        self.rounding = Rounding(unit, unit if case.settings["use_global_stats"] else 2**-53)
-        # A thread of a GPU takes the moments of its few elements as they are computed in.
-        self.moments = Rounding(unit, unit) if case.emulated else DOUBLE
-        self.running = dict.fromkeys(case.contexts, (Value(running_mean[:, None]), Value(running_var[:, None])))
-        self.gradients: Dict[Any, Value] = {}
+        # Elements are computed in at least single precision; sums are accumulated in double, but by MXNet's operator,
+        # and a thread of a GPU takes the moments of its few elements as they are computed in.
+        unit = DOUBLE if case.dtype == "float64" else SINGLE
+        self.unit, self.elements = unit, OPERATIONS * unit
+        self.sums = unit if case.settings["use_global_stats"] or case.emulated else DOUBLE
+        running = exact(running_mean), exact(running_var)
+        self.running: Dict[int, Tuple[Near, ...]] = dict.fromkeys(case.contexts, running)
+        self.gradients: Dict[Any, Near] = {}
 
-    # ---- forward -----------------------------------------------------------------------------------------------
+    def computed(self, context: int, shards: Sequence[np.ndarray], addends: Any, **changes: Any) -> reference.Forward:
+        """With the running statistics of this context."""
+        case, exactly = self.case, self.case.dtype == "float64"
+        settings = {name: value for name, value in case.settings.items() if name != "center"}
+        settings["momentum"] = float(np.float32(settings["momentum"]))
+        if case.activation is not None:
+            slope = case.slope if exactly else float(np.float32(case.slope))
+            settings["slope"] = slope if case.activation == "leaky" else 0
+            settings["ceiling"] = 6 if case.activation == "relu6" else np.inf
+        running = [near.value for near in self.running[context]]
+        return reference.forward(shards, self.gamma, self.beta, *running, addends=addends, **{**settings, **changes})
+
+    # ---- bounds ------------------------------------------------------------------------------------------------
+
+    def _largest(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """Of each channel. ``[C]``"""
+        moved = [np.moveaxis(np.abs(np.asarray(x, np.float64)), self.case.axis, -1) for x in arrays]
+        return np.max([x.reshape(-1, len(self.gamma)).max(0, initial=0) for x in moved], axis=0)
+
+    def _normalised(self, state: reference.Forward, shards: Sequence[np.ndarray]) -> np.ndarray:
+        """The largest normalised value, of those that a slot has with any pool that it feeds or uses. ``[C]``"""
+        largest = [np.zeros_like(self.gamma)]
+        for device, samples, *pools in state.slots:
+            x = np.moveaxis(np.asarray(shards[device], np.float64), self.case.axis, -1)[samples]
+            found = [state.pools[k].normalised(x) for k in pools if k is not None]
+            largest += [np.abs(one).reshape(-1, len(self.gamma)).max(0) for one in found]
+        return np.max(largest, axis=0)
+
+    def _drift(self, state: reference.Forward) -> np.ndarray:
+        """How far sums may take a mean, in standard deviations, or a deviation, in parts of it. ``[C]``"""
+        sizes = [((np.abs(pool.mean) + np.sqrt(pool.var)) * pool.r + 1) * max(pool.n, 1) for pool in state.pools]
+        return self.sums * np.max(sizes, axis=0)
+
+    def _shaped(self, slack: np.ndarray, value: np.ndarray) -> Near:
+        """With a slack for each channel."""
+        extents = np.ones(value.ndim, int)
+        extents[self.case.axis] = -1
+        return Near(value, np.broadcast_to(slack.reshape(extents), value.shape))
+
+    def undecided(self, z: Near, times: float) -> np.ndarray:
+        """Where rounding decides on which side of a kink of the activation a value is, and with it about a gradient."""
+        kinks = {"relu": (0,), "leaky": (0,), "relu6": (0, 6)}.get(self.case.activation or "", ())
+        reach = times * z.stored(self.case.dtype).slack
+        return np.any([np.abs(z.value - kink) <= reach for kink in kinks], axis=0) | np.zeros(z.value.shape, bool)
+
+    # ---- steps -------------------------------------------------------------------------------------------------
 
     def forward(
         self, shards: Sequence[np.ndarray], addends: Any, masks: Sequence[Any], permutation: Sequence[int]
     ) -> Forward:
+        """The running statistics move."""
+        given = {**self.case.pooling, "masks": masks, "permutation": permutation}
+        states = [self.computed(context, shards, addends, **given) for context in self.case.contexts]
+        forward = self._outputs(states[0], shards, addends, self.case.separate, given)
+        if not self.case.settings["use_global_stats"]:
+            for i, (context, state) in enumerate(zip(self.case.contexts, states)):
+                self.running[context] = self._moved(self.running[context], state, i)
+        return forward
+
+    def _outputs(
+        self, state: reference.Forward, shards: Sequence[np.ndarray], addends: Any, separate: bool, given: Any
+    ) -> Forward:
+        """``separate``: MXNet's own operators may do a part of it, with arrays in between."""
         case = self.case
-        addends = addends or [None] * len(shards)
-        parts = [
-            Part(i, self._leaf(x), None if a is None else self._leaf(a), where)
-            for i, (shard, addend, mask) in enumerate(zip(shards, addends, masks))
-            for x, a, where in zip(
-                self.cut(shard), [None] * case.slots if addend is None else self.cut(addend), self.counting(shard, mask)
-            )
-        ]
-        gammas, betas = ([self._leaf(v[:, None]) for _ in shards] for v in (self._gamma(), self.beta))
-        frozen = case.settings["use_global_stats"]
-        if frozen:
-            statistics: List[Optional[Statistic]] = [
-                Statistic(0, *self.running[case.contexts[part.replica]]) for part in parts
-            ]
-            moving: List[Optional[Tuple[Value, Value]]] = [None] * len(shards)
-        else:
-            statistics, own = self._statistics(parts, permutation)
-            moving = [
-                self._moving([s for s, part in zip(own, parts) if part.replica == i and s is not None])
-                for i in range(len(shards))
-            ]
-        zs = [
-            self.sum(
-                self.normalised(part.x, s, gammas[part.replica], betas[part.replica], not frozen),
-                part.addend,
-                case.separate,
-            )
-            for part, s in zip(parts, statistics)
-        ]
-        return Forward(parts, gammas, betas, zs, [self.activated(z, case.separate) for z in zs], moving)
-
-    def _gamma(self) -> np.ndarray:
-        return self.gamma if self.case.settings["scale"] else np.ones_like(self.gamma)
-
-    def _leaf(self, data: np.ndarray) -> Value:
-        return Value(data, rounding=self.rounding)
-
-    def counting(self, shard: np.ndarray, mask: Optional[np.ndarray]) -> List[Optional[np.ndarray]]:
-        """Of each slot of a replica, which values of a channel count. ``[M]``"""
-        if mask is None:
-            return [None] * self.case.slots
-        with_axis = mask if mask.ndim == shard.ndim else np.expand_dims(mask, self.case.axis % shard.ndim)
-        return [slot[0] for slot in self.cut(np.broadcast_to(with_axis != 0, shard.shape))]
-
-    def counted(self, part: Part) -> Value:
-        """What counts in the statistics."""
-        return part.x if part.where is None else part.x.columns(part.where)
-
-    def cut(self, shard: np.ndarray) -> List[np.ndarray]:
-        """The slots of a replica, with the channels in front. ``[C, M]``"""
-        axis = self.case.axis % shard.ndim
-        slots = np.array_split(shard, self.case.slots, axis=0) if axis else [shard]
-        return [self.flat(slot) for slot in slots]
-
-    def flat(self, array: np.ndarray) -> np.ndarray:
-        """``[C, M]``"""
-        moved = np.moveaxis(array, self.case.axis, 0)
-        return moved.reshape(self.case.channels, moved.size // self.case.channels)
-
-    def joined(self, parts: Sequence[Any], shards: Sequence[np.ndarray]) -> List[Any]:
-        """From one for each slot to one for each replica: arrays in the shape of its data, values as ``[C, M]``."""
-        joined, slots, axis = [], self.case.slots, self.case.axis
-        for i, shard in enumerate(shards):
-            some = parts[i * slots : (i + 1) * slots]
-            if isinstance(some[0], Value):
-                data, slack = (np.concatenate([getattr(v, name) for v in some], 1) for name in ("data", "slack"))
-                joined.append(Value(data, slack))
-            else:
-                moved = np.moveaxis(shard, axis, 0).shape
-                joined.append(np.moveaxis(np.concatenate(some, 1).reshape(moved), 0, axis))
-        return joined
-
-    def _statistics(self, parts: Sequence[Part], permutation: Sequence[int]) -> Tuple[List[Any], List[Any]]:
-        """Of each part, the statistic that normalises it, and the one that its replica's running statistics take."""
-        if self.case.mode == "sync":
-            size = self.case.pooling.get("group_size", len(self.case.contexts))
-            group_of = {replica: replica // size for replica in range(len(self.case.contexts))}
-            for number, members in enumerate(self.case.pooling.get("groups", [])):
-                group_of.update(dict.fromkeys(members, number))
-            groups: Dict[int, List[Value]] = {}
-            for part in parts:
-                groups.setdefault(group_of[part.replica], []).append(self.counted(part))
-            pools = {group: self.statistic(xs) for group, xs in groups.items()}
-            shared = [pools[group_of[part.replica]] for part in parts]
-            return shared, shared
-        own = [self.statistic([self.counted(part)]) for part in parts]
-        if self.case.mode == "local":
-            return own, own
-        filled = [i for i, statistic in enumerate(own) if statistic is not None]
-        normalising = list(own)
-        for place, source in zip(filled, self.sources(permutation)):
-            normalising[place] = own[filled[source]]
-        return normalising, own
-
-    def sources(self, permutation: Sequence[int]) -> Sequence[int]:
-        """Of each slot with values, the number of the slot whose statistics normalise it."""
-        return permutation
-
-    def statistic(self, xs: Sequence[Value]) -> Optional[Statistic]:
-        """Over all values of a channel; None where there are none."""
-        xs = [x.at(self.moments) for x in xs if x.data.size]
-        if not xs:
-            return None
-        count = self.count(xs)
-        mean = added([x.total() for x in xs]) * (1 / np.longdouble(count))
-        squares = [((x - mean) * (x - mean)).total() for x in xs]
-        return Statistic(count, mean, added(squares) * (1 / np.longdouble(count)))
-
-    def count(self, xs: Sequence[Value]) -> int:
-        return sum(x.data.shape[1] for x in xs)
-
-    def normalised(self, x: Value, statistic: Optional[Statistic], gamma: Value, beta: Value, own: bool) -> Value:
-        """``own``: by the layer's operator and not by MXNet's, which rounds on the way."""
-        if statistic is None:
-            return Value(np.zeros(x.data.shape), rounding=x.rounding) + beta
-        deviation = (statistic.variance + float(self.case.settings["epsilon"])).root()
-        scaled = (x - statistic.mean) * deviation.reciprocal() * gamma
-        return (scaled if own else scaled.stored(self.case.dtype)) + beta
-
-    def sum(self, z: Value, addend: Optional[Value], separate: bool) -> Value:
-        """``separate``: MXNet's own operators may do it, with arrays in between."""
-        z = z.stored(self.case.dtype) if separate else z
-        if addend is None:
-            return z
-        z = z + addend  # whose gradient is an array
-        return z.stored(self.case.dtype) if separate else z.fetched(self.case.dtype)
-
-    def activated(self, z: Value, separate: bool) -> Value:
-        kind, exact = self.case.activation, self.case.dtype == "float64"
-        slope = self.case.slope if exact else float(np.float32(self.case.slope))
-        if kind is None:
-            return z
-        capped = (z.data > 6) & (kind == "relu6")
-        factor = np.where(z.data > 0, np.where(capped, 0.0, 1.0), slope if kind == "leaky" else 0.0)
         # MXNet's LeakyReLU multiplies in single precision (`xelu` in src/operator/mshadow_op.h).
-        single = SINGLE * slope if separate and kind == "leaky" and (self.case.fused or not exact) else 0.0
-        y = z * Value(factor, single * (factor != 1)) + Value(np.where(capped, 6.0, 0.0))
-        return y.looser(z.slack * (1 - factor))  # the value may lie on the other side of a kink
+        single = SINGLE if separate and case.activation == "leaky" and case.fused else 0.0
+        part = self.elements + single + self._drift(state) + (2 * half_ulp(case.dtype) if separate else 0)
+        slack = part * (self.weight * (1 + self._normalised(state, shards)) + np.abs(self.beta))
+        slack = slack + part * (0 if addends is None else self._largest(addends))
+        # A value may lie on the other side of a kink.
+        linear = self.computed(case.contexts[0], shards, addends, **{**given, "slope": 1, "ceiling": np.inf})
+        return Forward(state, *([self._shaped(slack, y) for y in of.outputs] for of in (linear, state)))
 
-    def undecided(self, z: Value, times: float) -> np.ndarray:
-        """Where rounding decides on which side of a kink of the activation a value is, and with it about a gradient."""
-        kinks = {"relu": (0,), "leaky": (0,), "relu6": (0, 6)}.get(self.case.activation or "", ())
-        reach = times * z.stored(self.case.dtype).slack
-        return np.any([np.abs(z.data - kink) <= reach for kink in kinks], axis=0) | np.zeros(z.data.shape, bool)
+    def predicted(self, shard: np.ndarray, addend: Any, context: int) -> Near:
+        addends, given = None if addend is None else [addend], {"use_global_stats": True}
+        state = self.computed(context, [shard], addends, **given)
+        return self._outputs(state, [shard], addends, True, given).ys[0]
 
-    def _moving(self, statistics: List[Statistic]) -> Optional[Tuple[Value, Value]]:
-        """The mean over a replica's slots; those of a shared statistic are the same."""
-        if not statistics:
-            return None
-        share = 1 / np.longdouble(len(statistics))
-        variances = [s.variance * self.correction(s.count) for s in statistics]
-        return added([s.mean for s in statistics]) * share, added(variances) * share
-
-    def correction(self, count: int) -> Any:
-        return np.longdouble(count) / (count - 1) if self.case.unbiased and count > 1 else 1.0
-
-    # ---- what it leaves ----------------------------------------------------------------------------------------
-
-    def move(self, forward: Forward) -> None:
-        """The running statistics. Of replicas that share a context, the first hands its own on; in `local`, all do."""
-        case, moved = self.case, set()
-        share = np.longdouble(np.float32(case.settings["momentum"]))
-        for context, batch in zip(case.contexts, forward.moving):
-            handed_on = context not in moved or case.mode == "local"
-            moved.add(context)
-            if batch is None or not handed_on:
-                continue
-            self.running[context] = tuple(
-                (old.at(self.rounding) * share + new.at(self.rounding) * (1 - share)).stored(self.parameters)
-                for old, new in zip(self.running[context], batch)
-            )
+    def _moved(self, olds: Tuple[Near, ...], state: reference.Forward, replica: int) -> Tuple[Near, ...]:
+        """The running statistics."""
+        deviation = np.max([1 / pool.r for pool in state.pools], axis=0)
+        drift, moved = self._drift(state) * deviation, []
+        # An unbiased variance is at most twice the other.
+        for old, news, off in zip(olds, (state.running_mean, state.running_var), (drift, 4 * drift * deviation)):
+            new = news[replica]
+            slack = old.slack + off + self.elements * (np.abs(old.value) + np.abs(new))
+            moved.append(Near(new, slack).stored(self.parameters))
+        return tuple(moved)
 
     def average_running(self) -> None:
         """What `save_parameters` writes: MXNet's average over the contexts, in the type of the parameters."""
-        unit = 2**-53 if self.parameters == "float64" else SINGLE
-        copies = [[value.at(Rounding(unit, unit)) for value in pair] for pair in self.running.values()]
-        means = [(added(parts) * (1 / np.longdouble(len(parts)))).stored(self.parameters) for parts in zip(*copies)]
-        self.running = dict.fromkeys(self.running, (means[0], means[1]))
+        means = []
+        for copies in zip(*self.running.values()):
+            values, slacks = (np.array([copy[k] for copy in copies]) for k in (0, 1))
+            slack = slacks.mean(0) + len(copies) * self.unit * np.abs(values).mean(0)
+            means.append(Near(values.mean(0), slack).stored(self.parameters))
+        self.running = dict.fromkeys(self.running, tuple(means))
 
-    def accumulated(self, req: str, before: Value, gradient: Value, dtype: str) -> Value:
+    def accumulated(self, req: str, before: Near, gradient: Near, dtype: str) -> Near:
         """What is in the array of a gradient, which is of this type."""
-        return (before + gradient).stored(dtype) if req == "add" else gradient
+        return before.plus(gradient).stored(dtype) if req == "add" else gradient
 
-    def backward(self, forward: Forward, heads: Sequence[np.ndarray]) -> Gradients:
-        """``heads``: one for each part."""
-        xs = [part.x for part in forward.parts]
-        addends = [part.addend for part in forward.parts if part.addend is not None]
-        ys = [y for y, part in zip(forward.ys, forward.parts) if part.x.data.size]
-        given = [head for head in heads if head.size]
-        found = gradients(ys, given, [*xs, *addends, *forward.gammas, *forward.betas])
-        cuts = np.cumsum([len(xs), len(addends), len(forward.gammas)])
-        of_xs, of_addends, of_gammas, of_betas = (
-            found[start:end] for start, end in zip([0, *cuts], [*cuts, len(found)])
+    def backward(self, forward: Forward, shards: Sequence[np.ndarray], heads: Sequence[np.ndarray]) -> Gradients:
+        state, largest = forward.state, self._largest(heads)
+        found = reference.backward(shards, heads, self.gamma, state)
+        normal, count = self._normalised(state, shards), sum(x.size for x in shards) // len(self.gamma)
+        # The gradient of a sum is an array, and so is what MXNet's own operators leave on their way.
+        between = half_ulp(self.case.dtype) if self.case.separate or self.case.addend else 0.0
+        part = (self.elements + between + count * self.sums + self._drift(state)) * largest
+        through = count / min(max(pool.n, 1) for pool in state.pools) * (1 + normal) ** 2
+        of_x = self.weight * np.max([pool.r for pool in state.pools], axis=0) * part * (1 + normal + through)
+        gammas, betas = (
+            [Near(one, part * count * size) for one in of]
+            for of, size in ((found.dgammas, 1 + normal), (found.dbetas, 1))
         )
-        return Gradients(of_xs, of_addends, of_gammas, of_betas)
-
-    def predicted(self, shard: np.ndarray, addend: Any, context: int) -> Value:
-        x, a = (None if v is None else self._leaf(self.flat(v)) for v in (shard, addend))
-        gamma, beta = (self._leaf(v[:, None]) for v in (self._gamma(), self.beta))
-        z = self.normalised(x, Statistic(0, *self.running[context]), gamma, beta, own=False)
-        return self.activated(self.sum(z, a, separate=True), separate=True)
-
-
-def added(values: Sequence[Value]) -> Value:
-    """In any order."""
-    result = values[0]
-    for value in values[1:]:
-        result = result + value
-    sizes = sum(np.abs(value.data) for value in values)
-    return result.looser((len(values) - 1) * result.rounding.sums * sizes)
+        return Gradients(
+            *([self._shaped(slack, one) for one in of] for of, slack in ((found.dxs, of_x), (found.daddends, part))),
+            gammas, betas,
+        )  # fmt: skip

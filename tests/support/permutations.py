@@ -16,13 +16,10 @@ def derangement(seed: int, layer: int, node: int, call: int, slots: int) -> List
 
     **Returns:** p, for the argument `permutation` of `gluon_syncbn.reference.forward`.
 
-    **Raises:** `ValueError` for fewer than two slots: there is no such permutation of them.
-
     Sources: `mix` and `next` are SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
     OOPSLA 2014. The exchanges are Durstenfeld, "Algorithm 235: Random permutation", CACM 7(7), 1964.
     """
-    if slots < 2:
-        raise ValueError(f"slots is {slots}, expected at least two to change places")
+    assert slots > 1
     state = seed % 2**64
     for value in (layer, node, call):
         state = _mix(state) ^ value % 2**64
