@@ -7,7 +7,10 @@ import pickle
 import re
 import threading
 import time
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import mxnet as mx
 import numpy as np
@@ -18,17 +21,13 @@ from internals import core, exchange_of
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from replicas import (
-    TOLERANCE,
     WAYS,
-    assert_same,
-    assert_whole,
     forward_and_backward,
     in_threads,
     make_batch,
     on_devices,
     prepare,
     short_waits,
-    step,
     truth,
 )
 
@@ -56,10 +55,216 @@ def assert_next_step_is_right(layer, contexts, rng):
     replicas.assert_next_step_is_right(layer, make_batch(rng, len(contexts), dtype="float32"), contexts)
 
 
-def assert_explains(error, layer, *parts):
-    text = str(error.value)
-    for part in (f"SyncBatchNorm '{layer.name}'", *parts):
-        assert part in text, f"{part!r} is not in: {text}"
+def recorded(layer, xs):
+    with autograd.record():
+        return [layer(x) for x in xs]
+
+
+def shards(rng, contexts, dtype="float32"):
+    return on_devices(make_batch(rng, len(contexts)).shards, contexts, dtype)
+
+
+class OutOfData(Exception):
+    pass
+
+
+# ---- what is wrong with a step, and what its error says ------------------------------------------------------------
+
+#: By name: what happens to a layer and its data, which yields what cannot be read or raises the error itself; how many
+#: replicas there are; settings of the layer; and parts of the error, where {0} is the first context.
+SCENARIOS = {}
+
+
+def scenario(*said, name=None, places=2, timeout=60, **settings):
+    """`timeout` is 2 where the error comes after the wait, within which all others have arrived."""
+
+    def note(happens):
+        SCENARIOS[name or happens.__name__] = contextmanager(happens), places, {"timeout": timeout, **settings}, said
+
+    return note
+
+
+@scenario("2 of 3 replicas arrived ({0}, {2})", "missing {1} after 2 s", "Nobody has called", places=3, timeout=2)
+def a_replica_is_never_called(layer, xs):
+    yield recorded(layer, xs[::2])
+
+
+@scenario("backward of call 2: 1 of 2 replicas arrived ({1}), missing {0}", "the loss of a replica", timeout=2)
+def the_backward_of_one_loss(layer, xs):
+    for x in xs:
+        x.attach_grad()
+    recorded(layer, xs)[1].backward()
+    yield [xs[1].grad]
+
+
+@scenario("forward of call 2: 1 of 2 replicas arrived ({0}), missing {1}", "Nobody has called", timeout=2)
+def a_device_leaves_out_a_layer(layer, xs):
+    """Its partner waits there, and it waits in the next layer, whose replicas have all been called."""
+    after = a_layer([x.context for x in xs])
+    with autograd.record():
+        after(xs[1])
+        y = after(layer(xs[0]))
+    yield [y]
+
+
+@scenario("forward of call 2: 1 of 2 replicas arrived ({1}), missing {0}", "Meanwhile {0} waits in Sync", timeout=2)
+def a_device_leaves_out_a_stage(layer, xs):
+    """It waits in the backward of the layer before, as long as the others wait for it in that stage."""
+    before = a_layer([x.context for x in xs])
+    with autograd.record():
+        ys = [before(xs[0]), layer(before(xs[1]))]
+    autograd.backward(ys)
+    yield [before.gamma.grad(xs[0].context)]
+
+
+@scenario("missing {1}. Nobody has called", "waits in asnumpy", __file__, "layer(x).asnumpy()  # between)", timeout=100)
+def a_read_between_replicas(layer, xs):
+    with autograd.record():
+        for x in xs:
+            layer(x).asnumpy()  # between
+    yield []
+
+
+@scenario("OutOfData left the recorded step (sample 17)", places=3)
+def an_exception_between_replicas(layer, xs):
+    with suppress(OutOfData), autograd.record():
+        ys = [layer(x) for x in xs[:2]]
+        raise OutOfData("sample 17")
+    yield ys
+
+
+@scenario("OutOfData left the recorded step (hook)")
+def an_exception_in_a_hook(layer, xs):
+    def fails(block, inputs):
+        if inputs[0].context == xs[1].context:
+            raise OutOfData("hook")
+
+    handle, ys = layer.register_forward_pre_hook(fails), []
+    with suppress(OutOfData), autograd.record():
+        for x in xs:
+            ys.append(layer(x))
+    yield ys
+    handle.detach()
+
+
+@scenario("1 of 2 replicas arrived", "after 2 s. Every replica has issued its call", timeout=2)
+def a_call_that_an_operator_before_kept_from_running(layer, xs):
+    """MXNet skips it. The other replica waits for it, and does not meet the call of the next step."""
+    with autograd.record():
+        skipped = layer(nd.linalg.potrf(nd.full((2, 5, 3, 3), -1.0, ctx=xs[0].context)))
+        waits = layer(xs[1])
+    with pytest.raises(mx.MXNetError, match="potrf"):
+        skipped.wait_to_read()
+    yield [waits]
+
+
+@scenario("of 3 replicas arrived", places=3, timeout=2)
+def a_device_is_busy(layer, xs):
+    """MXNet looks for an operator's error with the device's own worker, when that has nothing else to do."""
+    big = nd.ones((300, 300), ctx=xs[0].context)
+    ys = recorded(layer, xs[:2])
+    for _ in range(60):
+        nd.dot(big, big)
+    yield ys
+
+
+@scenario("on {2}: the layer was called here", "only_on(...) lets only {0}, {1} take part", places=3)
+def a_call_on_another_device(layer, xs):
+    with gluon_syncbn.only_on([x.context for x in xs[:2]]):
+        yield recorded(layer, xs)[2:]
+        steps.drain()  # the others heard of it too, or had met before
+
+
+@scenario("MXNetError left the recorded step")
+def another_number_of_channels_on_one_replica(layer, xs):
+    with suppress(mx.MXNetError), autograd.record():
+        first = layer(xs[0])
+        layer(xs[1].slice_axis(axis=1, begin=0, end=4))
+    yield [first]
+
+
+for _said, _data in (
+    ("data has 1 dimensions and axis is 1; expected 2 to 5 dimensions", nd.ones(5)),
+    ("data has 6 dimensions and axis is 1; expected 2 to 5 dimensions", nd.ones((2, 5, 1, 1, 1, 1))),
+    ("data must be bfloat16, float16, float32 or float64; uint8", nd.ones((2, 5), dtype="uint8")),
+):
+    scenario(_said, name=_said)(lambda layer, xs, data=_data: (yield recorded(layer, [data])))
+
+
+def failing_add(layer, xs, failing=1, adds=False, text="the link is down"):
+    """The store raises in its first or second call: instead of adding, or with the sums on their way."""
+    exchange, calls = exchange_of(layer), []
+    add = exchange.add
+
+    def fails(*arguments):
+        calls.append(arguments)
+        added = add(*arguments) if adds or len(calls) != failing else None
+        if len(calls) == failing:
+            raise ConnectionError(text)
+        return added
+
+    for x in xs:
+        x.attach_grad()
+    with mock.patch.object(exchange, "add", fails):
+        ys = recorded(layer, xs)
+        if failing == 2:
+            autograd.backward(ys, on_devices([x.asnumpy() for x in xs], [x.context for x in xs], "float32"))
+        yield ys if failing == 1 else [x.grad for x in xs]
+        assert len(calls) == failing
+
+
+FAILS = "the KVStore could not add the statistics: ConnectionError: "
+for _name, _how, _said in (
+    ("the first call of a store fails", {}, "the link is down"),
+    ("the second call of a store fails", {"failing": 2}, "the link is down"),
+    ("a store fails after its sums", {"adds": True}, "the link is down"),
+    ("a store fails, and names an even number of letters", {"text": "é" * 2000}, ""),
+    ("a store fails, and names an odd file", {"text": "\udce9.jpg" + "é" * 2000}, ""),  # whatever names of files are
+):
+    scenario(FAILS + _said, name=_name, places=3, kvstore="device")(partial(failing_add, **_how))
+
+
+@scenario("KVStore has not answered after 1 s", "kvstore='host'", timeout=1, kvstore="device")
+def a_store_whose_sum_never_comes(layer, xs):
+    """MXNet's engine has it, where a read would wait for ever. All replicas have the error."""
+    gate, store = Gate(), exchange_of(layer).kvstore
+    late = lambda key, values, out: gate.behind(values[0]).copyto(out[0])  # noqa: E731
+    with mock.patch.object(store, "pushpull", late):
+        yield recorded(layer, xs)
+    gate.open()
+
+
+def error_of(y):
+    """Which comes at once, and not after the layer's timeout."""
+    start = time.monotonic()
+    with pytest.raises(mx.MXNetError) as error:
+        y.asnumpy()
+    assert time.monotonic() - start < AT_ONCE
+    return str(error.value)
+
+
+def ways_of(name):
+    on_gpus = [pytest.mark.on_gpus] * (name == "a_replica_is_never_called" or "store fails" in name)
+    eager = pytest.param(name, "eager", marks=on_gpus)
+    return [eager] if "kept_from" in name else [eager, (name, "static_shape")]
+
+
+@pytest.mark.parametrize("name, way", [one for name in SCENARIOS for one in ways_of(name)])
+def test_a_step_that_cannot_be_finished(contexts, rng, name, way):
+    happens, places, settings, said = SCENARIOS[name]
+    contexts = contexts[:places]
+    layer = a_layer(contexts, way, **settings)
+    assert_next_step_is_right(layer, contexts, rng)
+    try:
+        with happens(layer, shards(rng, contexts)) as unread:
+            errors = [error_of(y) for y in unread]
+    except mx.MXNetError as error:
+        errors = [str(error)]
+    assert errors
+    for text in errors:
+        for part in (f"SyncBatchNorm '{layer.name}'", *said):
+            assert part.format(*contexts) in text
+    assert_next_step_is_right(layer, contexts, rng)
 
 
 def test_an_error_of_the_core_is_told_once(contexts, rng, caplog):
@@ -71,99 +276,6 @@ def test_an_error_of_the_core_is_told_once(contexts, rng, caplog):
         raise StepError("a reason")
     assert_next_step_is_right(layer, contexts[:2], rng)
     assert "a reason" not in caplog.text
-
-
-def recorded(layer, xs):
-    with autograd.record():
-        return [layer(x) for x in xs]
-
-
-def shards(rng, contexts, dtype="float32"):
-    return on_devices(make_batch(rng, len(contexts)).shards, contexts, dtype)
-
-
-# ---- somebody does not come ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("way", [EAGER, *list(WAYS)[1:]])
-def test_a_replica_that_is_never_called(contexts, rng, way):
-    layer = a_layer(contexts[:3], way)
-    xs = shards(rng, contexts[:3])
-    with short_waits(2):  # within which both have arrived
-        ys = recorded(layer, xs[::2])
-        with pytest.raises(StepError) as error:
-            ys[0].asnumpy()
-    first, second, third = contexts[:3]
-    arrived = f"2 of 3 replicas arrived ({first}, {third})"
-    assert_explains(error, layer, arrived, f"missing {second} after 2 s", "Nobody has called")
-    assert_next_step_is_right(layer, contexts[:3], rng)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_backward_of_one_loss(contexts, rng, way):
-    layer = a_layer(contexts[:2], way)
-    xs = shards(rng, contexts[:2])
-    for x in xs:
-        x.attach_grad()
-    with short_waits(2):  # of the step, whose forward succeeds
-        ys = recorded(layer, xs)
-        ys[1].backward()
-        with pytest.raises(StepError) as error:
-            xs[1].grad.asnumpy()
-    assert_explains(
-        error,
-        layer,
-        "backward of call 1",
-        "1 of 2 replicas arrived (cpu(1))",
-        "missing cpu(0)",
-        "the loss of a replica",
-    )
-    assert_next_step_is_right(layer, contexts[:2], rng)
-
-
-def test_a_device_that_leaves_out_a_layer(contexts, rng):
-    """Its partner waits in the next layer, whose replicas have all been called: the error names the layer."""
-    first, second = (a_layer(contexts[:2]) for _ in range(2))
-    xs = shards(rng, contexts[:2])
-    with autograd.record():
-        second(xs[1])
-        y = second(first(xs[0]))
-    with pytest.raises(StepError) as error:
-        y.asnumpy()
-    assert_explains(
-        error, first, "forward of call 1: 1 of 2 replicas arrived (cpu(0)), missing cpu(1). Nobody has called"
-    )
-    assert_next_step_is_right(second, contexts[:2], rng)
-
-
-def test_a_stage_that_a_device_leaves_out(contexts, rng):
-    """The device waits in the backward of the layer before, as long as the others wait for it in that stage."""
-    first, later = (a_layer(contexts[:2]) for _ in range(2))
-    xs = shards(rng, contexts[:2])
-    with short_waits(2):
-        with autograd.record():
-            ys = [first(xs[0]), later(first(xs[1]))]
-        autograd.backward(ys)
-        with pytest.raises(StepError) as error:
-            first.gamma.grad(contexts[0]).asnumpy()
-    assert_explains(
-        error, later, "forward of call 1: 1 of 2 replicas arrived (cpu(1)), missing cpu(0)", "Nobody has called"
-    )
-    assert f"Meanwhile cpu(0) waits in SyncBatchNorm '{first.name}', backward of call 1." in str(error.value)
-    assert_next_step_is_right(later, contexts[:2], rng)
-
-
-@pytest.mark.parametrize("way", ["eager", "static_shape"])
-def test_a_read_between_replicas_ends_soon(contexts, rng, way):
-    """A static graph executes what it has made for an earlier step."""
-    layer = a_layer(contexts[:2], way, timeout=100)
-    assert_next_step_is_right(layer, contexts[:2], rng)
-    with pytest.raises(StepError) as error, autograd.record():
-        for x in shards(rng, contexts[:2]):
-            layer(x).asnumpy()  # between the replicas
-    line = "layer(x).asnumpy()  # between the replicas)"
-    assert_explains(error, layer, "missing cpu(1). Nobody has called", "waits in asnumpy", __file__, line)
-    assert_next_step_is_right(layer, contexts[:2], rng)
 
 
 def test_errors_in_the_thread_that_logs_and_answers(contexts, rng, monkeypatch, caplog, capsys):
@@ -193,13 +305,12 @@ def test_errors_in_the_thread_that_logs_and_answers(contexts, rng, monkeypatch, 
 def test_a_batch_on_fewer_devices_ends_soon(contexts, rng, caplog, reads):
     """Also where MXNet would speak of a stale gradient, and say how to train without it."""
     caplog.set_level(logging.WARNING, logger="gluon_syncbn")
-    net = a_net(contexts[:2], "eager")
-    trainer = a_trainer(net)
+    net, trainer, xs, heads = small(rng, contexts[:2], way="eager")
     gluon_syncbn.configure(timeout=100)
-    train(net, trainer, contexts[:2], rng)
+    train(net, trainer, xs, heads)
     before, metric = every_value(net), mx.metric.Loss()
     with autograd.record():
-        loss = net(nd.ones((2, 3, 8, 8), ctx=contexts[0]))
+        loss = net(xs[0])
     loss.backward()
     with pytest.raises(StepError) as error:
         trainer.step(2, ignore_stale_grad=reads)  # of one device
@@ -207,8 +318,8 @@ def test_a_batch_on_fewer_devices_ends_soon(contexts, rng, caplog, reads):
     for part in ("missing cpu(1)", __file__, "# of one device)", "only_on(contexts)"):
         assert part in str(error.value)
     steps.drain()
-    assert all(np.array_equal(value, before[key]) for key, value in every_value(net).items())
-    train(net, trainer, contexts[:2], rng)
+    assert_every_value(net, before)
+    train(net, trainer, xs, heads)
     assert not caplog.records  # the error has been raised, and is not logged too
 
 
@@ -272,249 +383,27 @@ def test_long_waits_say_so_and_may_end_well(contexts, rng, monkeypatch, caplog):
     assert "Nobody has called the layer there. Call the net on all its devices" in caplog.text
 
 
-# ---- an exception in one replica's part --------------------------------------------------------------------
-
-
-class OutOfData(Exception):
-    pass
-
-
-def released(y):
-    """The error of a replica whose partner has gone, which it gets at once and not after its timeout."""
-    start = time.monotonic()
-    with pytest.raises(StepError) as error:
-        y.asnumpy()
-    assert time.monotonic() - start < AT_ONCE
-    return error
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_an_exception_between_replicas(contexts, rng, way):
-    layer = a_layer(contexts[:3], way, timeout=60)
-    xs = shards(rng, contexts[:3])
-    ys = []
-    with pytest.raises(OutOfData), autograd.record():
-        for x in xs[:2]:
-            ys.append(layer(x))
-        raise OutOfData("sample 17")
-    for y in ys:
-        error = released(y)
-        assert "OutOfData left the recorded step (sample 17)" in str(error.value)
-    assert_next_step_is_right(layer, contexts[:3], rng)
-
-
-@pytest.mark.parametrize("scope", [autograd.record, autograd.train_mode], ids=["record", "train_mode"])
-def test_the_next_step_without_reading_the_failed_one(contexts, rng, scope):
-    """What is left of a step that nobody asks for does not meet the next one."""
-    batch = make_batch(rng, 2, dtype="float32")
-    layer = prepare(SyncBatchNorm(in_channels=5, timeout=60, momentum=0), batch, contexts[:2], "float32")
-    for turn in range(4):
-        with pytest.raises(OutOfData), scope():
-            layer(on_devices(batch.shards, contexts, "float32")[turn % 2])
-            raise OutOfData
-        assert_same(step(layer, batch, contexts, "float32"), truth(batch, momentum=0), TOLERANCE["float32"])
-
-
-@pytest.mark.parametrize("hook", ["register_forward_pre_hook", "register_forward_hook"])
-def test_an_exception_in_a_hook(contexts, rng, hook):
-    layer = a_layer(contexts[:2], timeout=60)
-
-    def fails(block, inputs, *output):
-        if inputs[0].context == contexts[1]:
-            raise OutOfData("hook")
-
-    handle = getattr(layer, hook)(fails)
-    ys = []
-    with pytest.raises(OutOfData), autograd.record():
-        for x in shards(rng, contexts[:2]):
-            ys.append(layer(x))
-    if hook == "register_forward_pre_hook":
-        assert "OutOfData left the recorded step (hook)" in str(released(ys[0]).value)
-    handle.detach()
-    assert_next_step_is_right(layer, contexts[:2], rng)
-
-
-# ---- the KVStore -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("way", [EAGER, *list(WAYS)[1:]])
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_an_exchange_that_fails(contexts, rng, way, phase, when, monkeypatch):
-    """Instead of adding, or with the sums on their way."""
-    layer = a_layer(contexts[:3], way, timeout=60, kvstore="device")
-    add, calls = exchange_of(layer).add, []
-
-    def fails(*arguments):
-        calls.append(arguments)
-        healthy = len(calls) == 1 and phase == "backward"
-        added = add(*arguments) if healthy or when == "after" else None
-        if healthy:
-            return added
-        raise ConnectionError("the link is down")
-
-    xs, heads = shards(rng, contexts[:3]), shards(rng, contexts[:3])
-    for x in xs:
-        x.attach_grad()
-    with monkeypatch.context() as patch:
-        patch.setattr(exchange_of(layer), "add", fails)
-        ys = recorded(layer, xs)
-        if phase == "backward":
-            autograd.backward(ys, heads)
-        for result in ys if phase == "forward" else [x.grad for x in xs]:
-            assert_explains(
-                released(result), layer, "the KVStore could not add the statistics: ConnectionError: the link is down"
-            )
-    assert len(calls) == (1 if phase == "forward" else 2)
-    assert_next_step_is_right(layer, contexts[:3], rng)
-
-
-@pytest.mark.parametrize("text", ["é" * 2000, "e" + "é" * 2000, "\udce9.jpg"], ids=["even", "odd", "surrogate"])
-def test_an_exchange_that_fails_with_unusual_text(contexts, rng, text, monkeypatch):
-    """Names of files come from the file system, whatever they are."""
-    layer = a_layer(contexts[:2], kvstore="device")
-    with monkeypatch.context() as patch:
-
-        def fails(*arguments):
-            raise ConnectionError(text)
-
-        patch.setattr(exchange_of(layer), "add", fails)
-        ys = recorded(layer, shards(rng, contexts[:2]))
-        for y in ys:
-            assert_explains(released(y), layer, "ConnectionError: ")
-    assert_next_step_is_right(layer, contexts[:2], rng)
-
-
-def test_a_store_whose_sum_never_comes(contexts, rng, monkeypatch):
-    """MXNet's engine has it, where a read would wait for ever. All replicas have the error."""
-    gate = Gate()
-    layer = a_layer(contexts[:2], timeout=1, kvstore="device")
-    store = exchange_of(layer).kvstore
-    with monkeypatch.context() as patch:
-
-        def late(key, values, out):
-            gate.behind(values[0]).copyto(out[0])
-
-        patch.setattr(store, "pushpull", late)
-        ys = recorded(layer, shards(rng, contexts[:2]))
-        for y in ys:
-            assert_explains(released(y), layer, "KVStore has not answered after 1 s", "kvstore='host'")
-    gate.open()
-    assert_next_step_is_right(layer, contexts[:2], rng)
-
-
 def test_a_store_that_runs_an_optimizer(contexts, rng):
     store = mx.kv.create("device")
     layer = a_layer(contexts[:2], timeout=60, kvstore=store)
     store.set_optimizer(mx.optimizer.SGD())
-    ys = recorded(layer, shards(rng, contexts[:2]))
-    for y in ys:
-        assert_explains(released(y), layer, "has an optimizer set", "update_on_kvstore=False")
+    for y in recorded(layer, shards(rng, contexts[:2])):
+        assert re.search("has an optimizer set.*update_on_kvstore=False", error_of(y))
     assert_next_step_is_right(a_layer(contexts[:2], kvstore="device"), contexts[:2], rng)
 
 
 # ---- what is saved after a failure ---------------------------------------------------------------------------
 
 
-def small(rng, places, *behind, hybrid=True, optimizer="adam", **settings):
+def small(rng, places, *behind, way="hybrid", optimizer="adam", **settings):
     """A net that begins with a dense layer and ours, its trainer, and data and heads of each place."""
     net = nn.HybridSequential()
     net.add(nn.Dense(5, in_units=5), SyncBatchNorm(in_channels=5), *behind)
     net.initialize(ctx=places)
-    net.hybridize(hybrid)
+    if WAYS[way] is not None:
+        net.hybridize(**WAYS[way])
     trainer = gluon.Trainer(net.collect_params(), optimizer, {"learning_rate": 0.1}, **settings)
     return net, trainer, *([nd.array(rng.randn(4, 5), ctx=place) for place in places] for _ in range(2))
-
-
-@pytest.mark.parametrize("how", ["exception", "replica", "loss"])
-@pytest.mark.parametrize("updates", [True, False], ids=["store", "trainer"])
-def test_a_net_is_saved_after_a_failed_step(contexts, rng, tmp_path, updates, how):
-    """Where the error is handled. Elsewhere, one that nobody may have seen is raised once. Weights are unchanged."""
-    places, others = contexts[:2], [SyncBatchNorm(in_channels=5) for _ in range(2)]
-    net, trainer, xs, heads = small(rng, places, *others, hybrid=False, optimizer="nag", update_on_kvstore=updates)
-
-    def save():
-        net.save_parameters(str(tmp_path / "net.params"))
-        net.collect_params().save(str(tmp_path / "all.params"))
-        trainer.save_states(str(tmp_path / "trainer.states"))
-
-    def fail(reads=True):
-        with short_waits(), autograd.record():
-            ys = [net(x) for x in (xs[:1] if how != "loss" else xs)]
-            if how == "exception":
-                raise OutOfData
-        with short_waits():
-            autograd.backward(ys[:1], heads[:1])
-            trainer.step(8, ignore_stale_grad=True)
-            if reads:
-                xs[0].grad.asnumpy()
-
-    def weights():
-        return [p.data(places[0]).asnumpy().tolist() for p in net.collect_params("(?!.*running).*").values()]
-
-    forward_and_backward(net, xs, heads)
-    trainer.step(8)
-    before = weights()
-    try:
-        fail()
-    except (mx.MXNetError, OutOfData):
-        save()
-    assert weights() == before
-    if how == "exception":  # which goes through the scope
-        with pytest.raises(OutOfData):
-            fail()
-    else:
-        fail(reads=False)
-        with pytest.raises(StepError, match=r"1 of 2 replicas arrived"):
-            save()
-    save()
-    net.load_parameters(str(tmp_path / "net.params"), ctx=places)
-    assert weights() == before
-
-
-@pytest.mark.parametrize("updates", [True, False], ids=["store", "trainer"])
-def test_files_while_a_step_fails(contexts, rng, tmp_path, updates):
-    """As after Ctrl-C, with the step in flight. What is computed of lost values costs no file that was there."""
-    places = contexts[:2]
-    net, trainer, xs, heads = small(rng, places, nn.Dense(5, in_units=5), update_on_kvstore=updates)
-
-    def all_of(change=lambda array: array):
-        return {name: change(p.data(places[0])) for name, p in net.collect_params().items()}
-
-    def values(path):
-        if path.endswith("states"):
-            states, _ = pickle.loads(Path(path).read_bytes())
-            return [value.asnumpy().tolist() for number in sorted(states) for value in states[number]]
-        return {name: value.asnumpy().tolist() for name, value in nd.load(path).items()}
-
-    ways = {
-        "net.params": net.save_parameters,
-        "net-0000.params": lambda path: net.export(path[: -len("-0000.params")]),
-        "arrays.params": lambda path: nd.save(path, all_of()),
-        "trainer.states": trainer.save_states,
-        "copies.params": lambda path: nd.save(path, all_of(lambda array: array + 0)),
-    }
-    for name, save in ways.items():
-        path = str(tmp_path / name)
-        forward_and_backward(net, xs, heads)
-        trainer.step(8)
-        save(path)
-        before = values(path)
-        try:
-            with short_waits(), autograd.record():
-                y = net(xs[0])
-            y.backward()
-            trainer.step(8, ignore_stale_grad=True)
-            raise OutOfData
-        except OutOfData:
-            if name == "copies.params":  # also of running statistics
-                with pytest.raises(StepError, match="1 of 2 replicas arrived"):
-                    save(path)
-            else:
-                save(path)
-        assert values(path) == before, name
-        steps.drain()
-        assert all(np.isfinite(value.asnumpy()).all() for value in all_of().values())
 
 
 def spoil(array):
@@ -522,40 +411,67 @@ def spoil(array):
     array[:] = nd.linalg.potrf(nd.full((1, 1), -1, dtype=array.dtype, ctx=array.ctx))
 
 
-@pytest.mark.parametrize("what", ["net", "all", "export", "arrays", "states", "module"])
-def test_the_error_of_another_operator_after_a_failed_step(contexts, rng, tmp_path, what):
-    """It is not the step's: the array has no value then, and the file stays as it was."""
+def values_of(path):
+    if path.endswith("states"):
+        states, _ = pickle.loads(Path(path).read_bytes())
+        return [value.asnumpy().tolist() for number in sorted(states) for value in states[number]]
+    return {name: value.asnumpy().tolist() for name, value in nd.load(path).items()}
+
+
+@pytest.mark.parametrize("updates", [True, False], ids=["store", "trainer"])
+@pytest.mark.parametrize("what", ["net", "all", "export", "arrays", "copies", "states"])
+def test_a_file_after_a_failed_step(contexts, rng, tmp_path, what, updates):
+    """An error that somebody has handled costs no file, as after Ctrl-C, with the step in flight. One that nobody may
+    have seen is raised once. The error of another operator is no step's: the array has no value then."""
     places = contexts[:2]
-    net, trainer, xs, heads = small(rng, places, update_on_kvstore=False)
-    forward_and_backward(net, xs, heads)
-    trainer.step(8)
-    symbol = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("data"), name="bn")
-    module = mx.mod.Module(symbol, ["data"], [], context=places)
-    module.bind([("data", (8, 5))])
-    module.init_params()
-    weight, name = net[0].weight.data(places[1]), str(tmp_path / "net")
-    spoiled, file, save = {
-        "net": (weight, "net", net.save_parameters),
-        "all": (weight, "all", net.collect_params().save),
-        "export": (weight, "net-0000.params", lambda path: net.export(name)),
-        "arrays": (weight, "list", lambda path: nd.save(path, net[0].weight.list_data())),
-        "states": (trainer._updaters[0].states[0][1], "states", trainer.save_states),
-        "module": (
-            module._exec_group.aux_arrays[0][1],
-            "net-0001.params",
-            lambda path: (setattr(module, "_params_dirty", True), module.save_checkpoint(name, 1)),
-        ),
+    net, trainer, xs, heads = small(rng, places, nn.Dense(5, in_units=5), update_on_kvstore=updates)
+
+    def arrays(change=lambda array: array):
+        return {name: change(p.data(places[0])) for name, p in net.collect_params().items()}
+
+    file, save = {
+        "net": ("net.params", net.save_parameters),
+        "all": ("all.params", net.collect_params().save),
+        "export": ("net-0000.params", lambda path: net.export(path[: -len("-0000.params")])),
+        "arrays": ("arrays.params", lambda path: nd.save(path, arrays())),
+        "copies": ("copies.params", lambda path: nd.save(path, arrays(lambda array: array + 0))),
+        "states": ("trainer.states", trainer.save_states),
     }[what]
-    path = tmp_path / file
-    save(str(path))
-    before = path.read_bytes()
-    with pytest.raises(OutOfData), autograd.record():
-        net(xs[0])
-        raise OutOfData
-    spoil(spoiled)
+    path = str(tmp_path / file)
+
+    def assert_saved(values, raises):
+        if raises:
+            with pytest.raises(StepError, match="1 of 2 replicas arrived"):
+                save(path)
+            assert values_of(path) == values
+        if what != "copies":  # also of running statistics, which have no value then
+            save(path)
+        assert values_of(path) == values
+
+    for handled in (True, False):
+        forward_and_backward(net, xs, heads)
+        trainer.step(8)
+        save(path)
+        before = values_of(path)
+        try:
+            with short_waits(), autograd.record():
+                y = net(xs[0])
+            y.backward()
+            trainer.step(8, ignore_stale_grad=True)
+            if handled:
+                raise OutOfData
+            assert_saved(before, raises=what in ("net", "all", "export", "copies"))
+        except OutOfData:
+            assert_saved(before, raises=what == "copies")
+        steps.drain()
+        assert all(np.isfinite(value.asnumpy()).all() for value in arrays().values())
+    if what == "states" and updates:  # the store has them
+        return
+    content = Path(path).read_bytes()
+    spoil(trainer._updaters[0].states[0][1] if what == "states" else net[0].weight.data(places[0]))
     with pytest.raises(mx.MXNetError, match="potrf"):
-        save(str(path))
-    assert path.read_bytes() == before
+        save(path)
+    assert Path(path).read_bytes() == content
 
 
 @pytest.mark.parametrize("left", [OutOfData, KeyboardInterrupt])
@@ -589,7 +505,7 @@ def test_the_step_before_an_exception(contexts, rng, updates, called):
     start = nd.array(rng.randn(5, 5))
 
     def weights(reads):
-        settings = {"hybrid": False, "optimizer": "sgd", "update_on_kvstore": updates}
+        settings = {"way": "eager", "optimizer": "sgd", "update_on_kvstore": updates}
         net, trainer, xs, heads = small(np.random.RandomState(1), places, **settings)
         net[0].weight.set_data(start)
         gate = Gate()
@@ -628,21 +544,6 @@ def test_devices(contexts, rng, way):
     assert_next_step_is_right(layer, contexts[:4], rng)
 
 
-def test_devices_and_a_call_on_another_one(contexts, rng):
-    layer = a_layer(contexts[:3], timeout=60)
-    xs = shards(rng, contexts[:3])
-    with gluon_syncbn.only_on(contexts[:2]):
-        ys = recorded(layer, xs)
-        assert_explains(
-            released(ys[2]),
-            layer,
-            "on cpu(2): the layer was called here",
-            "only_on(...) lets only cpu(0), cpu(1) take part",
-        )
-        steps.drain()  # the others heard of it too, or had met before
-    assert_next_step_is_right(layer, contexts[:3], rng)
-
-
 def test_devices_in_devices(contexts, rng):
     layer = a_layer(contexts[:2])
     with gluon_syncbn.only_on(contexts[:2]):
@@ -655,121 +556,49 @@ def test_devices_in_devices(contexts, rng):
         pass
 
 
-# ---- the order in which replicas come ----------------------------------------------------------------------
-
-
-def test_200_steps_in_any_order(contexts, rng):
-    """Four layers with something between them that keeps the values moderate."""
-    nets = []
-    for norm, places in ((SyncBatchNorm, contexts[:4]), (nn.BatchNorm, contexts[:1])):
-        net = nn.HybridSequential(prefix="net_")
-        with net.name_scope():
-            for _ in range(4):
-                net.add(norm(in_channels=5), nn.Activation("tanh"))
-        net.cast("float64")
-        net.initialize(ctx=places)
-        nets.append(net)
-    for _ in range(200):
-        batch, order = make_batch(rng, 4, spatial=(3,)), rng.permutation(4)
-        for layers in zip(*(net[::2] for net in nets)):
-            gamma = nd.array(rng.rand(5) + 0.5)
-            for layer in layers:
-                layer.gamma.set_data(gamma)
-        shards, heads, places = ([of[i] for i in order] for of in (batch.shards, batch.heads, contexts))
-        assert_whole(*nets, shards, heads, places, 1e-8, "float64")
-
-
-def test_every_replica_has_its_error_where_its_device_is_busy(contexts, rng):
-    # MXNet looks for a custom operator's error with the device's own worker, when that has nothing else to do.
-    contexts = contexts[:3]
-    layer = a_layer(contexts)
-    big = nd.array(rng.randn(300, 300), ctx=contexts[0])
-    for _ in range(5):
-        xs = shards(rng, contexts)
-        mx.nd.waitall()
-        with short_waits(), autograd.record():
-            ys = [layer(x) for x in xs[:2]]
-            busy = [nd.dot(big, big) for _ in range(60)]
-            for y in ys:
-                with pytest.raises(StepError, match="of 3 replicas arrived"):
-                    y.asnumpy()
-        del busy
-        steps.drain()
-
-
 # ---- a failed step and the parameters ----------------------------------------------------------------------
-
-
-def a_net(contexts, way):
-    """Layers before, between and, which matters here, after the synchronised ones."""
-    net = nn.HybridSequential()
-    for _ in range(3):
-        net.add(nn.Conv2D(8, 3, padding=1), SyncBatchNorm(), nn.Activation("relu"))
-    net.add(nn.Conv2D(8, 3, padding=1), nn.GlobalAvgPool2D(), nn.Dense(5), nn.Dense(5))
-    net.initialize(mx.init.Xavier(), ctx=contexts)
-    if WAYS[way] is not None:
-        net.hybridize(**WAYS[way])
-    return net
 
 
 def every_value(net):
     return {(name, i): d.asnumpy() for name, p in net.collect_params().items() for i, d in enumerate(p.list_data())}
 
 
-def a_trainer(net, **settings):
-    return gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01, "momentum": 0.9}, **settings)
+def assert_every_value(net, before):
+    assert not [key for key, value in every_value(net).items() if not np.array_equal(value, before[key])]
 
 
-def train(net, trainer, contexts, rng):
-    """trainer.step is queued before anybody reads the loss and so learns that the step has failed."""
-    criterion = gluon.loss.SoftmaxCrossEntropyLoss()
-    with autograd.record():
-        losses = [criterion(net(nd.array(rng.randn(2, 3, 8, 8), ctx=c)), nd.array([1, 2], ctx=c)) for c in contexts]
-    autograd.backward(losses)
-    trainer.step(4, ignore_stale_grad=True)
-    return [loss.asnumpy() for loss in losses]
+def train(net, trainer, xs, heads):
+    """trainer.step is queued before anybody reads an output and so learns that the step has failed."""
+    ys = forward_and_backward(net, xs, heads)
+    trainer.step(8, ignore_stale_grad=True)
+    return [y.asnumpy() for y in ys]
 
 
-def failed(net, step):
-    """Every value after a step that fails, which are those before it."""
-    before = every_value(net)
-    with short_waits(), pytest.raises(StepError, match="1 of 2 replicas arrived"):
-        step()
-    steps.drain()
-    after = every_value(net)
-    assert not [key for key in before if not np.array_equal(before[key], after[key])]
-    return after
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_failed_step_leaves_every_parameter_as_it_was(contexts, rng, way):
-    contexts = contexts[:2]
-    net = a_net(contexts, way)
-    trainer = a_trainer(net)
-    train(net, trainer, contexts, rng)
+@pytest.mark.parametrize("way, updates", [*((way, None) for way in WAYS), ("eager", True), ("eager", False)], ids=str)
+def test_a_failed_step_leaves_every_parameter_as_it_was(contexts, rng, way, updates):
+    """Also where it is a Trainer's first, which hands the first context's parameters to all, running statistics too."""
+    behind = [nn.Activation("relu"), nn.Dense(5, in_units=5), SyncBatchNorm(in_channels=5), nn.Dense(5, in_units=5)]
+    net, trainer, xs, heads = small(rng, contexts[:2], *behind, way=way)
+    train(net, trainer, xs, heads)
+    if updates is not None:
+        for p in net.collect_params(".*running.*").values():
+            p.data(contexts[1])[:] += 1
     for turn in range(6):
-        after = failed(net, lambda turn=turn: train(net, trainer, [contexts[turn % 2]], rng))
-        train(net, trainer, contexts, rng)
-        trained = every_value(net)
-        assert all(np.isfinite(value).all() for value in trained.values())
-        still = [key for key in after if np.array_equal(after[key], trained[key]) and "conv" not in key[0]]
-        assert not still, f"turn {turn}: the next step did not train {still}"
+        if updates is not None:
+            trainer = gluon.Trainer(net.collect_params(), "sgd", update_on_kvstore=updates)
+        before = every_value(net)
+        with short_waits(), pytest.raises(StepError, match="1 of 2 replicas arrived"):
+            train(net, trainer, xs[turn % 2 :][:1], heads[turn % 2 :][:1])
+        steps.drain()
+        assert_every_value(net, before)
+        if updates is None:
+            train(net, trainer, xs, heads)
+            trained = every_value(net)
+            assert all(np.isfinite(value).all() for value in trained.values())
+            assert not [key for key, value in trained.items() if np.array_equal(value, before[key])], f"turn {turn}"
 
 
-@pytest.mark.parametrize("on_store", [True, False], ids=["on_store", "on_devices"])
-def test_a_trainer_whose_first_step_fails_leaves_every_parameter_as_it_was(contexts, rng, on_store):
-    # It is then that gluon.Trainer hands the first context's parameters to all, running statistics included.
-    contexts = contexts[:2]
-    net = a_net(contexts, "eager")
-    train(net, a_trainer(net), contexts, rng)
-    for p in net.collect_params(".*running.*").values():
-        p.data(contexts[1])[:] += 1
-    for turn in range(6):
-        trainer = a_trainer(net, update_on_kvstore=on_store)
-        failed(net, lambda trainer=trainer, turn=turn: train(net, trainer, [contexts[turn % 2]], rng))
-
-
-# ---- bad data ----------------------------------------------------------------------------------------------
+# ---- what else there is --------------------------------------------------------------------------------------
 
 
 def test_room_for_errors_in_the_list_of_mxnet(contexts, rng, monkeypatch):
@@ -789,39 +618,6 @@ def test_room_for_errors_in_the_list_of_mxnet(contexts, rng, monkeypatch):
     with pytest.raises(mx.MXNetError, match="no value"):
         user.wait_to_read()
     nd.waitall()
-
-
-@pytest.mark.parametrize(
-    "data, axis, parts",
-    [
-        (nd.ones(5), 1, ["data has 1 dimensions", "expected 2 to 5 dimensions"]),
-        (nd.ones((2, 5, 1, 1, 1, 1)), 1, ["data has 6 dimensions", "expected 2 to 5 dimensions"]),
-        (nd.ones((2, 3, 4, 5)), 4, ["4 dimensions and axis is 4", "an axis among them"]),
-        (nd.ones((2, 5), dtype="uint8"), 1, ["data must be bfloat16, float16, float32 or float64; uint8"]),
-    ],
-    ids=["1", "6", "axis", "uint8"],
-)
-def test_data_that_no_layer_takes(contexts, rng, data, axis, parts):
-    layer = a_layer(contexts[:2], axis=axis)
-    with pytest.raises(mx.MXNetError) as error, autograd.record():
-        layer(data)
-    assert_explains(error, layer, *parts)
-    if axis == 1:
-        assert_next_step_is_right(layer, contexts[:2], rng)
-
-
-def test_another_number_of_channels_on_one_replica(contexts, rng):
-    layer = a_layer(contexts[:2], timeout=60)
-    xs = shards(rng, contexts[:2])
-    with pytest.raises(mx.MXNetError, match=r"Provided = \[5\], inferred shape=\[4\]"), autograd.record():
-        first = layer(xs[0])
-        layer(xs[1].slice_axis(axis=1, begin=0, end=4))
-    with pytest.raises(StepError, match="MXNetError left the recorded step"):
-        first.asnumpy()
-    assert_next_step_is_right(layer, contexts[:2], rng)
-
-
-# ---- graphs that were saved --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("of", ["another process", "a layer that is gone"])
@@ -876,27 +672,6 @@ def test_an_error_that_stays(contexts, rng, monkeypatch):
         assert steps.drain() == ["no engine"] * steps.MOST_WAITS
     assert len(waits) == 3 * steps.MOST_WAITS
     assert steps.current() is None
-    assert_next_step_is_right(layer, contexts[:2], rng)
-
-
-def test_a_call_that_an_operator_before_the_layer_kept_from_running(contexts, rng):
-    """MXNet skips it. The other replica waits for it, and does not meet the call of the next step."""
-    layer = a_layer(contexts[:2], timeout=2)
-    first, second = shards(rng, contexts[:2])
-    with autograd.record():
-        skipped = layer(nd.linalg.potrf(nd.full((2, 5, 3, 3), -1.0, ctx=contexts[0])))
-        waits = layer(second)
-    with pytest.raises(mx.MXNetError, match="potrf"):
-        skipped.wait_to_read()
-    with autograd.record():
-        for x in (first, second):
-            layer(x)
-    with pytest.raises(mx.MXNetError) as error:
-        waits.asnumpy()
-    assert_explains(error, layer, "after 2 s. Every replica has issued its call")
-    # The next call of cpu(0) waits for that of cpu(1), which is behind this one. Either may give up first.
-    assert re.search(r"call 1: .* missing cpu\(0\)|call 2: .* missing cpu\(1\)", str(error.value))
-    steps.drain()
     assert_next_step_is_right(layer, contexts[:2], rng)
 
 

@@ -32,22 +32,10 @@ from replicas import (
 )
 
 import gluon_syncbn
-from gluon_syncbn import ShuffleBatchNorm, StepError, SyncBatchNorm, SyncBatchNormAdd, convert, freeze, recompute
+from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd, convert, freeze, recompute
 from gluon_syncbn.exchange import agreement
 from gluon_syncbn.mxnet_side import op
 from gluon_syncbn.training.replicas import Replicas
-
-
-@pytest.mark.parametrize("dtype", ON_CPUS)
-@pytest.mark.parametrize(
-    "replicas, way", [*(pytest.param(2, way, marks=pytest.mark.on_gpus) for way in WAYS), (8, "hybrid")]
-)
-def test_equals_one_device(contexts, rng, replicas, dtype, way):
-    batch = make_batch(rng, replicas, dtype=dtype)
-    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:replicas], dtype, WAYS[way])
-    for _ in range(3):  # a state that is used again must not be one step behind
-        result = step(layer, batch, contexts, dtype)
-    assert_same(result, truth(batch, steps=3), ON_CPUS[dtype])
 
 
 @pytest.mark.skipif("bfloat16" not in ON_CPUS, reason="MXNet has no bfloat16 on GPUs")
@@ -78,36 +66,8 @@ def test_empty_shards_everywhere(contexts):
                 y.wait_to_read()
 
 
-def test_the_number_of_devices_may_change(contexts, rng):
-    """reset_ctx moves the parameters; a hybridized net calls no Python that could look."""
-    batch = make_batch(rng, 4)
-    layer = prepare(SyncBatchNorm(in_channels=5, momentum=0), batch, contexts[:2], "float64", {"static_alloc": True})
-    for replicas in (2, 4, 1, 3):
-        layer.collect_params().reset_ctx(contexts[:replicas])
-        part = batch._replace(shards=batch.shards[:replicas], heads=batch.heads[:replicas])
-        assert_same(step(layer, part, contexts[:replicas], "float64"), truth(part, momentum=0), 1e-11)
-
-
-@pytest.mark.parametrize("hybridize", [None, {"static_alloc": True}, {"static_alloc": True, "static_shape": True}])
-@pytest.mark.parametrize("given", [{"group_size": 2}, {"groups": [[0, 3], [1, 2]]}, {"num_devices": 4}], ids=str)
-def test_other_devices_may_be_refused(contexts, rng, given, hybridize):
-    batch = make_batch(rng, 4)
-    layer = prepare(SyncBatchNorm(in_channels=5, **given), batch, contexts[:4], "float64", hybridize)
-    step(layer, batch, contexts[:4], "float64")
-    layer.collect_params().reset_ctx(contexts[:3])
-    with pytest.raises(
-        (ValueError, StepError), match=f"{next(iter(given))}: . was given|groups: 4 replicas were given"
-    ):
-        step(layer, batch._replace(shards=batch.shards[:3], heads=batch.heads[:3]), contexts[:3], "float64")
-    layer.collect_params().reset_ctx(contexts[:4])
-    gluon_syncbn.reset()
-    step(layer, batch, contexts[:4], "float64")
-
-
 def test_settings_are_read_and_shown():
     plain = repr(nn.BatchNorm(in_channels=3))[len("BatchNorm(") : -1]
-    layer = SyncBatchNorm(in_channels=3, num_devices=2, kvstore="device")
-    assert repr(layer) == f"SyncBatchNorm({plain}, num_devices=2, kvstore='device')"
     given = {"virtual_devices": 4, "groups": [[0, 2], [1]], "activation": "leaky", "slope": 0.2, "timeout": 5.0}
     layer = SyncBatchNorm(in_channels=3, running_variance="unbiased", **given)
     assert repr(layer) == (
@@ -115,10 +75,8 @@ def test_settings_are_read_and_shown():
         "groups=((0, 2), (1,)), timeout=5.0)"
     )
     assert (layer.mode, layer.group_size, layer.num_devices, layer.timeout) == ("sync", None, None, 5.0)
-    assert ShuffleBatchNorm(virtual_devices=3).mode == "shuffle" and SyncBatchNormAdd().activation == "relu"
     for norm, name in ((ShuffleBatchNorm, "mode"), (SyncBatchNormAdd, "activation")):  # as `help` shows it
         assert inspect.signature(norm).parameters[name].default == getattr(norm(virtual_devices=2), name)
-    assert layer.slope == 0.2 and SyncBatchNorm(activation="relu", slope=0.2).slope is None
     with pytest.raises(ValueError, match="mode: 'sync' was given, expected 'shuffle'; SyncBatchNorm has the other"):
         ShuffleBatchNorm(mode="sync")
 
@@ -180,32 +138,38 @@ def test_processes_compare_the_present_settings():
 
 @pytest.mark.parametrize("hybrid", [False, True])
 @pytest.mark.parametrize("channels", [0, 3])
-def test_nets_that_share_parameters_leave_nothing(contexts, channels, hybrid):
+def test_a_layer_that_is_gone_leaves_nothing(contexts, channels, hybrid):
+    """Also one of several that share parameters. A symbol outlives its net."""
+
     def made(params=None):
         net = nn.HybridSequential(prefix="shared_", params=params)
         with net.name_scope():
             net.add(SyncBatchNorm(in_channels=channels))
+        net.hybridize(hybrid)
         return net
 
+    def count():
+        mx.nd.waitall()
+        gc.collect()
+        return core.layers(), len(Replicas.by_id), len(Replicas.placed())
+
+    before = count()
     first = made()
     first.initialize(ctx=contexts[:2])
-    gc.collect()
-    before = len(Replicas.by_id)
-    for _ in range(3):
-        net = made(first.collect_params())
-        net.hybridize(hybrid)
-        with autograd.record():
-            ys = [net(mx.nd.ones((2, 3), ctx=context)) for context in contexts[:2]]
-        autograd.backward(ys)
-    data = mx.sym.var("data", dtype="float32")
-    graph = made(first.collect_params())(data)
+    for net in (first, *(made(first.collect_params()) for _ in range(3))):
+        ys = forward_and_backward(net, [mx.nd.ones((2, 3), ctx=context) for context in contexts[:2]])
     del net, ys
-    gc.collect()
-    assert len(Replicas.by_id) == before + 1, "that of the symbol, which has outlived its net"
-    block = gluon.SymbolBlock(graph, [data], first.collect_params())
+    assert count() == tuple(number + 1 for number in before)
+    data = mx.sym.var("data", dtype="float32")
+    graph, parameters = made(first.collect_params())(data), first.collect_params()
+    del first
+    assert count()[1] == before[1] + 1, "that of the symbol"
+    block = gluon.SymbolBlock(graph, [data], parameters)
     with autograd.train_mode():
         ys = [block(mx.nd.ones((2, 3), ctx=context)) for context in contexts[:2]]
     assert all((y.asnumpy() == 0).all() for y in ys)
+    del block, graph, parameters, ys
+    assert count() == before
 
 
 def test_a_layer_with_a_kvstore_is_copied_and_not_pickled():
@@ -233,23 +197,6 @@ def test_bfloat16_in_what_is_done_with_nets(contexts, rng):
     np.testing.assert_allclose(layer.running_var.data(contexts[0]).asnumpy(), values.var((0, 2, 3)), rtol=1e-5)
 
 
-@pytest.mark.parametrize("hybridized", [False, True])
-def test_a_layer_that_is_gone_leaves_nothing(contexts, hybridized):
-    def count():
-        mx.nd.waitall()
-        gc.collect()
-        return core.layers(), len(Replicas.by_id), len(Replicas.placed())
-
-    before = count()
-    layer = gluon_syncbn.SyncBatchNorm()
-    layer.initialize(ctx=contexts[:2])
-    layer.hybridize(hybridized)
-    ys = forward_and_backward(layer, [mx.nd.ones((2, 3), ctx=context) for context in contexts[:2]])
-    assert count() == tuple(number + 1 for number in before)
-    del layer, ys
-    assert count() == before
-
-
 def test_eager_calls_have_a_number_in_place_of_their_attributes(monkeypatch):
     given, custom = [], op.ARRAYS.Custom
     noted = lambda *args, **kwargs: given.append(kwargs) or custom(*args, **kwargs)  # noqa: E731
@@ -269,21 +216,18 @@ def test_eager_calls_have_a_number_in_place_of_their_attributes(monkeypatch):
 
 
 def test_a_schedule_of_the_momentum_keeps_few_calls(rng):
-    layers = [gluon_syncbn.SyncBatchNorm(in_channels=3, gamma_initializer=mx.init.Constant(1.5)) for _ in range(2)]
-    x, head = (mx.nd.array(rng.normal(2, 3, (4, 3))) for _ in range(2))
+    layer = gluon_syncbn.SyncBatchNorm(in_channels=3, gamma_initializer=mx.init.Constant(1.5))
+    layer.initialize()
+    x, head, found = *(mx.nd.array(rng.normal(2, 3, (4, 3))) for _ in range(2)), []
     x.attach_grad()
-    ys = []
-    for layer in layers:
-        layer.initialize()
+    for change in (0, 300):  # a forward whose call is forgotten before its backward
         with autograd.record():
-            ys.append(layer(x))
-    for change in range(300):
-        layer._kwargs["momentum"] = 0.9 - change / 1000
-        with autograd.record():
-            layer(x)
-    assert len(replicas_of(layer).calls()) == 1
-    found = []
-    for y in ys:  # that of the second layer is of a call that it has forgotten
+            y = layer(x)
+        for part in range(change):
+            layer._kwargs["momentum"] = 0.9 - part / 1000
+            with autograd.record():
+                layer(x)
         y.backward(head)
         found.append(x.grad.asnumpy())
+    assert len(replicas_of(layer).calls()) == 1
     assert np.array_equal(*found) and np.abs(found[0]).max() > 0.1

@@ -17,7 +17,6 @@ from replicas import (
     assert_same_bits,
     collect,
     forward_and_backward,
-    in_threads,
     make_batch,
     on_devices,
     prepare,
@@ -27,37 +26,7 @@ from replicas import (
 import gluon_syncbn
 from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm
 
-
-@pytest.mark.parametrize("pooling", ["local", "local, 2 slots"])
-def test_local_waits_for_nobody(contexts, rng, pooling):
-    layer = prepare(SyncBatchNorm(in_channels=5, **POOLINGS[pooling]), make_batch(rng, 3), contexts[:3], "float64")
-    with autograd.record():
-        for x in on_devices(make_batch(rng, 2).shards, contexts, "float64"):
-            y = layer(x)
-            y.asnumpy()
-    y.backward()
-    assert np.isfinite(layer.gamma.grad(contexts[1]).asnumpy()).all()
-
-
 # ---- the permutation ---------------------------------------------------------------------------------------
-
-
-def test_a_seed_starts_over(contexts, rng):
-    batch = make_batch(rng, 6)
-    layer = prepare(ShuffleBatchNorm(in_channels=5), batch, contexts[:6], "float64")
-
-    def three():
-        return [np.concatenate(step(layer, batch, contexts, "float64").outputs) for _ in range(3)]
-
-    first = three()
-    assert not any(np.array_equal(a, b) for a, b in zip(first, three()))
-    gluon_syncbn.configure(seed=0)
-    np.testing.assert_array_equal(first, three())
-    gluon_syncbn.configure(seed=2**64 - 1)
-    other = three()
-    assert not any(np.array_equal(a, b) for a, b in zip(first, other))
-    want = specification(layer, batch, seed=2**64 - 1).outputs
-    np.testing.assert_allclose(other[0], np.concatenate(want), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("pooling", ["sync", "local, 2 slots", "shuffle, 2 slots", "groups of 2"])
@@ -98,31 +67,6 @@ def test_too_few_slots_with_samples(contexts, rng):
 
 
 # ---- arguments ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    "arguments, contexts_used", [({"mode": "shuffle"}, 1), ({"group_size": 2}, 3), ({"groups": [[0], [1]]}, 3)], ids=str
-)
-def test_a_number_of_devices_that_does_not_fit(contexts, rng, arguments, contexts_used, way):
-    """Training says so; prediction, which needs no other slot, works."""
-    layer = SyncBatchNorm(in_channels=5, **arguments)
-    prepare(layer, make_batch(rng, 1), contexts[:contexts_used], "float64", WAYS[way])
-    x = nd.array(rng.randn(2, 5, 3), dtype="float64")
-    with pytest.raises(ValueError, match=r"(was|were) given, expected"), autograd.record():
-        layer(x)
-    assert np.isfinite(layer(x).asnumpy()).all()
-    layer.collect_params().reset_ctx(contexts[:2])
-    batch = make_batch(rng, 2)
-    assert np.isfinite(step(layer, batch, contexts, "float64").outputs[0]).all()
-
-
-def test_a_graph_that_was_recorded_for_more_devices(contexts, rng):
-    layer = prepare(ShuffleBatchNorm(in_channels=5), make_batch(rng, 2), contexts[:2], "float64", {})
-    step(layer, make_batch(rng, 2), contexts, "float64")
-    layer.collect_params().reset_ctx(contexts[:1])
-    with pytest.raises((mx.MXNetError, ValueError), match="at least"), autograd.record():
-        layer(nd.array(rng.randn(2, 5, 3), dtype="float64")).asnumpy()
 
 
 def test_a_channel_axis_that_turns_out_to_be_the_first(contexts, rng):
@@ -249,23 +193,3 @@ def test_fewer_devices_for_a_step(contexts, rng):
     with gluon_syncbn.only_on(contexts[:3]):
         got = step(layer, part, contexts, "float64")
     assert_same(got, specification(layer, part), 1e-11)
-
-
-@pytest.mark.on_gpus
-def test_threads(contexts, rng):
-    """Replicas in threads of their own, four layers that shuffle, many steps: nobody meets the wrong partner."""
-    batch = make_batch(rng, 3, spatial=(2,))
-    layers = [prepare(ShuffleBatchNorm(in_channels=5), batch, contexts[:3], "float64") for _ in range(4)]
-    wants = [[specification(layer, batch, call=call).outputs for call in range(10)] for layer in layers]
-    errors = []
-
-    def replica(k):
-        x = nd.array(batch.shards[k], ctx=contexts[k], dtype="float64")
-        for call in range(10):
-            with autograd.record():
-                ys = [layer(x) for layer in layers]
-            for y, want in zip(ys, wants):
-                errors.append(np.abs(y.asnumpy() - want[call][k]).max())
-
-    in_threads(replica, 3)
-    assert len(errors) == 120 and np.max(errors) < 1e-10

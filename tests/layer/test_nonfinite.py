@@ -47,15 +47,6 @@ def test_it_goes_as_far_as_the_statistic_that_it_is_part_of(contexts, rng, pooli
                 np.testing.assert_allclose(g[finite], w[finite], rtol=1e-8, atol=1e-8, err_msg=case)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_the_next_batch_counts(contexts, rng, replicas):
-    gluon_syncbn.configure(nonfinite="skip")
-    batch = make_batch(rng, replicas)
-    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:replicas], "float64")
-    step(layer, spoilt(make_batch(rng, replicas), replica=0), contexts, "float64")
-    assert_same(step(layer, batch, contexts, "float64"), specification(layer, batch), 1e-11)
-
-
 def logged(caplog, count):
     """So many messages, which come by way of a thread, and none that should not come."""
     end = time.monotonic() + 60

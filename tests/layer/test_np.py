@@ -1,21 +1,14 @@
-"""Arrays of ``mx.np``: the layer, and what else takes arrays or nets, under ``npx.set_np()``."""
-
-from contextlib import contextmanager
+"""Arrays of ``mx.np``: nets, samples and a training under ``npx.set_np()``. The layer by itself is in test_cases.py."""
 
 import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
-from replicas import (
-    TOLERANCE,
-    WAYS,
-    assert_near,
-    step_of_net,
-)
+from replicas import TOLERANCE, WAYS, assert_near, step_of_net
 
 import gluon_syncbn
-from gluon_syncbn import SyncBatchNorm, contrastive
+from gluon_syncbn import contrastive
 from gluon_syncbn.contrastive import SampleShuffle
 
 F32 = TOLERANCE["float32"]
@@ -28,19 +21,11 @@ pytestmark = [
 ]
 
 
-@contextmanager
-def np_arrays():
-    mx.npx.set_np()
-    try:
-        yield
-    finally:
-        mx.npx.reset_np()
-
-
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def set_np():
-    with np_arrays():
-        yield
+    mx.npx.set_np()
+    yield
+    mx.npx.reset_np()
 
 
 def put(arrays, contexts, dtype="float32"):
@@ -53,21 +38,18 @@ def near(got, want, tolerance=F32):
     assert np.abs(got.asnumpy() - want).max() <= tolerance * np.abs(want).max()
 
 
-# ---- the layer -------------------------------------------------------------------------------------------------
-
-
 # ---- nets ------------------------------------------------------------------------------------------------------
 
 
 class Residual(nn.HybridBlock):
     """What is added has the shape of what is normalised, or not."""
 
-    def __init__(self, broadcast=False, norm=nn.BatchNorm):
+    def __init__(self, broadcast=False):
         super().__init__(prefix="residual_")
         self.broadcast = broadcast
         with self.name_scope():
-            self.first, self.norm = nn.Conv2D(6, 3, padding=1, use_bias=False), norm()
-            self.second, self.last = nn.Conv2D(6, 3, padding=1, use_bias=False), norm()
+            self.first, self.norm = nn.Conv2D(6, 3, padding=1, use_bias=False), nn.BatchNorm()
+            self.second, self.last = nn.Conv2D(6, 3, padding=1, use_bias=False), nn.BatchNorm()
 
     def hybrid_forward(self, F, x):
         y = F.np.clip(self.norm(self.first(x)), 0, 6)
@@ -89,62 +71,54 @@ def given(net):
     return net
 
 
-@pytest.fixture
-def images(contexts, rng):
-    """Of two devices, with heads."""
-    shapes = [(2, 3, 6, 6), (3, 3, 6, 6)]
-    return [rng.randn(*s) * (i + 1) + i for i, s in enumerate(shapes)], [rng.randn(s[0], 6, 6, 6) for s in shapes]
-
-
 @pytest.mark.parametrize("broadcast", [False, True])
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "eager"])
-def test_convert_fuse_and_revert(set_np, contexts, images, capsys, broadcast, way):
+@pytest.mark.parametrize("way", WAYS)
+def test_what_becomes_of_a_net(contexts, rng, capsys, tmp_path, broadcast, way):
+    """It is converted, fused, computed again, given other statistics, exported, imported, and reverted."""
+    shapes = [(2, 3, 6, 6), (3, 3, 6, 6)]
+    images = [rng.randn(*s) * (i + 1) + i for i, s in enumerate(shapes)], [rng.randn(s[0], 6, 6, 6) for s in shapes]
     xs, heads = (put(arrays, contexts) for arrays in images)
     whole = [put([np.concatenate(arrays)], contexts) for arrays in images]
-    plain = ready(Residual(broadcast), contexts[:1], whole[0][0])
-    want = step_of_net(plain, *whole)
+    want = step_of_net(ready(Residual(broadcast), contexts[:1], whole[0][0]), *whole)
 
     net = ready(Residual(broadcast), contexts[:2], xs[0])
     before = net(xs[0]).asnumpy()
-    assert gluon_syncbn.convert(net, fuse=True) is net
-    net.hybridize(**WAYS[way])
-    assert_near(step_of_net(net, xs, heads), want, 10 * F32)
+    assert gluon_syncbn.convert(net, fuse=way != "eager") is net
+    if WAYS[way] is not None:
+        net.hybridize(**WAYS[way])
+    for recomputed in (False, *([True] if way in ("eager", "hybrid") else [])):
+        assert_near(step_of_net(gluon_syncbn.recompute(given(net), recomputed), xs, heads), want, 10 * F32)
+    gluon_syncbn.recompute(net, False)
     gluon_syncbn.summary(net)
     rows = capsys.readouterr().out
-    assert "ReLU6" in rows and rows.count("synchronised: 2") == 1
-    assert ("addition, ReLU" in rows) is not broadcast
+    assert rows.count("synchronised: 2") == 1
+    if way != "eager":
+        assert "ReLU6" in rows and ("addition, ReLU" in rows) is not broadcast
 
-    assert isinstance(net.norm, SyncBatchNorm)
-    given(net)  # what they were before the step
+    gluon_syncbn.update_bn_stats(net, [xs, xs[::-1]])
+    values = np.concatenate([net.first(x).asnumpy() for x in xs])
+    near(net.norm.running_mean.data(contexts[1]), values.mean((0, 2, 3)))
+    near(net.norm.running_var.data(contexts[0]), values.var((0, 2, 3)))
+    own, other = (net.norm.running_mean.data(c) for c in contexts[:2])
+    other[:] = own + 2
+    gluon_syncbn.average_running_stats(net)
+    near(other, values.mean((0, 2, 3)) + 1)
+    own[:] = 3
+    gluon_syncbn.broadcast_parameters(net)
+    near(other, np.full(6, 3.0), 0)
+
+    given(net).hybridize()
     near(net(xs[0]), before)
+    net.export(str(tmp_path / "net"))
+    files = str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params")
+    imported = gluon_syncbn.convert(gluon.SymbolBlock.imports(*files, ctx=contexts[:2]))
+    near(imported(xs[0]), before)
+    dx = step_of_net(imported, xs, heads)["dx"]
+    assert np.abs(dx - want["dx"]).max() <= 10 * F32 * np.abs(want["dx"]).max()
+    near(gluon_syncbn.revert(imported)(xs[0]), imported(xs[0]))
     gluon_syncbn.revert(net)
     assert type(net.norm) is nn.BatchNorm
     near(net(xs[0]), before)
-
-
-def test_recorded_graphs(set_np, contexts, images, tmp_path):
-    """Export, import and convert."""
-    xs, heads = (put(arrays, contexts) for arrays in images)
-    net = gluon_syncbn.convert(ready(Residual(), contexts[:2], xs[0]), fuse=True)
-    net.hybridize()
-    dx = step_of_net(net, xs, heads)["dx"]
-    predicted = net(xs[0]).asnumpy()
-    net.export(str(tmp_path / "net"))
-    files = str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params")
-    imported = gluon.SymbolBlock.imports(*files, ctx=contexts[:2])
-    near(imported(xs[0]), predicted)
-    gluon_syncbn.convert(imported)
-    assert np.abs(step_of_net(imported, xs, heads)["dx"] - dx).max() <= F32 * np.abs(dx).max()
-    near(gluon_syncbn.revert(imported)(xs[0]), imported(xs[0]))
-
-
-class Noisy(nn.HybridBlock):
-    def __init__(self, draw):
-        super().__init__()
-        self.draw = draw
-
-    def hybrid_forward(self, F, x):
-        return self.draw(F, x)
 
 
 DRAWS = {
@@ -155,8 +129,8 @@ DRAWS = {
 
 @pytest.mark.parametrize("hybrid", [False, True])
 @pytest.mark.parametrize("draw", DRAWS)
-def test_recompute_draws_the_same_numbers(set_np, rng, draw, hybrid):
-    block = gluon_syncbn.recompute(Noisy(DRAWS[draw]))
+def test_recompute_draws_the_same_numbers(rng, draw, hybrid):
+    block = gluon_syncbn.recompute(nn.HybridLambda(DRAWS[draw]))
     block.hybridize(hybrid)
     x, head = (mx.np.array(rng.randn(4, 6), dtype="float32") for _ in range(2))
     for _ in range(3):  # generators of other threads stand elsewhere
@@ -170,45 +144,11 @@ def test_recompute_draws_the_same_numbers(set_np, rng, draw, hybrid):
     near(x.grad, factors * head.asnumpy())
 
 
-@pytest.mark.parametrize("hybrid", [False, True])
-def test_recompute(set_np, contexts, images, hybrid):
-    xs, heads = (put(arrays, contexts) for arrays in images)
-    results = []
-    for active in (False, True):
-        net = gluon_syncbn.recompute(ready(Residual(norm=SyncBatchNorm), contexts[:2], xs[0]), active)
-        net.hybridize(hybrid)
-        results.append(step_of_net(net, xs, heads))
-    assert_near(*results, F32)
-
-
-@pytest.mark.parametrize("way", ["eager", "static_alloc"])
-def test_running_statistics_and_parameters_of_all(set_np, contexts, images, way, tmp_path):
-    xs, _ = (put(arrays, contexts) for arrays in images)
-    net = ready(Residual(norm=SyncBatchNorm), contexts[:2], xs[0])
-    if WAYS[way] is not None:
-        net.hybridize(**WAYS[way])
-    gluon_syncbn.update_bn_stats(net, [xs, xs[::-1]])
-    values = np.concatenate([net.first(x).asnumpy() for x in xs])
-    near(net.norm.running_mean.data(contexts[1]), values.mean((0, 2, 3)))
-    near(net.norm.running_var.data(contexts[0]), values.var((0, 2, 3)))
-    own, other = (net.norm.running_mean.data(c) for c in contexts[:2])
-    other[:] = own + 2
-    gluon_syncbn.average_running_stats(net)
-    near(other, values.mean((0, 2, 3)) + 1)
-    own[:] = 3
-    gluon_syncbn.broadcast_parameters(net)
-    near(other, np.full(6, 3.0), 0)
-    net.hybridize()
-    net(xs[0])
-    net.export(str(tmp_path / "net"))
-    assert '"BatchNorm"' in (tmp_path / "net-symbol.json").read_text()
-
-
 # ---- samples ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["numpy", "np", "nd"])
-def test_split_and_load(set_np, contexts, kind):
+def test_split_and_load(contexts, kind):
     whole = np.arange(20, dtype="float32").reshape(10, 2)
     data = {"numpy": lambda a: a, "np": mx.np.array, "nd": mx.nd.array}[kind](whole)
     expected = mx.nd.NDArray if kind == "nd" else mx.np.ndarray
@@ -223,7 +163,7 @@ def test_split_and_load(set_np, contexts, kind):
         contrastive.shuffle_shards([shards[0], shards[1].as_nd_ndarray()], shuffle=SampleShuffle(1))
 
 
-def test_shuffled_shards_hand_gradients_back(set_np, contexts, rng):
+def test_shuffled_shards_hand_gradients_back(contexts, rng):
     shards = put([rng.randn(n, 2) for n in (3, 5)], contexts)
     heads = put([rng.randn(n, 2) for n in (3, 5)], contexts)
     for shard in shards:
@@ -259,7 +199,7 @@ class Unit(nn.Block):
         return mx.npx.relu(self.body(x) + (self.beside(x) if self.beside else x))
 
 
-def test_the_training_of_a_book(set_np, contexts, rng):
+def test_the_training_of_a_book(contexts, rng):
     """Of a ResNet on two devices, with its loader, split_and_load, a backward for each loss, and a Trainer."""
     images, labels = rng.randn(22, 1, 16, 16), rng.randint(0, 10, 22).astype("int32")
     images += labels.reshape(-1, 1, 1, 1)

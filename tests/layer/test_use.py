@@ -1,18 +1,16 @@
 """The ways in which nets and training loops use the layer."""
 
 import functools
-import sys
 import time
 
 import mxnet as mx
 import numpy as np
 import pytest
-from environments import ended
 from gate import Gate
 from internals import exchange_of
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from places import PACKAGE
+from poolings import specification
 from replicas import (
     WAYS,
     assert_same,
@@ -29,47 +27,25 @@ from replicas import (
 from gluon_syncbn import SyncBatchNorm, configure
 
 
-class Branches(nn.HybridBlock):
-    """One normalisation layer in two branches that nothing puts in order."""
-
-    def __init__(self, norm):
-        super().__init__()
-        self.norm = norm
-
-    def hybrid_forward(self, F, x):
-        return F.concat(self.norm(F.tanh(x)), self.norm(F.tanh(0.5 * x)), dim=1)
-
-
 @pytest.mark.parametrize("way", WAYS)
-def test_a_layer_in_parallel_branches(contexts, rng, way):
-    batch = make_batch(rng, 3)
-    net = Branches(prepare(SyncBatchNorm(in_channels=5), batch, contexts[:3], "float64"))
-    if WAYS[way] is not None:
-        net.hybridize(**WAYS[way])
-    plain = Branches(prepare(nn.BatchNorm(in_channels=5), batch, contexts[:1], "float64"))
-    with autograd.record():
-        want = plain(nd.array(np.concatenate(batch.shards), dtype="float64")).asnumpy()
-    for _ in range(20):
-        with autograd.record():
-            ys = [net(x) for x in on_devices(batch.shards, contexts, "float64")]
-        np.testing.assert_allclose(np.concatenate([y.asnumpy() for y in ys]), want, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("given", [True, False], ids=["channels", "deferred"])
+@pytest.mark.parametrize("channels", [5, 0])
 @pytest.mark.parametrize(
-    "places, num_devices, said, moved",
+    "places, settings, said, fitting",
     [
-        ((0, 0), None, r"^ctx: .*'bn' are on \w+\(0\), \w+\(0\), expected each .* virtual_devices has", (0, 1)),
-        ((0,), 2, "^num_devices: 2 .*expected None or 1, .*'bn'.* contrib's .* would wait .*processes", (0, 1)),
-        ((0, 1), 1, r"^num_devices: 1 .*expected None or 2, .*'bn' are on \w+\(0\), \w+\(1\)\.$", (1,)),
+        ((0, 0), {}, r"^ctx: .*'bn' are on \w+\(0\), \w+\(0\), expected each .* virtual_devices has", (0, 1)),
+        ((0,), {"num_devices": 2}, "^num_devices: 2 .*expected None or 1, .*'bn'.* contrib's .* would wait", (0, 1)),
+        ((0, 1), {"num_devices": 1}, r"^num_devices: 1 .*expected None or 2, .* on \w+\(0\), \w+\(1\)\.$", (1,)),
+        ((0, 1, 2), {"group_size": 2}, "^group_size: 2 was given, expected", (0, 1)),
+        ((0, 1, 2), {"groups": [[0, 3], [1, 2]]}, "^groups: 4 replicas were given, expected", (0, 1, 2, 3)),
+        ((0,), {"mode": "shuffle"}, "^virtual_devices: 1 was given, expected at least 2", (0, 1)),
     ],
+    ids=str,
 )
-def test_a_context_has_one_replica(contexts, rng, way, given, places, num_devices, said, moved):
+def test_contexts_that_do_not_fit(contexts, rng, way, channels, places, settings, said, fitting):
     """The thread that trains gets the error. The layer predicts, and trains after it was moved."""
-    batch, moved = make_batch(rng, len(moved)), [contexts[i] for i in moved]
-    layer = SyncBatchNorm(in_channels=5 * given, num_devices=num_devices, prefix="bn_")
-    layer.initialize(ctx=[contexts[i] for i in places])
+    batch, places, fitting = make_batch(rng, len(fitting)), *([contexts[i] for i in some] for some in (places, fitting))
+    layer = SyncBatchNorm(in_channels=channels, prefix="bn_", **settings)
+    layer.initialize(ctx=places)
     if WAYS[way] is not None:
         layer.hybridize(**WAYS[way])
     x = nd.array(batch.shards[0], ctx=contexts[0])
@@ -77,10 +53,11 @@ def test_a_context_has_one_replica(contexts, rng, way, given, places, num_device
         with pytest.raises(ValueError, match=said), autograd.record():
             layer(x)
         np.testing.assert_allclose(layer(x).asnumpy(), x.asnumpy(), rtol=1e-5, atol=1e-5)
-    layer.collect_params().reset_ctx(moved)
-    prepare(layer, batch, moved, "float64", WAYS[way])
-    assert_same(step(layer, batch, moved, "float64"), truth(batch), 1e-11)
-    layer.collect_params().reset_ctx([contexts[i] for i in places])
+    layer.collect_params().reset_ctx(fitting)
+    prepare(layer, batch, fitting, "float64", WAYS[way])
+    draw = {"node": -1 if way == "eager" else 0}
+    assert_same(step(layer, batch, fitting, "float64"), specification(layer, batch, **draw), 1e-11)
+    layer.collect_params().reset_ctx(places)
     with pytest.raises((ValueError, mx.MXNetError), match=said.strip("^$")), autograd.record():
         layer(x.astype("float64")).asnumpy()  # a graph that has trained calls no Python code
 
@@ -170,16 +147,6 @@ def test_kvstore_gives_the_same_numbers(contexts, rng, replicas, kvstore):
     )
 
 
-@pytest.mark.parametrize("values", [np.inf, np.nan, 1e308])
-def test_kvstore_with_values_that_are_not_finite(contexts, rng, values):
-    """One replica's bad value reaches every replica of its channel, and no other channel."""
-    batch = make_batch(rng, 3)
-    batch.shards[1][2, 3, 0, 1] = values
-    layer = prepare(SyncBatchNorm(in_channels=5, kvstore="local"), batch, contexts[:3], "float64")
-    for y in step(layer, batch, contexts, "float64").outputs:
-        assert [bool(np.isfinite(y[:, c]).all()) for c in range(5)] == [True, True, True, False, True]
-
-
 def test_one_kvstore_for_gradients_and_statistics(contexts, rng):
     store = mx.kv.create("device")
     norm = functools.partial(SyncBatchNorm, kvstore=store)
@@ -221,68 +188,37 @@ def test_several_calls_of_a_static_graph(contexts, rng):
             np.testing.assert_allclose(by_call, want[name], rtol=0, atol=2e-3)
 
 
-TWICE = """
-import sys
-import mxnet as mx, numpy as np
-from mxnet import autograd, gluon
-import gluon_syncbn
+class Twice(nn.HybridBlock):
+    """One layer behind two convolutions that nothing puts in order."""
 
-contexts, wide, shape = [mx.cpu(0), mx.cpu(1)], 4096, (4, 4096, 1, 1)
-rng = np.random.RandomState(0)
-shared = {name: mx.sym.Variable("bn_" + name) for name in ("gamma", "beta", "moving_mean", "moving_var")}
-heads = []
-for name in "zx":
-    x = mx.sym.Convolution(mx.sym.Variable(name), num_filter=wide, kernel=(1, 1), num_group=32, name="c" + name)
-    heads.append(mx.sym.BatchNorm(x, fix_gamma=False, name="bn" + name, **shared))
-y = mx.sym.MakeLoss(heads[0] + heads[1])
-data = [rng.normal(mean, mean + 1, shape).astype("f4") for mean in (0, 5)]
-weights = {"c%s_weight" % name: rng.normal(0, 1, (wide, 128, 1, 1)) for name in "zx"}
-values = {**weights, **{name: np.zeros(wide) for name in ("cz_bias", "cx_bias", "bn_beta", "bn_moving_mean")}}
-values.update(bn_gamma=np.ones(wide), bn_moving_var=np.ones(wide))
-values = {name: mx.nd.array(value) for name, value in values.items()}
-variances = []
-for name, x in zip("zx", data):
-    out = mx.nd.Convolution(mx.nd.array(x), *(values["c%s_%s" % (name, part)] for part in ("weight", "bias")),
-                            num_filter=wide, kernel=(1, 1), num_group=32).asnumpy()
-    variances.append(out.var(axis=(0, 2, 3)))
-want = 0.9 * (0.9 + 0.1 * variances[0]) + 0.1 * variances[1]
-if sys.argv[1] == "Module":
-    gluon_syncbn.install(convert=True)
-    module = mx.mod.Module(y, data_names=("z", "x"), label_names=None, context=contexts)
-    module.bind([("z", shape), ("x", shape)])
-    names = module._aux_names
-    module.set_params({k: v for k, v in values.items() if k not in names}, {name: values[name] for name in names})
-    running = module._exec_group.aux_arrays[names.index("bn_moving_var")]
-else:
-    net = gluon.SymbolBlock(y, [mx.sym.var("z"), mx.sym.var("x")])
-    for name, parameter in net.collect_params().items():
-        parameter.shape = values[name].shape
-        parameter.initialize(ctx=contexts)
-        parameter.set_data(values[name])
-    gluon_syncbn.convert(net)
+    def __init__(self, wide):
+        super().__init__()
+        with self.name_scope():
+            self.convs = [nn.Conv2D(wide, 1, groups=32, in_channels=wide, use_bias=False) for _ in range(2)]
+            self.norm = SyncBatchNorm(in_channels=wide)
+            for conv in self.convs:
+                self.register_child(conv)
+
+    def hybrid_forward(self, F, *xs):
+        return sum(self.norm(conv(x)) for conv, x in zip(self.convs, xs))
+
+
+def test_a_graph_that_uses_a_layer_twice(contexts, rng):
+    """The engine does not know that the operators which MXNet keeps write running statistics."""
+    places, data = contexts[:2], [rng.normal(mean, mean + 1, (4, 4096, 1, 1)) for mean in (0, 5)]
+    net = Twice(4096)
+    net.initialize(mx.init.Normal(1), ctx=places)
+    first, second = (conv(nd.array(x)).asnumpy().var((0, 2, 3)) for conv, x in zip(net.convs, data))
     net.hybridize(static_alloc=True, static_shape=True)
-    running = net.collect_params()["bn_moving_var"].list_data()
-    parts = list(zip(*(gluon.utils.split_and_load(x, contexts) for x in data)))
-for step in range(int(sys.argv[2])):
-    for array in running:
-        array[:] = 1
-    if sys.argv[1] == "Module":
-        module.forward_backward(mx.io.DataBatch([mx.nd.array(x) for x in data], []))
-    else:
+    parts = list(zip(*(gluon.utils.split_and_load(x, places) for x in data)))
+    for turn in range(60):
+        net.norm.running_var.set_data(nd.ones(4096))
         with autograd.record():
             ys = [net(*part) for part in parts]
         autograd.backward(ys)
-    got = [array.asnumpy() for array in running]  # without a wait for the step
-    np.testing.assert_allclose(got[0], want, rtol=1e-4)
-    assert np.array_equal(*got), step
-"""
-
-
-@pytest.mark.parametrize("way", ["Module", "static_shape"])
-def test_a_graph_that_uses_a_layer_twice(way):
-    """The engine does not know that the operators which MXNet keeps write running statistics."""
-    ran = ended([sys.executable, "-W", "ignore", "-c", TWICE, way, 60], PACKAGE.parent, MXNET_CPU_WORKER_NTHREADS=4)
-    assert ran.returncode == 0, ran.stderr
+        got = [array.asnumpy() for array in net.norm.running_var.list_data()]  # without a wait for the step
+        np.testing.assert_allclose(got[0], 0.9 * (0.9 + 0.1 * first) + 0.1 * second, rtol=1e-4)
+        assert np.array_equal(*got), turn
 
 
 @pytest.mark.parametrize("way", ["eager", "hybrid"])  # MXNet itself refuses static_alloc

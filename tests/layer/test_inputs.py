@@ -1,0 +1,259 @@
+"""What a layer may have beside its data: positions that do not count, an addition, and an activation behind it."""
+
+import json
+
+import mxnet as mx
+import numpy as np
+import pytest
+from masks import make_masks, masked_step
+from mxnet import autograd, nd
+from mxnet.gluon import HybridBlock, nn
+from poolings import specification
+from replicas import WAYS, make_batch, on_devices, prepare, short_waits, step_of
+
+import gluon_syncbn
+from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, convert, reference, revert
+
+ACTIVATIONS = {
+    "none": {"activation": None},
+    "relu": {"activation": "relu"},
+    "relu6": {"activation": "relu6"},
+    "leaky": {"activation": "leaky", "slope": 0.1},
+}
+
+
+def make(adds, **settings):
+    return (SyncBatchNormAdd if adds else SyncBatchNorm)(in_channels=5, **settings)
+
+
+@pytest.fixture
+def batch(rng):
+    """Of one or two replicas, with outputs on both sides of 0 and of 6."""
+
+    def batch(replicas, dtype="float64"):
+        made = make_batch(rng, replicas, dtype=dtype)
+        return made._replace(gamma=4 * made.gamma), [2 * rng.randn(*x.shape) + k for k, x in enumerate(made.shards)]
+
+    return batch
+
+
+# ---- errors ------------------------------------------------------------------------------------------------
+
+
+def test_nothing_counts_at_all(contexts, rng):
+    batch = make_batch(rng, 2)
+    layer = prepare(SyncBatchNorm(), batch, contexts[:2], "float64")
+    with pytest.raises(mx.MXNetError, match="all replicas are empty or masked, so there is no mean"):
+        masked_step(layer, batch, [mask * 0 for mask in make_masks(rng, batch)], contexts, "float64")
+
+
+EXPECTED = r"the mask has the shape .* and the data \(2, 5, 4, 6\); expected \(2, 1, 4, 6\) or \(2, 4, 6\) of the mask"
+
+
+@pytest.mark.parametrize(
+    "shape, adds, said",
+    [
+        *((shape, False, EXPECTED) for shape in ((2, 5, 4, 6), (2, 4), (5,), (3, 4, 6), (2, 4, 1, 6), (4, 6))),
+        *((shape, True, "addend|[Ss]hape") for shape in ((2, 5, 4, 1), (2, 5, 4), (3, 5, 4, 6))),
+    ],
+    ids=str,
+)
+def test_another_shape_is_an_error(contexts, shape, adds, said):
+    x, other = nd.ones((2, 5, 4, 6), ctx=contexts[0]), nd.ones(shape, ctx=contexts[0])
+    layer = make(adds)
+    layer.initialize(ctx=contexts[:1])
+    for hybridized in (False, True):
+        layer.hybridize(hybridized)
+        with pytest.raises(mx.MXNetError, match=said), short_waits(), autograd.train_mode():
+            layer(x, other).wait_to_read()
+
+
+class Misspelt(SyncBatchNorm):
+    def hybrid_forward(self, F, x, mask, **parameters):
+        return super().hybrid_forward(F, x, masks=mask, **parameters)
+
+
+@pytest.mark.parametrize(
+    "cls, count, said",
+    [(SyncBatchNorm, 3, "behind the mask"), (SyncBatchNormAdd, 4, "behind the mask"), (Misspelt, 2, "masks")],
+)
+def test_an_input_that_there_is_not_is_refused(cls, count, said):
+    layer = cls(in_channels=5, prefix="bn_")
+    layer.initialize()
+    with pytest.raises(TypeError, match=f"SyncBatchNorm 'bn': hybrid_forward has no argument {said}"):
+        layer(*[nd.ones((2, 5))] * count)
+
+
+# ---- gradients ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("behind, slope", [("relu", 1), ("relu6", 0), ("leaky", 1)])
+def test_an_infinite_value_has_the_gradient_of_mxnet_s_operators(batch, contexts, behind, slope):
+    """As float16 makes one by an overflow."""
+    batch, addends = batch(2, "float32")
+    addends[0].flat[0] = np.inf
+    layer = prepare(make(True, **ACTIVATIONS[behind]), batch, contexts[:2], "float32")
+    xs, others, heads = (on_devices(arrays, contexts, "float32") for arrays in (batch.shards, addends, batch.heads))
+    got, daddends = step_of(layer, [xs, others], heads)
+    assert daddends[0].flat[0] == np.float32(slope * batch.heads[0].flat[0])
+    want = specification(layer, batch, addends=addends)
+    for a, b in zip([*got.dxs, got.dbeta], [*want.dxs, want.dbeta]):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    z = nd.array([np.inf])
+    z.attach_grad()
+    with autograd.record():
+        layer._activation.apply(nd, z).backward()
+    assert z.grad.asscalar() == slope
+
+
+@pytest.mark.on_gpus
+@pytest.mark.parametrize("adds", [False, True], ids=["alone", "added"])
+@pytest.mark.parametrize("behind", ACTIVATIONS)
+def test_gradients_of_predictions_and_frozen_statistics(batch, contexts, adds, behind):
+    (batch, addends), context, mean, var = batch(1), contexts[0], np.arange(5), np.arange(1, 6)
+    x, other, head = (on_devices(arrays, contexts, "float64")[0] for arrays in (batch.shards, addends, batch.heads))
+    for use_global_stats in (False, True):
+        layer = make(adds, use_global_stats=use_global_stats, **ACTIVATIONS[behind])
+        prepare(layer, batch, [context], "float64", {})
+        layer.running_mean.set_data(nd.array(mean, dtype="float64"))
+        layer.running_var.set_data(nd.array(var, dtype="float64"))
+        x.attach_grad()
+        with autograd.record(train_mode=use_global_stats):
+            y = layer(*([x, other] if adds else [x]))
+        y.backward(head, train_mode=use_global_stats)
+        forward = reference.forward(
+            batch.shards, batch.gamma, batch.beta, mean, var, addends=addends if adds else None,
+            use_global_stats=True, **layer._activation._asdict(),
+        )  # fmt: skip
+        gradients = reference.backward(batch.shards, batch.heads, batch.gamma, forward)
+        np.testing.assert_allclose(y.asnumpy(), forward.outputs[0], atol=1e-10)
+        np.testing.assert_allclose(x.grad.asnumpy(), gradients.dxs[0], atol=1e-10)
+        np.testing.assert_allclose(layer.gamma.grad(context).asnumpy(), gradients.dgammas[0], rtol=1e-10)
+
+
+# ---- nets --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("adds", [False, True], ids=["alone", "added"])
+@pytest.mark.parametrize("way", ["eager", "hybrid"])
+@pytest.mark.parametrize("kind", ["nd", "np"])
+def test_is_reverted_and_converted_again(request, batch, contexts, kind, way, adds, activation):
+    if kind == "np":
+        mx.npx.set_np()
+        request.addfinalizer(mx.npx.reset_np)
+    batch, addends = batch(1)
+    layer = prepare(make(adds, **ACTIVATIONS[activation]), batch, contexts[:1], "float64", WAYS[way])
+    given, array = [batch.shards[0], addends[0]] if adds else batch.shards, getattr(mx, kind).array
+    inputs = [array(values, dtype="float64") for values in given]
+    before, parameters, behind = layer(*inputs).asnumpy(), dict(layer.collect_params()), layer._activation
+    revert(layer)
+    assert not isinstance(layer, SyncBatchNorm)
+    np.testing.assert_allclose(layer(*inputs).asnumpy(), before, rtol=1e-12, atol=1e-13)
+    convert(layer)
+    assert type(layer) is (SyncBatchNormAdd if adds else SyncBatchNorm) and layer._activation == behind
+    assert dict(layer.collect_params()) == parameters
+    np.testing.assert_allclose(layer(*inputs).asnumpy(), before, rtol=1e-12, atol=1e-13)
+
+
+class Padded(HybridBlock):
+    """Of sequences, the elements beyond a length do not count."""
+
+    def __init__(self, **settings):
+        super().__init__()
+        with self.name_scope():
+            self.conv, self.norm = nn.Conv1D(6, 3, padding=1), SyncBatchNorm(**settings)
+            self.residual = SyncBatchNormAdd(**settings)
+
+    def hybrid_forward(self, F, x, mask):
+        x = self.conv(x)
+        y = self.residual(self.norm(x, mask), x, mask)
+        return F.broadcast_mul(y, F.expand_dims(mask, axis=1))
+
+
+@pytest.mark.parametrize("way", ["hybrid", "static_alloc"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments")  # SymbolBlock.imports
+def test_what_becomes_of_a_net(contexts, rng, activation, way, tmp_path):
+    """Prediction, export as plain operators, and freeze."""
+    batch = nd.array(8 * rng.randn(4, 3, 8)), nd.array(np.arange(8) < rng.randint(1, 9, (4, 1)), dtype="float32")
+    net = Padded(**ACTIVATIONS[activation])
+    net.initialize(mx.init.Xavier(), ctx=contexts[:1])
+    with autograd.record():  # which moves the running statistics
+        net(*batch)
+    want = net(*batch).asnumpy()
+    ignored = net(batch[0], nd.ones_like(batch[1])).asnumpy() * batch[1].asnumpy()[:, None]
+    np.testing.assert_allclose(want, ignored, rtol=1e-6)  # the mask is not among what predicts
+    net.hybridize(**WAYS[way])
+    np.testing.assert_allclose(net(*batch).asnumpy(), want, rtol=1e-5, atol=1e-6)
+    net.export(str(tmp_path / "net"))
+    operators = {node["op"] for node in json.loads((tmp_path / "net-symbol.json").read_text())["nodes"]}
+    assert "BatchNorm" in operators and "Custom" not in operators
+    loaded = mx.gluon.SymbolBlock.imports(
+        str(tmp_path / "net-symbol.json"), ["data0", "data1"], str(tmp_path / "net-0000.params"), ctx=contexts[0]
+    )
+    np.testing.assert_allclose(loaded(*batch).asnumpy(), want, rtol=1e-5, atol=1e-6)
+    gluon_syncbn.freeze(net)
+    with autograd.record():
+        np.testing.assert_allclose(net(*batch).asnumpy(), want, rtol=1e-5, atol=1e-6)
+
+
+class Marked(HybridBlock):
+    """Two layers under the mask that the data itself gives, and one without a mask."""
+
+    def __init__(self, **settings):
+        super().__init__()
+        with self.name_scope():
+            self.norm, self.residual = SyncBatchNorm(**settings), SyncBatchNormAdd(**settings)
+            self.of_all = SyncBatchNorm(**settings)
+
+    def hybrid_forward(self, F, x):
+        mask = F.expand_dims(F.sum(x, axis=1), 1) > 0
+        return self.residual(x, self.norm(x, mask), mask) + self.of_all(x, None)
+
+
+@pytest.mark.parametrize("way", ["eager", "hybrid"])
+def test_statistics_of_a_population(contexts, rng, way):
+    """Those of what counts. One shard is padding alone."""
+    batches = [[rng.randn(n, 5, 4, 6) * (1 + b) + k for k, n in enumerate((3, 2))] for b in range(3)]
+    batches[1][0] = -np.abs(batches[1][0])
+    net = Marked(in_channels=5)
+    net.cast("float64")
+    net.initialize(ctx=contexts[:2])
+    if WAYS[way] is not None:
+        net.hybridize(**WAYS[way])
+    gluon_syncbn.update_bn_stats(net, [on_devices(batch, contexts, "float64") for batch in batches])
+    counting = np.concatenate([x.swapaxes(0, 1)[:, x.sum(1) > 0] for batch in batches for x in batch], axis=1)
+    everything = np.concatenate([x.swapaxes(0, 1).reshape(5, -1) for batch in batches for x in batch], axis=1)
+    for layer, values in ((net.norm, counting), (net.residual, counting), (net.of_all, everything)):
+        for context in contexts[:2]:
+            np.testing.assert_allclose(layer.running_mean.data(context).asnumpy(), values.mean(1), rtol=1e-11)
+            np.testing.assert_allclose(layer.running_var.data(context).asnumpy(), values.var(1), rtol=1e-11)
+
+
+@pytest.mark.parametrize("settings", [{}, {"activation": "leaky"}, {"mode": "local"}], ids=str)
+def test_in_a_module(contexts, rng, settings):
+    batch = make_batch(rng, 2)._replace(shards=[rng.randn(3, 5, 4, 6) + k for k in range(2)])
+    batch = batch._replace(heads=[rng.randn(3, 5, 4, 6) for _ in range(2)])
+    masks = make_masks(rng, batch)
+    data, mask = mx.sym.var("data"), mx.sym.var("mask")
+    y = gluon_syncbn.symbol.SyncBatchNorm(data, mask=mask, name="bn", eps=1e-5, fix_gamma=False, **settings)
+    module = mx.mod.Module(y, ["data", "mask"], None, context=contexts[:2])
+    shapes = [mx.io.DataDesc("data", (6, 5, 4, 6), "float64"), mx.io.DataDesc("mask", (6, 4, 6), "float64")]
+    module.bind(shapes, inputs_need_grad=True)
+    given = {"bn_gamma": nd.array(batch.gamma, dtype="float64"), "bn_beta": nd.array(batch.beta, dtype="float64")}
+    states = {"bn_moving_mean": nd.zeros(5, dtype="float64"), "bn_moving_var": nd.ones(5, dtype="float64")}
+    module.init_params(arg_params=given, aux_params=states)
+    whole = [nd.array(np.concatenate(arrays), dtype="float64") for arrays in (batch.shards, masks, batch.heads)]
+    module.forward(mx.io.DataBatch(whole[:2]), is_train=True)
+    module.backward(whole[2:])
+    gradients = [sum(one.asnumpy() for one in parts) for parts in module._exec_group.grad_arrays]
+    dx, of_mask = module.get_input_grads()
+    want = specification(SyncBatchNorm(**settings), batch, masks=masks)
+    pairs = [(module.get_outputs()[0], want.outputs), (dx, want.dxs)]
+    for got, parts in pairs:
+        np.testing.assert_allclose(got.asnumpy(), np.concatenate(parts), rtol=0, atol=1e-11)
+    np.testing.assert_allclose(gradients, [want.dgamma, want.dbeta], rtol=1e-11)
+    assert not of_mask.asnumpy().any()
+    for parts, wanted in zip(module._exec_group.aux_arrays, (want.running_mean, want.running_var)):
+        np.testing.assert_allclose([one.asnumpy() for one in parts], wanted, rtol=1e-11)
