@@ -72,8 +72,7 @@ def a_loss(y):
 
 def change_while_recording(net, xs, places):
     with autograd.record():
-        for x, place in zip(xs, places):
-            yield a_loss(net(changed(x).as_in_context(place)))
+        return [a_loss(net(changed(x).as_in_context(place))) for x, place in zip(xs, places)], []
 
 
 def pause_within(net, xs, places):
@@ -89,24 +88,48 @@ def pause_within(net, xs, places):
             return x * found
 
     with autograd.record():
-        for x, place in zip(xs, places):
-            yield Pausing()(x.as_in_context(place)).sum()
+        return [Pausing()(x.as_in_context(place)).sum() for x, place in zip(xs, places)], []
+
+
+STATIC = {"static_alloc": True, "static_shape": True}
+METRIC = nn.HybridLambda(lambda F, y: F.topk(y, axis=3, k=2, ret_typ="value").mean() + F.square(y).mean())
+METRIC.hybridize(**STATIC)
+
+
+def static_graph_of_no_replica(net, xs, places):
+    """Its operators keep their copies, too, and wait for a replica. What comes next may be for another replica."""
+    losses, found = [], []
+    for x, place in zip(xs, places):
+        x = changed(x).as_in_context(place)
+        with autograd.record():
+            y = net(x)
+            losses.append(a_loss(y))
+        found.append(METRIC(y.as_in_context(places[0])).copy())
+    return losses, found
+
+
+def static_graph(net, xs, places):
+    """Also of its backward: when one of its operators has run, another replica must not take its space."""
+    net.hybridize(**STATIC)
+    with autograd.record():
+        return [a_loss(net(x.as_in_context(place))) for x, place in zip(xs, places)], []
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["together", "one by one"])
-@pytest.mark.parametrize("pattern", [change_while_recording, pause_within])
+@pytest.mark.parametrize("pattern", [change_while_recording, pause_within, static_graph_of_no_replica, static_graph])
 def test_patterns(contexts, rng, pattern, at_once):
     """Of loops over the devices. What they compute is not asked here, only whether they come to an end."""
     places = contexts[:2]
     net = a_net(places, rate=0.1)
-    for _ in range(2):
-        xs = [nd.array(rng.randn(2, 4, 8, 8)) for _ in places]
-        losses = list(pattern(net, xs, places))
+    for _ in range({static_graph_of_no_replica: 25, static_graph: 6}.get(pattern, 2)):
+        losses, found = pattern(net, [nd.array(rng.randn(2, 4, 8, 8)) for _ in places], places)
         if at_once:
             autograd.backward(losses)
         else:
             for loss in losses:
                 loss.backward()
+                time.sleep(0.05 * (pattern is static_graph))  # until the operators before the layer have run
+        assert np.isfinite([value.asscalar() for value in losses + found]).all()
         for parameter in net.collect_params().values():
             if parameter.grad_req != "null":
                 assert all(np.isfinite(gradient.asnumpy()).all() for gradient in parameter.list_grad())
@@ -140,38 +163,6 @@ def test_resources_do_not_grow(contexts, rng):
         for _ in range(4):
             one_step()
         assert core_count("resources") == before
-
-
-def test_a_static_graph_of_no_replica(contexts, rng):
-    """Its operators keep their copies, too, and wait for a replica. What comes next may be for another replica."""
-    metric = nn.HybridLambda(lambda F, y: F.topk(y, axis=3, k=2, ret_typ="value").mean() + F.square(y).mean())
-    metric.hybridize(static_alloc=True, static_shape=True)
-    net = a_net(contexts[:2])
-    for _ in range(50):
-        losses, found = [], []
-        for x, context in zip(shards_of(rng, contexts), contexts[:2]):
-            x = changed(nd.array(x, ctx=contexts[0])).as_in_context(context)
-            with autograd.record():
-                y = net(x)
-            found.append(metric(y.as_in_context(contexts[0])).copy())
-            with autograd.record():
-                losses.append(a_loss(y))
-        autograd.backward(losses)
-        assert np.isfinite([value.asscalar() for value in found]).all()
-
-
-def test_a_static_graph_keeps_its_space(contexts, rng):
-    """Also that of its backward: when one of its operators has run, another replica must not take it."""
-    places = contexts[:2]
-    net = a_net(places, way={"static_alloc": True, "static_shape": True})
-    for _ in range(6):
-        with autograd.record():
-            losses = [a_loss(net(nd.array(x, ctx=c))) for x, c in zip(shards_of(rng, places), places)]
-        for loss in losses:
-            loss.backward()
-            time.sleep(0.05)  # until the operators before the layer have run
-        assert all(np.isfinite(y.asscalar()) for y in losses)
-        nd.waitall()
 
 
 def test_space_is_not_shared_memory(contexts):

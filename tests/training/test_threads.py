@@ -46,6 +46,30 @@ def actors(*names):
         yield made
 
 
+@contextmanager
+def play(layer, shards):
+    """Threads A and B do what words say, one after the other: ``A(`` enters a scope, ``A0`` calls the layer with the
+    first shard, ``A)`` leaves the scope, ``A!`` by an exception, and ``Ar`` is a reset. Of two layers, each has one."""
+    with actors("A", "B") as made:
+
+        def act(words):
+            ys = []
+            for who, what in words.split():
+                number = "AB".index(who)
+                actor, own = made[number], layer[number] if isinstance(layer, list) else layer
+                if what.isdigit():
+                    ys.append(actor.do(lambda own=own, what=what: own(shards[int(what)])))
+                elif what == "r":
+                    actor.do(gluon_syncbn.reset)
+                elif what == "(":
+                    actor.enter()
+                else:
+                    actor.leave(ValueError("no data") if what == "!" else None)
+            return ys
+
+        yield act, made
+
+
 def a_layer(contexts, rng, way=None):
     """A layer, its batch, and the shards of that on their contexts."""
     batch = make_batch(rng, len(contexts))
@@ -69,32 +93,22 @@ def assert_outputs(ys, batch):
 @pytest.mark.parametrize(
     ("before", "refused"),
     [
-        (["A0"], "B0"),  # B comes between the two calls of A
-        (["A0", "B1"], "B0"),  # cpu(0) of A would meet cpu(1) of B
-        (["A0", "B1"], "A1"),
-        (["A0", "A1"], "B0"),  # A may not have given its last call to MXNet's engine
+        ("A0", "B0"),  # B comes between the two calls of A
+        ("A0 B1", "B0"),  # cpu(0) of A would meet cpu(1) of B
+        ("A0 B1", "A1"),
+        ("A0 A1", "B0"),  # A may not have given its last call to MXNet's engine
     ],
-    ids=" ".join,
 )
 def test_a_call_in_the_middle_of_a_step_of_another_thread(contexts, rng, way, before, refused):
     """Both threads have the error, whatever they do next, and the step after that is right."""
     places = contexts[:2]
     layer, batch, shards = a_layer(places, rng, WAYS[way])
-    with actors("A", "B") as made:
-        of = dict(zip("AB", made))
-        for actor in made:
-            actor.enter()
-
-        def call(what):
-            return of[what[0]].do(lambda: layer(shards[int(what[1])]))
-
-        for what in before:
-            call(what)
-        caller = of[refused[0]]
-        (other,) = set(made) - {caller}
+    with play(layer, shards) as (act, made):
+        act(f"A( B( {before}")
+        caller, other = made if refused[0] == "A" else made[::-1]
         named = IN_A_STEP.format(caller.name, other.name)
         with pytest.raises(gluon_syncbn.StepError, match=named) as raised:
-            call(refused)
+            act(refused)
         caller.leave(raised.value)
         with pytest.raises(gluon_syncbn.StepError, match=named):
             other.leave()
@@ -164,14 +178,9 @@ def test_a_thread_for_each_replica(contexts, rng, way):
 def test_two_threads_on_one_context(contexts, rng):
     """Nobody meets, so both may be in a step."""
     layer, batch, shards = a_layer(contexts[:1], rng)
-    with actors("A", "B") as made:
-        for actor in made:
-            actor.enter()
-        ys = [actor.do(lambda: layer(shards[0])) for actor in made]
-        for actor in made:
-            actor.leave()
-        for y in ys:
-            np.testing.assert_allclose(y.asnumpy(), truth(batch).outputs[0], atol=1e-9)
+    with play(layer, shards) as (act, _):
+        for y in act("A( B( A0 B0 A) B)"):
+            assert_outputs([y], batch)
 
 
 def at_once(layer, xs, trains=True):
@@ -188,33 +197,11 @@ def at_once(layer, xs, trains=True):
         return list(pool.map(call, threads, xs))
 
 
-class Issues:
-    """Calls of a function of MXNet's that issues operators, by the contexts of their data: how many at once."""
-
-    def __init__(self, monkeypatch, owner, name, meanwhile):
-        self.most, self._now, self._lock, self._meanwhile = 0, {}, threading.Lock(), meanwhile
-        monkeypatch.setattr(owner, name, self._watch(getattr(owner, name)))
-
-    def _watch(self, issue):
-        def watched(*args, **kwargs):
-            context = next(array for array in args if isinstance(array, nd.NDArray)).context
-            with self._lock:
-                self._now[context] = self._now.get(context, 0) + 1
-                self.most = max(self.most, self._now[context])
-            self._meanwhile()
-            try:
-                return issue(*args, **kwargs)
-            finally:
-                with self._lock:
-                    self._now[context] -= 1
-
-        return watched
-
-
-def issuing_function(way):
-    if way != "eager":
-        return mx.nd.CachedOp, "__call__"  # below that of `patches`
-    return gluon_syncbn.mxnet_side.op.ARRAYS, "Custom"
+def while_issuing(monkeypatch, way, meanwhile):
+    """Calls `meanwhile` in the function of MXNet's that issues operators."""
+    owner, name = (gluon_syncbn.mxnet_side.op.ARRAYS, "Custom") if way == "eager" else (mx.nd.CachedOp, "__call__")
+    issue = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args, **kwargs: (meanwhile(), issue(*args, **kwargs))[1])
 
 
 @pytest.mark.parametrize("trains", [True, False], ids=["train", "predict"])
@@ -228,11 +215,20 @@ def test_threads_that_share_a_context_issue_one_after_the_other(contexts, rng, m
     xs = on_devices(batch.shards, contexts[:1] * 4, "float64")
     with autograd.predict_mode():
         layer(xs[0]).wait_to_read()
-    issues = Issues(monkeypatch, *issuing_function(way), lambda: time.sleep(0.02))
+    alone, together = threading.Lock(), []
+
+    def meanwhile():
+        if alone.acquire(blocking=False):
+            time.sleep(0.02)
+            alone.release()
+        else:
+            together.append(threading.current_thread())
+
+    while_issuing(monkeypatch, way, meanwhile)
     with autograd.record() if trains else nullcontext():
         ys = at_once(layer, xs, trains)
     outputs = [y.asnumpy() for y in ys]
-    assert issues.most == 1
+    assert not together
     for got, shard, head in zip(outputs, batch.shards, batch.heads) if trains else ():
         (want,) = truth(Batch([shard], [head], batch.gamma, batch.beta)).outputs
         np.testing.assert_allclose(got, want, atol=TOLERANCE["float64"])
@@ -242,7 +238,7 @@ def test_threads_that_share_a_context_issue_one_after_the_other(contexts, rng, m
 def test_threads_on_contexts_of_their_own_issue_at_once(contexts, rng, monkeypatch, way):
     layer, shards = a_layer(contexts[:2], rng, WAYS[way])[::2]
     both = threading.Barrier(2)
-    Issues(monkeypatch, *issuing_function(way), lambda: both.wait(timeout=30))
+    while_issuing(monkeypatch, way, lambda: both.wait(timeout=30))
     with autograd.record():
         for y in at_once(layer, shards):
             y.wait_to_read()
@@ -271,30 +267,13 @@ def test_threads_that_call_a_net_first(contexts, rng, monkeypatch, way):
     assert len(recorded) == 1
 
 
-def test_a_layer_used_twice_and_a_scope_for_each_replica(contexts, rng):
-    layer, batch, shards = a_layer(contexts[:2], rng)
-    for _ in range(3):
-        ys = []
-        for x in shards:
-            with autograd.record():
-                ys.append([layer(x), layer(x)])
-        for outputs in zip(*ys):
-            assert_outputs(outputs, batch)
-
-
 def test_two_threads_with_layers_of_their_own(contexts, rng):
-    layers = [a_layer(contexts[:2], rng) for _ in range(2)]
-    with actors("A", "B") as made:
-        for actor in made:
-            actor.enter()
-        ys = [[], []]
-        for x in range(2):
-            for i, actor in enumerate(made):
-                layer, _, shards = layers[i]
-                ys[i].append(actor.do(lambda layer=layer, shards=shards, x=x: layer(shards[x])))
-        for actor in made:
-            actor.leave()
-        for outputs, (_, batch, _) in zip(ys, layers):
+    (one, batch, shards), (other, *_) = (a_layer(contexts[:2], rng) for _ in range(2))
+    other.gamma.set_data(one.gamma.data(contexts[0]))
+    other.beta.set_data(one.beta.data(contexts[0]))
+    with play([one, other], shards) as (act, _):
+        ys = act("A( B( A0 B0 A1 B1 A) B)")
+        for outputs in (ys[::2], ys[1::2]):
             assert_outputs(outputs, batch)
 
 
@@ -304,44 +283,19 @@ def test_two_threads_with_layers_of_their_own(contexts, rng):
 def test_what_is_left_of_a_failed_step_does_not_end_the_next_one(contexts, rng):
     """A differentiates, or leaves its scope, after B has begun anew."""
     layer, batch, shards = a_layer(contexts[:2], rng)
-    with actors("A", "B") as (a, b):
-        a.enter()
-        y = a.do(lambda: layer(shards[0]))
-        a.leave(ValueError("no data"))
-        b.enter()  # begins anew
+    with play(layer, shards) as (act, (a, _)):
+        (y,) = act("A( A0 A! B(")
         with pytest.raises(mx.MXNetError):
             a.do(lambda: (y.backward(), layer.gamma.grad(contexts[0]).asnumpy()))
-        ys = b.do(lambda: [layer(x) for x in shards])
-        b.leave()
-        assert_outputs(ys, batch)
+        assert_outputs(act("B0 B1 B)"), batch)
 
 
 def test_a_scope_that_is_left_after_a_reset(contexts, rng):
     layer, batch, shards = a_layer(contexts[:2], rng)
-    with actors("A", "B") as (a, b):
-        a.enter()
+    with play(layer, shards) as (act, _):
+        act("A(")
         core.fail("of a test")
-        b.do(gluon_syncbn.reset)
-        b.enter()
-        a.leave(ValueError("late"))
-        ys = b.do(lambda: [layer(x) for x in shards])
-        b.leave()
-        assert_outputs(ys, batch)
-
-
-def test_a_shape_that_changes_on_one_device(contexts, rng):
-    """With `static_shape` MXNet makes that device's call anew, and executes the calls of the others again."""
-    layer = SyncBatchNorm(in_channels=3)
-    layer.initialize(ctx=contexts[:2])
-    layer.hybridize(static_alloc=True, static_shape=True)
-    for first, second in ((4, 3), (2, 3), (5, 4), (4, 4)):
-        shards = [rng.randn(first, 3, 2), 2 * rng.randn(second, 3, 2) + 1]
-        with autograd.record():
-            ys = [layer(nd.array(shard, ctx=context)) for shard, context in zip(shards, contexts)]
-        autograd.backward(ys)
-        whole = np.concatenate(shards)
-        want = (whole - whole.mean((0, 2), keepdims=True)) / np.sqrt(whole.var((0, 2), keepdims=True) + 1e-5)
-        np.testing.assert_allclose(np.concatenate([y.asnumpy() for y in ys]), want, rtol=1e-4, atol=1e-4)
+        assert_outputs(act("Br B( A! B0 B1 B)"), batch)
 
 
 def test_a_thread_that_records_outside_of_any_scope(contexts):
