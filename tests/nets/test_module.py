@@ -5,15 +5,16 @@ import functools
 import gc
 import json
 import time
-import warnings
 
 import mxnet as mx
 import numpy as np
 import pytest
 from gate import Gate
 from internals import core
-from mxnet import gluon, nd
+from mxnet import nd
 from mxnet.gluon import nn
+from nets import body as net_body
+from nets import drawn, filled
 
 import gluon_syncbn
 from gluon_syncbn.mxnet_side.nodes import json_of
@@ -21,6 +22,7 @@ from gluon_syncbn.symbol import SyncBatchNorm
 
 PLAIN = mx.sym.BatchNorm
 CLASSES = 3
+INPUTS = "data", "softmax_label"
 
 
 def body(norm, data="data", **settings):
@@ -51,18 +53,13 @@ def batch_of(seed, size=12, dtype="float64"):
     return mx.io.DataBatch(batch.data, batch.label, 0, bucket_key=size, **shapes)
 
 
-def parameters_of(symbol):
-    """Values for a net, the same for the same names, and gammas that are not 1."""
-    rng = np.random.RandomState(0)
-    names = [set(symbol.list_arguments()) - {"data", "softmax_label"}, set(symbol.list_auxiliary_states())]
-    shapes = dict(zip(symbol.list_arguments(), symbol.infer_shape(data=(2, 3, 7, 7))[0]))
-    shapes.update(zip(symbol.list_auxiliary_states(), symbol.infer_shape(data=(2, 3, 7, 7))[2]))
-    values = {}
-    for name in sorted(names[0] | names[1]):
-        positive = name.endswith(("gamma", "var"))
-        value = rng.rand(*shapes[name]) + 0.5 if positive else rng.randn(*shapes[name]) * 0.5
-        values[name] = nd.array(np.ones_like(value) if name == "bn1_gamma" else value, dtype="float64")
-    return [{name: values[name] for name in part} for part in names]
+def parameters_of(symbol, sample=(3, 7, 7)):
+    """Values for a net, which follow from names. The gamma of bn1 does not count."""
+    arguments, _, states = symbol.infer_shape(data=(2, *sample))
+    named = zip(symbol.list_arguments(), arguments), zip(symbol.list_auxiliary_states(), states)
+    parts = [{n: nd.array(drawn(n, s), dtype="float64") for n, s in part if n not in INPUTS} for part in named]
+    parts[0].update({name: nd.ones_like(value) for name, value in parts[0].items() if name == "bn1_gamma"})
+    return parts
 
 
 def bound(symbol, contexts, *, labels=True, buckets=None, given=None, **binding):
@@ -109,9 +106,10 @@ def train(module, seeds, dtype="float64", norm=PLAIN):
     return values_of(module, norm)
 
 
-def fitted(symbol, contexts, kvstore="local", work_load_list=None):
+def fitted(norm, contexts, kvstore="local", shares=None):
     """After three epochs of `fit`, with a validation behind each: parameters, running statistics and both metrics."""
-    module = mx.mod.Module(symbol, context=contexts, work_load_list=work_load_list)
+    shares, symbol = shares if len(contexts) > 1 else None, classifier(norm)
+    module = mx.mod.Module(symbol, context=contexts, work_load_list=shares)
     arguments, states = parameters_of(symbol)
     scores = []
     module.fit(
@@ -125,36 +123,28 @@ def fitted(symbol, contexts, kvstore="local", work_load_list=None):
         aux_params=states,
         eval_end_callback=lambda given: scores.append(given.eval_metric.get()[1]),
     )
+    assert norm is SyncBatchNorm or "gluon_syncbn" not in symbol.tojson()
     before = values_of(module)
     predicted = module.predict(samples(4, 20)).asnumpy()  # the last batch is padded
     assert_same(values_of(module), before, 0)
     return {**before, "scores": np.array(scores), "predicted": predicted}
 
 
-# ---- fit -----------------------------------------------------------------------------------------------------
+# ---- one context ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def one_device():
-    """What one context has with plain BatchNorm."""
-    return fitted(classifier(PLAIN), [mx.cpu(0)])
-
-
-@pytest.mark.parametrize(
-    "count, kvstore, work_load_list, on_kvstore",
-    [(1, None, None, 1), (2, "local", None, 1), (3, "device", None, 1), (2, "local", [1, 3], 1), (2, "local", None, 0)],
-)
-def test_fit(count, kvstore, work_load_list, on_kvstore, contexts, one_device, monkeypatch):
-    monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", str(on_kvstore))
-    assert_same(fitted(classifier(SyncBatchNorm), contexts[:count], kvstore, work_load_list), one_device)
-
-
-# ---- one step ------------------------------------------------------------------------------------------------
-
-
-def stepped(norm, contexts, heads, grad_req="write", **given):
-    """Of a step with a random head gradient: output, gradients of data and parameters, running statistics."""
-    module = bound(body(norm), contexts, labels=False, inputs_need_grad=True, grad_req=grad_req, given=given)
+def stepped(norm, contexts, grad_req="write", **given):
+    """Of two steps on uneven shards: output, gradients of data and parameters, running statistics."""
+    heads = nd.array(np.random.RandomState(3).randn(12, 5, 4, 4), dtype="float64")
+    if norm is elsewhere:
+        given["group2ctxs"] = {
+            "rest": contexts,
+            "norms": [mx.Context(c.device_type, c.device_id + 3) for c in contexts],
+        }
+    given["work_load_list"] = [3, 1, 2][: len(contexts)]
+    with mx.AttrScope(ctx_group="rest"):
+        symbol = body(norm)
+    module = bound(symbol, contexts, labels=False, inputs_need_grad=True, grad_req=grad_req, given=given)
     for _ in range(2):
         module.forward(batch_of(1), is_train=True)
         module.backward([heads])
@@ -169,107 +159,106 @@ def stepped(norm, contexts, heads, grad_req="write", **given):
     return found
 
 
+def of_a_gluon_net(norm, contexts):
+    """Its own layers are elsewhere, and stay."""
+    net = filled(net_body(nn.BatchNorm if norm is PLAIN else gluon_syncbn.SyncBatchNorm), [mx.cpu(3), mx.cpu(4)])
+    y = mx.sym.FullyConnected(net(mx.sym.var("data")), num_hidden=CLASSES, name="fc")
+    return train(ready(mx.sym.SoftmaxOutput(y, name="softmax"), contexts), range(3))
+
+
+def in_other_sizes(norm, contexts, sizes=(12, 6, 12, 20, 6), buckets=False):
+    """With a reshape that is asked for, and by the batch; with two forwards that nothing else puts in order. Buckets
+    have graphs of their own, on the same parameters.
+    """
+    module = ready(classifier(norm), contexts, buckets=buckets and functools.partial(classifier, norm))
+    for seed, size in enumerate(sizes):
+        batch = batch_of(seed, size)
+        if seed % 2 and not buckets:
+            module.reshape(batch.provide_data, batch.provide_label)
+        for one in (batch, batch_of(seed + 10, 30 - size)):
+            module.forward_backward(one)
+            settle(norm)
+        module.update()
+    return values_of(module, norm)
+
+
+def mirrored(norm, contexts):
+    """The forward that an executor computes again for its backward leaves the running statistics alone."""
+    module = ready(classifier(norm), contexts)
+    for seeds in ([1, 2], [3]):
+        got = train(module, seeds)
+        module.forward(batch_of(0), is_train=True)
+        if norm is PLAIN:  # it moves its running statistics in a backward
+            module.backward()
+        got.update({f"{i}": value.asnumpy() for i, value in enumerate(module.get_outputs())})
+    return got
+
+
 def elsewhere(y, **given):
+    """On contexts of its own, which are the replicas."""
     with mx.AttrScope(ctx_group="norms"):
         return SyncBatchNorm(y, **given)
 
 
-STEPS = {
-    "write": (SyncBatchNorm, 1, {}),
-    "add": (SyncBatchNorm, 1, dict(grad_req="add")),
-    "fixed": (SyncBatchNorm, 1, dict(fixed_param_names=["bn0_gamma", "bn0_beta", "conv0_weight"])),
-    "groups of one": (functools.partial(SyncBatchNorm, groups=[[1], [0], [2]]), 3, {}),
-    "one group": (functools.partial(SyncBatchNorm, groups=[[2, 0, 1]]), 1, {}),
-    "a part elsewhere": (
-        elsewhere,
-        1,
-        {},
-    ),  # of a layer that `group2ctxs` puts on other contexts, those are the replicas
+def contribs(y, **given):
+    return mx.sym.contrib.SyncBatchNorm(y, ndev=2, key=given["name"], **given)
+
+
+def local(y, **given):
+    return SyncBatchNorm(y, mode="local", **given)
+
+
+def marked(y, **given):
+    return SyncBatchNorm(y, attr={"force_mirroring": "True"}, **given)
+
+
+#: What trains, the norm, the number of contexts, and settings: as with plain BatchNorm on one context.
+TRAININGS = {
+    "fit, one context": (fitted, SyncBatchNorm, 1, {}),
+    "fit, local": (fitted, SyncBatchNorm, 2, {"kvstore": "local"}),
+    "fit, device": (fitted, SyncBatchNorm, 3, {"kvstore": "device"}),
+    "fit, shares": (fitted, SyncBatchNorm, 2, {"kvstore": "local", "shares": [1, 3]}),
+    "fit, updates here": (fitted, SyncBatchNorm, 2, {"kvstore": "local", "MXNET_UPDATE_ON_KVSTORE": "0"}),
+    "fit, contrib's": (fitted, contribs, 2, {}),
+    "fit, plain": (fitted, PLAIN, 2, {}),
+    "write": (stepped, SyncBatchNorm, 3, {}),
+    "add": (stepped, SyncBatchNorm, 3, {"grad_req": "add"}),
+    "fixed": (stepped, SyncBatchNorm, 3, {"fixed_param_names": ["bn0_gamma", "bn0_beta", "conv0_weight"]}),
+    "a part elsewhere": (stepped, elsewhere, 3, {}),
+    "a net of gluon": (of_a_gluon_net, SyncBatchNorm, 2, {}),
+    "other sizes": (in_other_sizes, SyncBatchNorm, 2, {}),
+    "a larger size": (in_other_sizes, SyncBatchNorm, 2, {"sizes": (6, 24)}),
+    "buckets": (in_other_sizes, SyncBatchNorm, 2, {"buckets": True}),
+    "mirrored": (mirrored, SyncBatchNorm, 2, {"MXNET_BACKWARD_DO_MIRROR": "1"}),
+    "mirrored, local": (mirrored, local, 1, {"MXNET_BACKWARD_DO_MIRROR": "1"}),
+    "a node mirrored": (mirrored, marked, 2, {}),
 }
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_a_step(name, contexts, rng):
-    norm, alike, given = STEPS[name]  # to plain BatchNorm on so many contexts
-    heads = nd.array(rng.randn(12, 5, 4, 4), dtype="float64")
-    shares = dict(work_load_list=[3, 1, 2])
-    places = {"group2ctxs": {"rest": contexts[:3], "norms": contexts[3:6]}} if norm is elsewhere else {}
-    with mx.AttrScope(ctx_group="rest"):
-        got = stepped(norm, contexts[:3], heads, **given, **shares, **places)
-    assert_same(got, stepped(PLAIN, contexts[:alike], heads, **given, **(shares if alike == 3 else {})))
+@pytest.mark.parametrize("name", TRAININGS)
+def test_it_is_plain_on_one_context(name, contexts, monkeypatch):
+    train_with, norm, count, settings = TRAININGS[name]
+    for setting in [one for one in settings if one.isupper()]:
+        monkeypatch.setenv(setting, settings[setting])
+    given = {setting: value for setting, value in settings.items() if not setting.isupper()}
+    want = train_with(PLAIN, contexts[:1], **given)
+    others = norm in (contribs, PLAIN)
+    if others:
+        gluon_syncbn.install(convert=norm is PLAIN)
+    try:
+        assert_same(train_with(norm, contexts[:count], **given), want)
+    finally:
+        gluon_syncbn.uninstall()
 
 
-def test_a_net_of_gluon_in_a_module(contexts):
-    """Its own layers are elsewhere, and stay."""
-    nets = []
-
-    def symbol_of(norm):
-        net = nn.HybridSequential(prefix="net_")
-        with net.name_scope():
-            net.add(nn.Conv2D(4, 3, in_channels=3, prefix="conv_"), norm(in_channels=4, prefix="bn_"))
-            net.add(nn.Dense(CLASSES, in_units=100, prefix="fc_"))
-        net.initialize(ctx=contexts[2:4])
-        net.cast("float64")
-        nets.append(net)
-        return mx.sym.SoftmaxOutput(net(mx.sym.var("data")), name="softmax")
-
-    symbols = symbol_of(gluon_syncbn.SyncBatchNorm), symbol_of(nn.BatchNorm)
-    got, want = (train(ready(symbol, contexts[:n]), range(3)) for symbol, n in zip(symbols, (2, 1)))
-    assert_same(got, want)
-
-    symbol = symbol_of(gluon_syncbn.SyncBatchNorm)
-    nets.clear()
+def test_a_net_of_gluon_that_is_gone(contexts):
+    symbol = net_body(gluon_syncbn.SyncBatchNorm)(mx.sym.var("data"))
     gc.collect()
-    with pytest.raises(mx.MXNetError, match=r"the SyncBatchNorm of 'net_bn.*' no longer exists.*keep the net"):
-        ready(symbol, contexts[:2])
+    with pytest.raises(mx.MXNetError, match=r"the SyncBatchNorm of 'net_one.*' no longer exists.*keep the net"):
+        bound(symbol, contexts[:2], labels=False)
 
 
-# ---- shapes, validation, files ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("sizes, buckets", [((12, 6, 12, 20, 6), False), ((6, 24), False), ((12, 6, 12, 20, 6), True)])
-def test_other_batch_sizes(sizes, buckets, contexts):
-    """With a reshape that is asked for, and by the batch; with two forwards that nothing else puts in order. Buckets
-    have graphs of their own, on the same parameters.
-    """
-
-    def trained(norm, places):
-        module = ready(classifier(norm), places, buckets=buckets and functools.partial(classifier, norm))
-        for seed, size in enumerate(sizes):
-            batch = batch_of(seed, size)
-            if seed % 2 and not buckets:
-                module.reshape(batch.provide_data, batch.provide_label)
-            module.forward_backward(batch)
-            settle(norm)
-            module.forward_backward(batch_of(seed + 10, 30 - size))
-            settle(norm)
-            module.update()
-        return values_of(module, norm)
-
-    assert_same(trained(SyncBatchNorm, contexts[:2]), trained(PLAIN, contexts[:1]))
-
-
-@pytest.mark.parametrize("mode", ["sync", "local"])
-@pytest.mark.parametrize("mirrors", ["all nodes", "this node"])
-def test_memory_mirroring(contexts, monkeypatch, mirrors, mode):
-    """The forward that an executor computes again for its backward leaves the running statistics alone."""
-    if mirrors == "all nodes":
-        monkeypatch.setenv("MXNET_BACKWARD_DO_MIRROR", "1")
-    attributes = {"attr": {"force_mirroring": "True"}} if mirrors == "this node" else {}
-
-    def trained(norm, places, **given):
-        module = ready(classifier(norm, **given), places)
-        for seeds in ([1, 2], [3]):
-            got = train(module, seeds)
-            module.forward(batch_of(0), is_train=True)
-            if norm is PLAIN:  # it moves its running statistics in a backward
-                module.backward()
-            got.update({f"{i}": value.asnumpy() for i, value in enumerate(module.get_outputs())})
-        return got
-
-    want = trained(PLAIN, contexts[:1])
-    for count in (1, 2) if mode == "sync" else (1,):
-        assert_same(trained(SyncBatchNorm, contexts[:count], mode=mode, **attributes), want)
+# ---- files ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count, kvstore", [(1, "local"), (2, "local"), (2, None)])
@@ -311,15 +300,14 @@ def test_a_checkpoint(contexts, tmp_path):
 
 
 @pytest.mark.parametrize("settings", [dict(mode="local"), dict(groups=((0, 2), (1,)))], ids=str)
-def test_a_file_keeps_the_settings(settings, contexts, tmp_path, rng):
+def test_a_file_keeps_the_settings(settings, contexts, tmp_path):
     norm = functools.partial(SyncBatchNorm, virtual_devices=2, running_variance="unbiased", timeout=17.0, **settings)
 
     def loaded(y, **given):
         norm(y, **given).save(str(tmp_path / "norm.json"))
         return mx.sym.load(str(tmp_path / "norm.json"))
 
-    heads = nd.array(rng.randn(12, 5, 4, 4), dtype="float64")
-    assert_same(stepped(loaded, contexts[:3], heads), stepped(norm, contexts[:3], heads), 1e-12)
+    assert_same(stepped(loaded, contexts[:3]), stepped(norm, contexts[:3]), 1e-12)
     for symbol in (made(mx.sym.var("data"), name="bn0") for made in (norm, loaded)):
         ((_, replicas),) = bound(symbol, contexts[:3], labels=False)._exec_group.layers
         assert replicas.settings.unbiased and (replicas.settings.timeout, replicas.settings.virtual_devices) == (17, 2)
@@ -342,46 +330,36 @@ def test_parameters_are_read_behind_the_forward(contexts):
     assert got.max() > 0
 
 
-class Rest(mx.operator.CustomOp):
-    """Lets a shard wait that begins with 2."""
-
-    def forward(self, is_train, req, in_data, out_data, aux):
-        if in_data[0][0, 0].asscalar() == 2:
-            time.sleep(0.5)
-        self.assign(out_data[0], req[0], in_data[0])
-
-
-@mx.operator.register("rest")
-class RestProp(mx.operator.CustomOpProp):
-    def create_operator(self, ctx, shapes, dtypes):
-        return Rest()
-
-
 @pytest.mark.parametrize("buckets", [False, True], ids=["reshape", "buckets"])
 def test_forwards_of_other_batch_sizes_come_in_their_order(buckets, contexts):
     """The executors of a context share memory, or have been made one after the other, and MXNet's engine sees that."""
 
     def symbol_of(_):
-        y = SyncBatchNorm(mx.sym.Custom(mx.sym.var("data"), op_type="rest"), name="bn", momentum=0.5)
-        return y, ["data"], None
+        return SyncBatchNorm(mx.sym.var("data"), name="bn", momentum=0.5), ["data"], None
 
-    def running(wait):
+    def running(waits):
         if buckets:
             module = mx.mod.BucketingModule(symbol_of, default_bucket_key=40, context=contexts[:2])
         else:
             module = mx.mod.Module(symbol_of(40)[0], context=contexts[:2], label_names=None)
         module.bind([("data", (40, 3))])
         module.init_params()
+        gates = []
         for size in (40, 4, 40):
             rows = nd.arange(size).reshape((size, 1)) * nd.array([[1, size, 3]])
-            shapes = [("data", rows.shape)]
-            module.forward(mx.io.DataBatch([rows], bucket_key=size, provide_data=shapes), is_train=True)
-            if wait:
-                mx.nd.waitall()
-        mx.nd.waitall()
+            gates.append(Gate())
+            data, shapes = [gates[-1].behind(rows)], [("data", rows.shape)]
+            if waits:
+                gates.pop().open()
+            module.forward(mx.io.DataBatch(data, bucket_key=size, provide_data=shapes), is_train=True)
+            if waits:
+                nd.waitall()
+        for gate in reversed(gates):
+            gate.open()
+        nd.waitall()
         return [value.asnumpy() for value in module.get_params()[1].values()]
 
-    np.testing.assert_array_equal(running(wait=False), running(wait=True))
+    np.testing.assert_array_equal(running(False), running(True))
 
 
 # ---- several modules ------------------------------------------------------------------------------------------
@@ -390,19 +368,14 @@ def test_forwards_of_other_batch_sizes_come_in_their_order(buckets, contexts):
 def sequence(norm, contexts):
     """Two modules, one behind the other; what goes between is float32."""
     rest = mx.sym.FullyConnected(norm(mx.sym.var("data"), name="bn2", fix_gamma=False), num_hidden=CLASSES, name="fc")
+    both = body(norm), mx.sym.SoftmaxOutput(rest, name="softmax")
     chain = mx.mod.SequentialModule()
-    chain.add(mx.mod.Module(body(norm), label_names=None, context=contexts))
-    chain.add(
-        mx.mod.Module(mx.sym.SoftmaxOutput(rest, name="softmax"), context=contexts), take_labels=True, auto_wiring=True
-    )
+    chain.add(mx.mod.Module(both[0], label_names=None, context=contexts))
+    chain.add(mx.mod.Module(both[1], context=contexts), take_labels=True, auto_wiring=True)
     batch = batch_of(0, dtype="float32")
     chain.bind(batch.provide_data, batch.provide_label)
-    rng = np.random.RandomState(0)
-    arguments, states = parameters_of(body(norm))
-    arguments.update(fc_weight=nd.array(rng.randn(CLASSES, 80)), fc_bias=nd.zeros(3))
-    arguments.update({f"bn2_{name}": nd.array(rng.rand(5)) for name in ("gamma", "beta")})
-    states.update({f"bn2_moving_{name}": nd.array(rng.rand(5)) for name in ("mean", "var")})
-    chain.init_params(arg_params=arguments, aux_params=states)
+    first, second = (parameters_of(symbol, sample) for symbol, sample in zip(both, [(3, 7, 7), (5, 4, 4)]))
+    chain.init_params(arg_params={**first[0], **second[0]}, aux_params={**first[1], **second[1]})
     chain.init_optimizer("local", "sgd", dict(learning_rate=0.05, momentum=0.9))
     return chain
 
@@ -518,56 +491,30 @@ class OwnModule(mx.mod.Module):
             mx.model._update_params(*arrays, self._updater, 2, self._kvstore, group.param_names)
 
 
-@pytest.fixture(params=[mx.mod.Module, OwnModule])
-def kind(request, monkeypatch):
-    """Modules of this class."""
-    monkeypatch.setattr(mx.mod, "Module", request.param)
-
-
-@pytest.mark.usefixtures("kind")
-def test_a_failed_step_changes_nothing_and_the_next_one_trains(contexts):
-    """The failure shows where a result is read; the steps around it are those of a run without it."""
-    want = train(ready(classifier(SyncBatchNorm), contexts[:2]), [1, 2, 3])
-    gluon_syncbn.configure(nonfinite="error")
-    module = ready(classifier(SyncBatchNorm), contexts[:2])
-    for seed in (1, None, 2, None, 3):
-        module.forward_backward(broken(0) if seed is None else batch_of(seed))
-        module.update()
-        if seed is None:
-            with pytest.raises(gluon_syncbn.StepError, match="the batch is not finite"):
-                module.get_outputs()[0].asnumpy()
-    assert_same(values_of(module), want, 1e-12)
-
-
-@pytest.mark.usefixtures("kind")
-def test_an_update_that_waits_changes_nothing(contexts, monkeypatch):
-    """Whoever reads a result takes the error away before the update has begun."""
-    monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", "0")
-    want = train(ready(classifier(SyncBatchNorm), contexts[:2]), [1, 2])
-    gluon_syncbn.configure(nonfinite="error")
-    module = ready(classifier(SyncBatchNorm), contexts[:2])
-    train(module, [1])
+def read(module, _):
+    """By whoever reads a result."""
     module.forward_backward(broken(0))
-    bias = module._exec_group.param_arrays[module._exec_group.param_names.index("fc_bias")]
-    gate = Gate()
-    read = [gate.behind(array) for array in bias]
     module.update()
-    for outputs in module.get_outputs(merge_multi_context=False):
-        for output in outputs:
-            with pytest.raises(mx.MXNetError):
-                output.asnumpy()
+    with pytest.raises(gluon_syncbn.StepError, match="the batch is not finite"):
+        module.get_outputs()[0].asnumpy()
+
+
+def read_before_the_update(module, _):
+    """Which has not begun when the error is taken away."""
+    module.forward_backward(broken(0))
+    gate, group = Gate(), module._exec_group
+    held = [gate.behind(array) for array in group.param_arrays[group.param_names.index("fc_bias")]]
+    module.update()
+    for output in (one for outputs in module.get_outputs(merge_multi_context=False) for one in outputs):
+        with pytest.raises(mx.MXNetError):
+            output.asnumpy()
     gate.open()
     gluon_syncbn.reset()
-    assert len(read) == 2
-    assert_same(train(module, [2]), want, 1e-12)
+    assert len(held) == 2
 
 
-def test_a_failure_that_nobody_has_read_is_raised_by_the_next_forward(contexts):
-    want = train(ready(classifier(SyncBatchNorm), contexts[:2]), [1, 2])
-    gluon_syncbn.configure(nonfinite="error")
-    module = ready(classifier(SyncBatchNorm), contexts[:2])
-    module.forward_backward(batch_of(1))
-    module.update()
+def nobody_has_read(module, _):
+    """The next forward raises it."""
     mx.nd.waitall()
     module.forward_backward(broken(0))
     module.update()
@@ -575,7 +522,41 @@ def test_a_failure_that_nobody_has_read_is_raised_by_the_next_forward(contexts):
         time.sleep(0.01)
     with pytest.raises(gluon_syncbn.StepError, match="the batch is not finite"):
         module.forward(batch_of(2), is_train=True)
-    assert_same(train(module, [2]), want, 1e-12)
+
+
+def an_exception_in_forward(module, monkeypatch, what="forward"):
+    """Between two executors. The replica that was called does not wait for the other one."""
+
+    def fails(*args, **kwargs):
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module._exec_group.execs[1], what, fails)
+        with pytest.raises(OSError, match="disk full"):
+            module.forward_backward(batch_of(0))
+
+
+an_exception_in_backward = functools.partial(an_exception_in_forward, what="backward")
+FAILURES = [(read, mx.mod.Module), (read, OwnModule)]
+FAILURES += [(read_before_the_update, mx.mod.Module), (read_before_the_update, OwnModule)]
+FAILURES += [(one, mx.mod.Module) for one in (nobody_has_read, an_exception_in_forward, an_exception_in_backward)]
+
+
+@pytest.mark.parametrize("failure, kind", FAILURES)
+def test_a_failed_step_changes_nothing_and_the_next_one_trains(failure, kind, contexts, monkeypatch):
+    """The steps around it are those of a run without it."""
+    monkeypatch.setattr(mx.mod, "Module", kind)
+    monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", str(int(failure is not read_before_the_update)))
+    want = train(ready(classifier(SyncBatchNorm), contexts[:2]), [1, 2, 3])
+    gluon_syncbn.configure(nonfinite="error")
+    module = ready(classifier(SyncBatchNorm), contexts[:2])
+    for seed in (1, 2):
+        train(module, [seed])
+        failure(module, monkeypatch)
+    got = train(module, [3])
+    if failure is an_exception_in_backward:  # the forward before it has moved the running statistics
+        got, want = ({k: v for k, v in values.items() if "moving" not in k} for values in (got, want))
+    assert_same(got, want, 1e-12)
 
 
 def test_a_failure_in_the_first_of_two_modules_is_one_of_both(contexts):
@@ -591,43 +572,7 @@ def test_a_failure_in_the_first_of_two_modules_is_one_of_both(contexts):
     assert_same(train(chain, [2], "float32"), want, 1e-6)
 
 
-@pytest.mark.parametrize("what", ["forward", "backward"])
-def test_an_exception_between_two_executors(what, contexts, monkeypatch):
-    """The replica that was called does not wait for the other one, and the next step trains."""
-    want = train(ready(classifier(SyncBatchNorm), contexts[:2]), [1, 2])
-    module = ready(classifier(SyncBatchNorm), contexts[:2])
-    train(module, [1])
-
-    def fails(*args, **kwargs):
-        raise OSError("disk full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module._exec_group.execs[1], what, fails)
-        with pytest.raises(OSError):
-            module.forward_backward(batch_of(0))
-    got = train(module, [2])
-    if what == "backward":  # the forward before it has moved the running statistics
-        got, want = ({k: v for k, v in values.items() if "moving" not in k} for values in (got, want))
-    assert_same(got, want, 1e-12)
-
-
-# ---- contrib's symbol ------------------------------------------------------------------------------------------
-
-
-def contribs(y, **given):
-    return mx.sym.contrib.SyncBatchNorm(y, ndev=2, key=given["name"], **given)
-
-
-@pytest.mark.parametrize("norm, convert", [(contribs, False), (PLAIN, True)], ids=["contrib's", "plain"])
-def test_symbols_of_others(norm, convert, contexts, one_device):
-    gluon_syncbn.install(convert=convert)
-    try:
-        symbol = classifier(norm)
-        assert_same(fitted(symbol, contexts[:2]), one_device)
-    finally:
-        gluon_syncbn.uninstall()
-    assert norm is PLAIN or "_contrib_SyncBatchNorm" in symbol.tojson()
-    assert "gluon_syncbn" not in symbol.tojson()
+# ---- operators of others -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("operator", ["SyncBatchNorm", "BatchNorm"])
@@ -653,22 +598,6 @@ def test_an_operator_stays_where_its_mean_is_used(operator, contexts):
             assert f'"op": "{named[6:-1]}"' in module.symbol.tojson() and "__gluon" not in module.symbol.tojson()
     finally:
         gluon_syncbn.uninstall()
-
-
-def test_contribs_symbol_is_mxnets_again(contexts):
-    gluon_syncbn.install()
-    gluon_syncbn.uninstall()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        module = mx.mod.Module(contribs(mx.sym.var("data"), name="k"), label_names=None, context=contexts[0])
-        module.bind([("data", (2, 3, 4))])
-    assert "_contrib_SyncBatchNorm" in module._exec_group.symbol.tojson()
-
-
-def test_a_symbol_block_of_a_file_is_plain(contexts, tmp_path):
-    SyncBatchNorm(mx.sym.var("data"), name="bn0").save(str(tmp_path / "net.json"))
-    block = gluon.SymbolBlock.imports(str(tmp_path / "net.json"), ["data"])
-    assert [layer["op"] for layer in json_of(block._cached_graph[1])["nodes"] if layer["op"] != "null"] == ["BatchNorm"]
 
 
 def test_a_monitor_of_many_layers(contexts, rng):
