@@ -3,7 +3,6 @@
 import copy
 import functools
 import gc
-import itertools
 import re
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,56 +11,34 @@ import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from nets import NETS, Residual, assert_as_plain, filled, made
 from replicas import SIZES, forward_and_backward, in_threads
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, convert, recompute, revert
-from gluon_syncbn.exchange.base import DeviceExchange
 from gluon_syncbn.mxnet_side.blocks import PARAMETERS, iterate
-from gluon_syncbn.training.session import session
 
+SHAPE = (3, 5, 3)  # of a sample
 POOLINGS = {
     "sync": {},
     "local": {"mode": "local", "virtual_devices": 2},
     "shuffle": {"mode": "shuffle", "virtual_devices": 2},
     "groups": {"group_size": 2},
 }
+recompute_no_more = functools.partial(recompute, active=False)
 
 
-class Unit(nn.HybridBlock):
-    """Two layers whose order matters, and a convolution, whose output is in oneDNN's layout."""
-
-    def __init__(self, channels=4, **settings):
-        super().__init__()
-        self.body = nn.HybridSequential()
-        self.body.add(
-            nn.Conv2D(channels, 3, padding=1, in_channels=channels),
-            SyncBatchNorm(in_channels=channels, **settings),
-            nn.Activation("tanh"),
-            nn.Conv2D(channels, 1, in_channels=channels),
-            SyncBatchNorm(in_channels=channels, **settings),
-        )
-
-    def hybrid_forward(self, F, x):
-        return self.body(x) + x
-
-
-def make_net(contexts, units=2, recomputed=False, **settings):
+def make_net(contexts, **settings):
+    """Two blocks of layers whose order matters; outputs of convolutions are in oneDNN's layout."""
     net = nn.Sequential()
-    net.add(*[Unit(**settings) for _ in range(units)])
-    net.initialize(ctx=contexts)
-    rng = np.random.RandomState(1)
-    for parameter in net.collect_params().values():
-        if not parameter.name.endswith(("mean", "var")):
-            parameter.set_data(nd.array(rng.randn(*parameter.shape) * 0.4 + 0.5))
-    for unit in net if recomputed else ():
-        assert recompute(unit) is unit
-    return net
+    for _ in range(2):
+        net.add(Residual(functools.partial(SyncBatchNorm, **settings)), nn.Conv2D(3, 1, in_channels=4))
+    return filled(net, contexts, "float32", SHAPE)
 
 
 def make_data(contexts):
     rng = np.random.RandomState(2)
-    shapes = [(SIZES[i], 4, 5, 3) for i in range(len(contexts))]
+    shapes = [(SIZES[i], *SHAPE) for i in range(len(contexts))]
     xs = [nd.array((i + 1) * rng.randn(*s) + i, ctx=c) for i, (s, c) in enumerate(zip(shapes, contexts))]
     heads = [nd.array(rng.randn(*s) + 0.3 * i, ctx=c) for i, (s, c) in enumerate(zip(shapes, contexts))]
     return xs, heads
@@ -77,9 +54,7 @@ def train(net, contexts, steps=3, grad_req="write", step=forward_and_backward):
         trainer.step(sum(map(len, xs)))
     found = [*ys, *[x.grad for x in xs]]
     for parameter in net.collect_params().values():
-        found += (
-            parameter.list_data() if parameter.grad_req == "null" else [*parameter.list_data(), *parameter.list_grad()]
-        )
+        found += parameter.list_data() + (parameter.list_grad() if parameter.grad_req != "null" else [])
     return [array.asnumpy() for array in found]
 
 
@@ -108,13 +83,30 @@ def assert_close(got, want):
 )
 def test_equals_the_net_without_it(contexts, replicas, way):
     contexts = contexts[:replicas]
-    want = train(make_net(contexts), contexts)
-    net = make_net(contexts, recomputed=True)
+    want, net = train(make_net(contexts), contexts), make_net(contexts)
     for unit in net:
+        assert recompute(unit) is unit
         unit.hybridize(way == "hybrid")
-        recompute(unit.body, active=way == "within each other")
+        recompute(unit.conv, active=way == "within each other") if isinstance(unit, Residual) else None
     step = one_thread_each if way == "one thread each" else forward_and_backward
     assert_close(train(net, contexts, step=step), want)
+
+
+@pytest.mark.parametrize("kind", NETS)
+def test_any_net_converted_before_and_after(kind, contexts):
+    """It leaves names alone, and a net that is as it was."""
+    for changes in ((convert, recompute), (recompute, recompute, convert)):
+        net = made(kind, contexts[:2])
+        names, before = (
+            list(net._collect_params_with_prefix()),
+            [(one, type(one), set(vars(one))) for one in iterate(net)],
+        )
+        for change in changes:
+            change(net)
+        assert_as_plain(net, kind, contexts)
+        assert "forward" in vars(net) and list(net._collect_params_with_prefix()) == names
+        recompute_no_more(revert(net))
+        assert all(set(vars(one)) == attributes for one, cls, attributes in before if type(one) is cls)
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
@@ -127,7 +119,7 @@ def test_every_mode(contexts, pooling):
         gluon_syncbn.configure(seed=3)
         xs, heads = make_data(contexts[:4])
         ys = forward_and_backward(net, xs, heads)
-        found.append([a.asnumpy() for a in [*ys, *[x.grad for x in xs], *net[0].body[0].weight.list_grad()]])
+        found.append([a.asnumpy() for a in [*ys, *[x.grad for x in xs], *net[0].conv.weight.list_grad()]])
     assert_close(*reversed(found))
 
 
@@ -136,36 +128,24 @@ def test_a_block_that_is_used_twice(contexts, grad_req):
     """And parameters that others use too: MXNet adds their gradients."""
 
     def twice(contexts, change):
-        net = make_net(contexts, units=1)
-        change(net[0])
+        net = make_net(contexts)
+        for unit in net:
+            change(unit)
         return type("Twice", (), {"__call__": lambda _, x: net(net(x)), "collect_params": net.collect_params})()
 
-    want = train(twice(contexts[:2], lambda unit: unit), contexts[:2], grad_req=grad_req)
-    assert_close(train(twice(contexts[:2], recompute), contexts[:2], grad_req=grad_req), want)
-
-
-class Counting(DeviceExchange):
-    def __init__(self):
-        super().__init__(mx.kv.create("device"))
-        self.seen = []
-
-    def add(self, places, rows, timeout, call):
-        self.seen.append("forward" if rows.shape[1] % 2 else "backward")  # 2 C + 1 moments, or 2 C sums
-        return super().add(places, rows, timeout, call)
-
-
-def test_statistics_are_exchanged_once(contexts):
-    counting, net = Counting(), make_net(contexts[:2], recomputed=True)
-    session.set(exchange=counting)
-    train(net, contexts[:2], steps=1)
-    assert sorted(counting.seen) == ["backward"] * 4 + ["forward"] * 4
+    found = [
+        train(twice(contexts[:2], change), contexts[:2], grad_req=grad_req) for change in (recompute, recompute_no_more)
+    ]
+    assert_close(*found)
 
 
 @pytest.mark.parametrize("meanwhile", ["a backward", "another batch", "other layers"])
 def test_what_happens_before_the_backward_runs(contexts, meanwhile):
     """What is issued since is nothing that it may see. The layer of the forward may be gone."""
-    net, (xs, heads) = make_net(contexts[:2], units=1, recomputed=True), make_data(contexts[:2])
+    net, (xs, heads) = make_net(contexts[:2]), make_data(contexts[:2])
     found = []
+    for unit in net:
+        recompute(unit)
     for happens in (False, True):
         for x in xs:
             x.attach_grad()
@@ -188,44 +168,31 @@ def test_what_happens_before_the_backward_runs(contexts, meanwhile):
 # ---- random operators --------------------------------------------------------------------------------------
 
 
-class Drops(nn.HybridBlock):
-    def __init__(self, inner=None):
-        super().__init__()
-        self.inner = inner or nn.Dropout(0.5)
-        self.norm = SyncBatchNorm(in_channels=4)
-
-    def hybrid_forward(self, F, x):
-        return self.inner(x), self.norm(x)
+DROPS = {
+    "Dropout": lambda: nn.Dropout(0.5),
+    "operators": lambda: nn.HybridLambda(lambda F, x: F.Dropout(F.Dropout(x, p=0.3), p=0.3)),
+    "nested": lambda: recompute(nn.Dropout(0.5)),
+}
 
 
 @pytest.mark.parametrize(
-    "inner, hybrid", [("Dropout", True), ("operator", False), ("operator", True), ("nested", False)]
+    "inner, hybrid", [("Dropout", True), ("operators", False), ("operators", True), ("nested", False)]
 )
 def test_dropout_draws_the_same_mask(contexts, inner, hybrid):
-    make = {
-        "Dropout": lambda: nn.Dropout(0.5),
-        "operator": lambda: nn.HybridLambda(lambda F, x: F.Dropout(F.Dropout(x, p=0.3), p=0.3)),
-        "nested": lambda: recompute(nn.Dropout(0.5)),
-    }[inner]
-    net = Drops(make())
-    net.initialize(ctx=contexts[:2])
+    net = nn.HybridSequential()
+    net.add(DROPS[inner]())
     net.hybridize(hybrid)
     recompute(net)
     xs = [nd.random.uniform(1, 2, shape=(3 + i, 4, 17, 9), ctx=c) for i, c in enumerate(contexts[:2])]
-    for x in xs:
-        x.attach_grad()
     masks = []
     for seed in (5, 5, 6):
         mx.random.seed(seed)
-        with autograd.record():
-            ys = [net(x)[0] for x in xs]
-        heads = [nd.random.uniform(1, 2, shape=x.shape, ctx=x.context) for x in xs]
-        autograd.backward(ys, heads)
-        for x, y, head in zip(xs, ys, heads):
-            kept = (y / x).asnumpy()
-            assert 0.2 < (kept == 0).mean() < 0.7
-            np.testing.assert_allclose((x.grad / head).asnumpy(), kept, rtol=1e-5)
-        masks.append([(y.asnumpy() == 0) for y in ys])
+        ys = forward_and_backward(net, xs)
+        kept = [(y / x).asnumpy() for x, y in zip(xs, ys)]
+        for x, one in zip(xs, kept):
+            assert 0.2 < (one == 0).mean() < 0.7
+            np.testing.assert_allclose(x.grad.asnumpy(), one, rtol=1e-5)
+        masks.append([one == 0 for one in kept])
     assert all((a == b).all() for a, b in zip(masks[0], masks[1]))
     assert (masks[0][0] != masks[2][0]).any() and (masks[0][0] != masks[0][1][:3]).any()
 
@@ -320,7 +287,7 @@ class Structured(nn.Block):
 
     def __init__(self, change):
         super().__init__()
-        self.norm, self.rows, self.places = SyncBatchNorm(in_channels=4), change(Rows()), []
+        self.norm, self.rows, self.places = SyncBatchNorm(in_channels=3), change(Rows()), []
         self.scale = self.params.get("scale", shape=(1,), init="ones")
         self.unused = self.params.get("unused", shape=(1,), init="ones")
         change(self)
@@ -370,7 +337,7 @@ def test_a_parameter_that_is_frozen_before_the_backward():
 
 def test_what_is_not_recorded(contexts):
     """Prediction and forwards without a record scope call the block as it is."""
-    net, x = make_net(contexts[:1]), nd.random.normal(shape=(2, 4, 5, 3))
+    net, x = make_net(contexts[:1]), nd.random.normal(shape=(2, *SHAPE))
     want = net(x).asnumpy()
     for unit in net:
         recompute(unit)
@@ -383,20 +350,12 @@ def test_what_is_not_recorded(contexts):
     assert np.abs(x.grad.asnumpy()).max() > 0
 
 
-def test_it_leaves_names_files_and_copies_alone(contexts, tmp_path):
-    net = make_net(contexts[:1])
-    before, attributes = list(net._collect_params_with_prefix()), [set(vars(unit)) for unit in net]
-    for unit in net:
-        recompute(recompute(unit))
-    assert list(net._collect_params_with_prefix()) == before
-    net.save_parameters(str(tmp_path / "net"))
+def test_a_copy_is_recomputed(contexts):
+    net = nn.Sequential()
+    net.add(recompute(make_net(contexts[:1])))
     twin = copy.deepcopy(net)
-    twin.load_parameters(str(tmp_path / "net"))
     twin.collect_params().reset_ctx(contexts[:1])  # a copy of an array has no gradient
     assert_close(train(twin, contexts[:1], steps=1), train(net, contexts[:1], steps=1))
-    for unit in net:
-        recompute(unit, active=False)
-    assert [set(vars(unit)) for unit in net] == attributes
 
 
 def test_a_shallow_copy():
@@ -407,55 +366,9 @@ def test_a_shallow_copy():
         assert [one(ones).asscalar() for one in (block, twin, block)] == [2, 5, 2]
 
 
-def test_layers_that_are_converted_later(contexts, recwarn):
-    """Each layer is recomputed by itself, so that the forward that it has is not its own."""
-    want = train(make_net(contexts[:2]), contexts[:2])
-    net = revert(make_net(contexts[:2]))
-    layers = [one for one in iterate(net) if isinstance(one, nn.BatchNorm)]
-    for layer in layers:
-        recompute(layer)
-    convert(net)
-    assert_close(train(net, contexts[:2]), want)
-    gluon_syncbn.assert_synchronised(net)
-    revert(net)
-    assert {type(layer) for layer in layers} == {nn.BatchNorm}
-    assert not [str(one.message) for one in recwarn if "as it was" in str(one.message)]
-
-
-CHANGES = {
-    "recompute": recompute,
-    "unrecompute": functools.partial(recompute, active=False),
-    "convert": gluon_syncbn.convert,
-    "revert": revert,
-}
-
-
-def test_a_recorded_graph_in_every_order(contexts):
-    x, data = make_data(contexts[:1])[0][0], mx.sym.var("data", dtype="float32")
-    net, found = revert(make_net(contexts[:1], units=1)[0]), []
-    for order in itertools.product(CHANGES, repeat=3):
-        block = gluon.SymbolBlock(net(data), data, params=net.collect_params())
-        for change in order:
-            CHANGES[change](block)
-        is_recomputed = [change for change in order if change.endswith("recompute")][-1:] == ["recompute"]
-        is_synchronised = [change for change in order if change.endswith("vert")][-1:] == ["convert"]
-        assert ("forward" in vars(block)) == is_recomputed
-        assert any(isinstance(one, SyncBatchNorm) for one in iterate(block)) == is_synchronised
-        assert (type(block) is gluon.SymbolBlock) == (not is_synchronised)
-        if is_synchronised:
-            x.attach_grad()
-            with autograd.record():
-                y = block(x)
-            y.backward(y * y)
-            weights = net.collect_params(".*(weight|gamma)").values()
-            found.append([array.asnumpy() for array in [y, x.grad, *(one.grad() for one in weights)]])
-    for got in found:
-        assert_close(got, found[0])
-
-
 def record(net, context):
     with autograd.record():
-        return net(nd.ones((2, 4, 5, 3), ctx=context))
+        return net(nd.ones((2, *SHAPE), ctx=context))
 
 
 def test_what_cannot_be_computed_twice(contexts):
@@ -469,7 +382,7 @@ def test_what_cannot_be_computed_twice(contexts):
     with pytest.raises(ValueError, match=re.escape("expected SyncBatchNorm, which alone can repeat a forward")):
         record(net, contexts[0])
     with autograd.record(train_mode=False):
-        net(nd.ones((2, 4, 5, 3), ctx=contexts[0])).wait_to_read()
+        net(nd.ones((2, *SHAPE), ctx=contexts[0])).wait_to_read()
     gluon_syncbn.freeze(unit)
     record(net, contexts[0]).wait_to_read()
 
@@ -481,7 +394,7 @@ class Operates(nn.HybridBlock):
         super().__init__()
         for name, init in zip(PARAMETERS, ("ones", "zeros", "zeros", "ones")):
             differentiable = not name.startswith("running")
-            given = dict(shape=(4,), init=init, differentiable=differentiable)
+            given = dict(shape=(3,), init=init, differentiable=differentiable)
             setattr(self, name, self.params.get(name, **given))
 
     def hybrid_forward(self, F, x, gamma, beta, running_mean, running_var):
@@ -517,8 +430,8 @@ def test_an_operator_that_a_plain_block_calls():
         block.initialize()
         for seed in range(3):
             with autograd.record():
-                y = block(nd.array(np.random.RandomState(seed).randn(3, 4, 5)))
-            y.backward(nd.array(np.random.RandomState(9).randn(3, 4, 5)))
+                y = block(nd.array(np.random.RandomState(seed).randn(3, 3, 5)))
+            y.backward(nd.array(np.random.RandomState(9).randn(3, 3, 5)))
             nd.waitall()
         return [one.data().asnumpy() for one in block.params.values()] + [block.gamma.grad().asnumpy()]
 
@@ -528,7 +441,7 @@ def test_an_operator_that_a_plain_block_calls():
 
 def test_a_hybridized_block_cannot_hold_it(contexts):
     net = nn.HybridSequential()
-    net.add(Unit())
+    net.add(SyncBatchNorm(in_channels=3))
     net.initialize(ctx=contexts[:1])
     recompute(net[0])
     net.hybridize()
@@ -547,7 +460,7 @@ class Changes(nn.Block):
     def __init__(self, change):
         super().__init__()
         self.calls, self.change = 0, change
-        self.first, self.second = SyncBatchNorm(in_channels=4), SyncBatchNorm(in_channels=4)
+        self.first, self.second = SyncBatchNorm(in_channels=3), SyncBatchNorm(in_channels=3)
 
     def forward(self, x):
         self.calls += x.context == mx.cpu(1)

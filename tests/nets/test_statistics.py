@@ -1,59 +1,26 @@
 """Running statistics of all devices together, and of a population."""
 
+import functools
+
 import mxnet as mx
 import numpy as np
 import pytest
 from moments import moments
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from replicas import WAYS, forward_and_backward, make_batch, on_devices, prepare, short_waits, step
+from nets import NETS, SAMPLE, body, filled, made, recorded
+from replicas import WAYS, forward_and_backward, make_batch, on_devices, short_waits
 
 import gluon_syncbn
-from gluon_syncbn import SyncBatchNorm, average_running_stats, update_bn_stats
+from gluon_syncbn import SyncBatchNorm, average_running_stats, convert, freeze, update_bn_stats
 
 LAYERS = {
-    "plain": lambda **kwargs: nn.BatchNorm(**kwargs),
-    "local": lambda **kwargs: SyncBatchNorm(mode="local", **kwargs),
-    "shuffle": lambda **kwargs: SyncBatchNorm(mode="shuffle", virtual_devices=2, **kwargs),
-    "groups": lambda **kwargs: SyncBatchNorm(group_size=1, **kwargs),
-    "contrib": lambda **kwargs: gluon.contrib.nn.SyncBatchNorm(num_devices=1, **kwargs),
+    "plain": nn.BatchNorm,
+    "local": functools.partial(SyncBatchNorm, mode="local"),
+    "shuffle": functools.partial(SyncBatchNorm, mode="shuffle", virtual_devices=2),
+    "groups": functools.partial(SyncBatchNorm, group_size=1),
+    "contrib": functools.partial(gluon.contrib.nn.SyncBatchNorm, num_devices=1),
 }
-
-
-# Of blocks in a list, which these tests are about.
-unregistered = pytest.mark.filterwarnings('ignore:"Net.hidden" is an unregistered container:UserWarning')
-
-
-def make_net(kind, contexts, dtype="float64"):
-    """Two layers of batch normalisation, one of which no child holds, on unlike statistics."""
-
-    class Net(nn.HybridBlock):
-        def __init__(self):
-            super().__init__()
-            self.first, self.hidden = LAYERS[kind](in_channels=4), [LAYERS[kind](in_channels=4)]
-
-    net = Net()
-    for layer in (net.first, net.hidden[0]):
-        layer.cast(dtype)
-        layer.initialize(ctx=contexts)
-    return net
-
-
-def differ(layer, contexts, rng):
-    """Statistics of its own on each context."""
-    values = []
-    for context in contexts:
-        mean, var = rng.randn(*layer.running_mean.shape) * 3, rng.rand(*layer.running_var.shape) + 0.5
-        for parameter, value in ((layer.running_mean, mean), (layer.running_var, var)):
-            parameter.data(context)[:] = value
-        values.append([parameter.data(context).asnumpy() for parameter in (layer.running_mean, layer.running_var)])
-    return values
-
-
-def together(values, weights=None):
-    means, variances = (np.array(part, np.float64) for part in zip(*values))
-    mean = np.average(means, axis=0, weights=weights)
-    return mean, np.average(variances + (means - mean) ** 2, axis=0, weights=weights)
 
 
 def assert_statistics(layer, contexts, want, tolerance=1e-12):
@@ -67,57 +34,26 @@ def assert_statistics(layer, contexts, want, tolerance=1e-12):
 # ---- average_running_stats -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["plain", "local"])
-@pytest.mark.parametrize("devices", [1, 4])
-def test_weighted_by_samples_they_are_those_of_the_whole_batch(contexts, rng, devices, kind):
-    """With momentum 0, after a step on shards of unlike size and distribution."""
-    batch = make_batch(rng, devices)
-    settings = {"in_channels": 5, "momentum": 0.0}
-    layer = SyncBatchNorm(mode="local", **settings) if kind == "local" else nn.BatchNorm(**settings)
-    prepare(layer, batch, contexts[:devices], "float64")
-    step(layer, batch, contexts, "float64")
-    average_running_stats(layer, weights=[len(shard) for shard in batch.shards])
-    mean, var, _ = moments(batch.shards)
-    assert_statistics(layer, contexts[:devices], (mean, var), 1e-11)
-
-
-@unregistered
-@pytest.mark.parametrize("devices, dtype", [(1, "float64"), (2, "float32"), (4, "float64")])
-@pytest.mark.parametrize("kind", LAYERS)
-def test_layers_wherever_a_net_holds_them(contexts, rng, kind, devices, dtype):
-    net = make_net(kind, contexts[:devices], dtype)
-    layers = [net.first, net.hidden[0]]
-    layers[1]._kwargs["use_global_stats"] = True
-    for weights in (None, list(range(devices)) if devices > 1 else [3.5]):
-        values = [differ(layer, contexts[:devices], rng) for layer in layers]
-        kept = [[id(array) for p in layer.collect_params().values() for array in p.list_data()] for layer in layers]
+@pytest.mark.parametrize("change", [lambda net: net, convert, freeze], ids=["as it is", "converted", "frozen"])
+@pytest.mark.parametrize("kind", NETS)
+def test_the_average_is_that_of_the_whole_batch(kind, change, contexts, rng):
+    """Of batches of unlike size and distribution, of which each context has the moments. Whatever holds the layer."""
+    net, tolerance = made(kind, contexts[:3]), 1e-10 if NETS[kind].dtype == "float64" else 1e-5
+    change(net)
+    running = {name: p for name, p in net.collect_params().items() if p.name.endswith(("mean", "var"))}
+    arrays = [id(array) for p in running.values() for array in p.list_data()]
+    for weights in ([2, 5, 1], None):
+        batches = [rng.randn(size, 8) * (1 + i) + i for i, size in enumerate(weights or [4] * 3)]
+        for name, p in running.items():
+            for array, batch in zip(p.list_data(), batches):
+                array[:] = (batch.mean(0) if name.endswith("mean") else batch.var(0))[: p.shape[0]]
         average_running_stats(net, weights)
-        for layer, value in zip(layers, values):
-            tolerance = 1e-6 if dtype == "float32" else 1e-12
-            assert_statistics(layer, contexts[:devices], together(value, weights), tolerance)
-        once = statistics(layers[1])
-        average_running_stats(net)  # of what is the same everywhere
-        assert statistics(layers[1]) == once
-        assert kept == [[id(a) for p in layer.collect_params().values() for a in p.list_data()] for layer in layers]
-
-
-@pytest.mark.parametrize("opened", [False, True])
-def test_nodes_of_a_recorded_graph(contexts, rng, opened):
-    net = nn.HybridSequential(prefix="net_")
-    net.add(nn.Conv2D(4, 3, in_channels=3), nn.BatchNorm(in_channels=4), nn.BatchNormReLU(in_channels=4))
-    net.initialize(ctx=contexts[:2])
-    data = mx.sym.var("data", dtype="float32")
-    block = gluon.SymbolBlock(net(data), data, params=net.collect_params())
-    x = nd.array(rng.randn(2, 3, 6, 6))
-    block(x)
-    if opened:
-        gluon_syncbn.convert(block, mode="local")
-    graph, values = block._cached_graph, [differ(layer, contexts[:2], rng) for layer in net[1:]]
-    average_running_stats(block)
-    for layer, value in zip(net[1:], values):
-        assert_statistics(layer, contexts[:2], together(value), 1e-6)
-    assert block._cached_graph is graph
-    np.testing.assert_array_equal(block(x).asnumpy(), block(x.as_in_context(contexts[1])).asnumpy())
+        mean, var, _ = moments(batches)
+        for name, p in running.items():
+            want = (mean if name.endswith("mean") else var)[: p.shape[0]]
+            for array in p.list_data():
+                np.testing.assert_allclose(array.asnumpy(), want, rtol=tolerance, atol=tolerance, err_msg=name)
+    assert arrays == [id(array) for p in running.values() for array in p.list_data()]
 
 
 def test_without_values(contexts):
@@ -127,53 +63,38 @@ def test_without_values(contexts):
         average_running_stats(layer)
 
 
-# ---- update_bn_stats -----------------------------------------------------------------------------------------
-
-
-def convolutional(norm, contexts, **settings):
-    """Two layers of batch normalisation, the second of which sees what the first one normalises."""
-    net = nn.HybridSequential(prefix="net_")
-    with net.name_scope():
-        net.add(nn.Conv2D(4, 3, in_channels=3), norm(in_channels=4, **settings), nn.Activation("tanh"))
-        net.add(nn.Conv2D(5, 2, in_channels=4), norm(in_channels=5, **settings), nn.Dense(2, in_units=5 * 9))
-    net.initialize(ctx=contexts)
-    net.cast("float64")
-    values = np.random.RandomState(3)
-    for parameter in net.collect_params().values():
-        if parameter.grad_req != "null":
-            shift = 1.5 if parameter.name.endswith("gamma") else 0
-            parameter.set_data(nd.array(values.randn(*parameter.shape) * 0.3 + shift, dtype="float64"))
-    for layer in (net[1], net[4]):
-        for array in [*layer.running_mean.list_data(), *layer.running_var.list_data()]:
-            array[:] = values.rand(*array.shape) + 0.5
-    return net
-
-
 def population(rng, devices, batches=3):
     """Batches of uneven shards, each of a size and a distribution of its own."""
     sizes = rng.randint(1, 5, (batches, devices)) + 1
-    return [[rng.randn(n, 3, 6, 6) * (1 + b + k) + 2 * k - b for k, n in enumerate(row)] for b, row in enumerate(sizes)]
+    return [[rng.randn(n, *SAMPLE) * (1 + b + k) + 2 * k - b for k, n in enumerate(row)] for b, row in enumerate(sizes)]
 
 
-def inputs_of_layers(plain, shards):
-    """What both layers see where each of these is normalised by itself."""
-    first, second = [], []
-    for shard in shards:
+def norms_of(net):
+    return [block for block in net if isinstance(block, nn.BatchNorm)]
+
+
+def inputs_of_layers(shards):
+    """What each layer sees where each of these is normalised by itself."""
+    plain, seen = filled(body(), [mx.cpu(0)]), []
+    for x in (nd.array(shard, dtype="float64") for shard in shards):
+        inputs = []
         with autograd.train_mode():
-            first.append(plain[0](nd.array(shard, dtype="float64")))
-            second.append(plain[3](plain[2](plain[1](first[-1]))))
-    return [[x.asnumpy() for x in xs] for xs in (first, second)]
+            for block in plain:
+                inputs.append(x.asnumpy())
+                x = block(x)
+        seen.append([value for value, block in zip(inputs, plain) if isinstance(block, nn.BatchNorm)])
+    return seen
 
 
 def state(net):
     """All that a net is, but the running statistics."""
-    layers = [net[1], net[4]]
+    parameters = net.collect_params().values()
     return (
-        [a.asnumpy().tolist() for p in net.collect_params().values() if "running" not in p.name for a in p.list_data()],
-        [a.asnumpy().tolist() for p in net.collect_params().values() if p.grad_req != "null" for a in p.list_grad()],
-        [(dict(layer._kwargs), dict(layer._forward_pre_hooks), dict(layer._forward_hooks)) for layer in layers],
+        [a.asnumpy().tolist() for p in parameters if "running" not in p.name for a in p.list_data()],
+        [a.asnumpy().tolist() for p in parameters if p.grad_req != "null" for a in p.list_grad()],
+        [(dict(one._kwargs), dict(one._forward_pre_hooks), dict(one._forward_hooks)) for one in norms_of(net)],
         [(block._active, id(block._cached_op), id(block._cached_graph)) for block in [net, *net]],
-        [[id(a) for a in p.list_data()] for p in net.collect_params().values()],
+        [[id(a) for a in p.list_data()] for p in parameters],
         autograd.is_training(),
     )
 
@@ -187,8 +108,7 @@ def statistics(net):
     [("plain", 2, "static_alloc"), ("sync", 2, "static_shape"), ("sync", 4, "eager"), ("local", 1, "hybrid")],
 )
 def test_they_are_those_of_the_population(contexts, rng, kind, devices, way):
-    settings = {} if kind == "plain" else {"mode": kind}
-    net = convolutional(nn.BatchNorm if kind == "plain" else SyncBatchNorm, contexts[:devices], **settings)
+    net = filled(body({**LAYERS, "sync": SyncBatchNorm}[kind]), contexts[:devices])
     if WAYS[way] is not None:
         net.hybridize(**WAYS[way])
     batches = population(rng, devices)
@@ -196,14 +116,11 @@ def test_they_are_those_of_the_population(contexts, rng, kind, devices, way):
     forward_and_backward(net, xs)  # so that there are gradients and graphs
     nd.waitall()
     before = state(net)
-    assert (before[3][0][1] != id(None)) == (way != "eager")
     update_bn_stats(net, [on_devices(batch, contexts, "float64") for batch in batches])
     assert state(net) == before
-    together = [[np.concatenate(batch)] for batch in batches] if kind == "sync" else batches
-    seen = [inputs_of_layers(convolutional(nn.BatchNorm, [mx.cpu(0)]), batch) for batch in together]
-    for i, layer in enumerate((net[1], net[4])):
-        mean, var, _ = moments([x for inputs in seen for x in inputs[i]])
-        assert_statistics(layer, contexts[:devices], (mean, var), 1e-10)
+    seen = inputs_of_layers([np.concatenate(b) for b in batches] if kind == "sync" else [x for b in batches for x in b])
+    for layer, inputs in zip(norms_of(net), zip(*seen)):
+        assert_statistics(layer, contexts[:devices], moments(inputs)[:2], 1e-10)
     ys = forward_and_backward(net, xs)  # and it trains on
     assert all(np.isfinite(y.asnumpy()).all() for y in ys)
 
@@ -239,23 +156,19 @@ def test_a_net_that_overwrites(contexts, rng, monkeypatch):
     """
 
     class Net(nn.HybridBlock):
-        def __init__(self):
-            super().__init__()
-            self.norm = SyncBatchNorm(in_channels=5)
-
         def hybrid_forward(self, F, x):
             x, mask = x + 1, F.ones((len(x), 1, 1, 1), ctx=x.context)
             y = self.norm(x, mask)
             x[:], mask[:] = 0, 0
             return y
 
-    net = Net()
+    net, read, original = Net(), [], nd.NDArray.asnumpy
+    net.norm = SyncBatchNorm(in_channels=5)
     net.initialize(ctx=contexts[:2])
     shards = [make_batch(rng, 2).shards for _ in range(2)]
-    batches, read, original = [on_devices(each, contexts, "float32") for each in shards], [], nd.NDArray.asnumpy
     with monkeypatch.context() as patched:
         patched.setattr(nd.NDArray, "asnumpy", lambda array: read.append(array.size) or original(array))
-        update_bn_stats(net, batches)
+        update_bn_stats(net, [on_devices(each, contexts, "float32") for each in shards])
     assert max(read) == 5
     mean, var, _ = moments([shard for each in shards for shard in each])
     assert_statistics(net.norm, contexts[:2], (mean + 1, var), 1e-5)
@@ -297,7 +210,7 @@ FAILURES.append((nn.BatchNorm, "operator"))
 def test_nothing_has_changed_after_a_failure(contexts, rng, norm, fault):
     """In the second batch: a shard of another shape, a block that raises after the first of two replicas, a replica
     that is missing. The error comes when results are read, while layers before it have moved their statistics."""
-    net = convolutional(norm, contexts[:2])
+    net = filled(body(norm), contexts[:2])
     net.hybridize()
     batches = [on_devices(batch, contexts, "float64") for batch in population(rng, 2)]
     forward_and_backward(net, batches[0])
@@ -309,9 +222,9 @@ def test_nothing_has_changed_after_a_failure(contexts, rng, norm, fault):
         if fault == "iterator":
             raise KeyError("of the user's")
         if fault == "block":
-            net[3].register_forward_pre_hook(raising)
+            net[5].register_forward_pre_hook(raising)
         if fault == "operator":
-            yield [batches[1][0], nd.ones((2, 7, 6, 6), ctx=contexts[1], dtype="float64")]
+            yield [batches[1][0], nd.ones((2, 4, 7, 7), ctx=contexts[1], dtype="float64")]
         if fault == "replica":
             yield batches[1][:1]
         yield batches[1] if fault == "block" else [batches[1][0]] * 2
@@ -324,7 +237,7 @@ def test_nothing_has_changed_after_a_failure(contexts, rng, norm, fault):
     said = {"replica": r"1 of 2 replicas arrived \(cpu\(0\)\), missing cpu\(1\)"}.get(fault, "")
     with short_waits(2), pytest.raises(expected, match=said):
         update_bn_stats(net, faulty())
-    net[3]._forward_pre_hooks.clear()
+    net[5]._forward_pre_hooks.clear()
     assert state(net) == before
     assert statistics(net) == values
     update_bn_stats(net, batches)
@@ -352,21 +265,15 @@ def test_frozen_layers_stay_and_others_are_named(contexts, rng):
 
 @pytest.mark.parametrize("opened", [False, True])
 def test_recorded_graphs_are_refused(contexts, rng, opened):
-    data = mx.sym.var("data", dtype="float64")
-    net = gluon.SymbolBlock(convolutional(nn.BatchNorm, contexts[:1])(data), data)
-    net.initialize(ctx=contexts[:1])
-    net.cast("float64")
+    """But for frozen ones, in a net with a layer."""
+    net = filled(recorded(), contexts[:1])
     batches = [on_devices(batch, contexts, "float64") for batch in population(rng, 1)]
-    net(batches[0][0])
     if opened:
-        gluon_syncbn.convert(net)
-    with pytest.raises(
-        ValueError, match=r"SymbolBlock \(net_batchnorm0.*, net_batchnorm1.*\) was given, expected layers"
-    ):
+        convert(net)
+    with pytest.raises(ValueError, match=r"SymbolBlock \(net_one.*, net_two.*\) was given, expected layers"):
         update_bn_stats(net, batches)
-    gluon_syncbn.freeze(net)
     around = nn.HybridSequential()
-    around.add(net, nn.BatchNorm(in_channels=2))
+    around.add(freeze(net), nn.BatchNorm(in_channels=5))
     around[1].initialize(ctx=contexts[:1])
     around.cast("float64")
     before = statistics(net)
