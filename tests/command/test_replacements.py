@@ -114,14 +114,9 @@ def test_a_symbol_block_has_layers_for_contribs_nodes(installed):
     def pyramid():
         data = mx.sym.var("data")
         inner = mx.sym.BatchNorm(mx.sym.Convolution(data, num_filter=2, kernel=(1, 1), name="inner"), name="own")
-        return feature.FPNFeatureExpander(
-            inner,
-            outputs=["own"],
-            num_filters=[2],
-            use_upsample=False,
-            norm_layer=mx.sym.contrib.SyncBatchNorm,  # GluonCV compares by identity, and gives key and name
-            norm_kwargs={"ndev": 2},
-        )
+        # GluonCV compares by identity, and gives key and name
+        norm = dict(norm_layer=mx.sym.contrib.SyncBatchNorm, norm_kwargs={"ndev": 2})
+        return feature.FPNFeatureExpander(inner, outputs=["own"], num_filters=[2], use_upsample=False, **norm)
 
     ours = pyramid()
     ours.initialize()

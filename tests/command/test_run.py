@@ -102,14 +102,10 @@ import os
 import mxnet as mx
 import numpy as np
 
-y = mx.sym.var("data")
-for number, stride in enumerate((1, 2)):
-    y = mx.sym.Convolution(y, num_filter=16, kernel=(3, 3), stride=(stride, stride), name=f"conv{number}")
-    y = mx.sym.tanh(mx.sym.BatchNorm(y, fix_gamma=False, name=f"bn{number}"))
-symbol = mx.sym.SoftmaxOutput(mx.sym.FullyConnected(y, num_hidden=5, name="fc"), name="softmax")
-random = np.random.RandomState(1)
-images, classes = random.randn(128, 3, 32, 32), random.randint(0, 5, 128)
+y = mx.sym.Convolution(mx.sym.var("data"), num_filter=16, kernel=(3, 3), name="conv")
+y = mx.sym.FullyConnected(mx.sym.tanh(mx.sym.BatchNorm(y, fix_gamma=False, name="bn")), num_hidden=5, name="fc")
 memory = []
+data = mx.io.NDArrayIter(np.random.randn(128, 3, 32, 32), np.arange(128) % 5, 16, label_name="softmax_label")
 
 
 def look(_):
@@ -117,16 +113,15 @@ def look(_):
         memory.append(int(pages.read().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20)
 
 
-mx.mod.Module(symbol, context=[mx.gpu(i) for i in range(mx.context.num_gpus())]).fit(
-    mx.io.NDArrayIter(images, classes, 16, label_name="softmax_label"), num_epoch=3, batch_end_callback=look
-)
+gpus = [mx.gpu(i) for i in range(mx.context.num_gpus())]
+mx.mod.Module(mx.sym.SoftmaxOutput(y, name="softmax"), context=gpus).fit(data, num_epoch=3, batch_end_callback=look)
 print(json.dumps(memory))
 """
 
 
 def test_an_unedited_script_with_a_module(job):
     code, output, errors = job(MODULE, *RUN, "--cpus", "2", "--convert", TRAIN)
-    assert code == 0 and errors.splitlines()[-1] == f"{MEET.replace('1 of 1', '2 of 2')}cpu(0) to cpu(1)", errors
+    assert code == 0 and errors.splitlines()[-1] == f"{MEET}cpu(0) to cpu(1)", errors
     memory = json.loads(output)
     # The activations and gradients of a step take 7 MB.
     assert len(memory) == 24 and memory[-1] - memory[3] < 10, memory
