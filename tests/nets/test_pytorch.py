@@ -114,6 +114,7 @@ def linear_in_the_place_of_the_norm(state):
         (r"expected gamma \(4,\), beta", lambda s: {n: v for n, v in s.items() if n != "body.1.bias"}, {}),
         ("with scale=False was given, expected scale=True for body.1.weight", dict, {"scale": False}),
         ("a cumulative mean, or none, has no counterpart", lambda s: Module(s, momentum=None), {}),
+        ("a cumulative mean, or none, has no counterpart", lambda s: Module(s, running_mean=None), {}),
         (r"weight \(4, 4\), body.1.bias \(4,\) were given, expected gamma", linear_in_the_place_of_the_norm, {}),
         ("without parameters was given, expected a net after initialize", dict, {"initialised": False}),
     ],

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 class Module:
     """What `from_torch` and `to_torch` ask of a module."""
 
-    def __init__(self, state, momentum=0.3):
+    def __init__(self, state, momentum=0.3, running_mean=0):
         self.state = state
-        self.norm = SimpleNamespace(eps=0.25, momentum=momentum, running_mean=0)
+        self.norm = SimpleNamespace(eps=0.25, momentum=momentum, running_mean=running_mean)
 
     def state_dict(self):
         return self.state
