@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from nets import filled, imported
 
 from gluon_syncbn import (
     SyncBatchNorm,
@@ -41,11 +42,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:Cannot decide type for the follo
 class Loop(nn.HybridBlock):
     """A layer outside of the body, and twice the same in it."""
 
-    def __init__(self, kind, norm=SyncBatchNorm):
+    def __init__(self, kind):
         super().__init__()
         self._kind = kind
         with self.name_scope():
-            self.before, self.within = norm(in_channels=3), norm(in_channels=3, scale=False)
+            self.before, self.within = SyncBatchNorm(in_channels=3), SyncBatchNorm(in_channels=3, scale=False)
 
     def hybrid_forward(self, F, x):
         x = self.before(x)
@@ -57,11 +58,8 @@ def data(kind, contexts):
     return [nd.random.normal(2, 3, shape=shape, ctx=context) for context in contexts]
 
 
-def ready(kind, contexts, norm=SyncBatchNorm):
-    net = Loop(kind, norm)
-    net.initialize(ctx=contexts)
-    for parameter in net.collect_params().values():
-        parameter.set_data(nd.random.uniform(0.5, 2, shape=parameter.shape))
+def ready(kind, contexts):
+    net = filled(Loop(kind), contexts, "float32")
     net.hybridize()
     return net
 
@@ -71,20 +69,31 @@ def operators(symbol):
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_files_hold_plain_operators(kind, contexts, tmp_path):
+def test_a_file_has_plain_operators_of_which_layers_become(kind, contexts, tmp_path):
     net, (x,) = ready(kind, contexts[:2]), data(kind, contexts[:1])
     y = net(x).asnumpy()
     net.export(str(tmp_path / "net"))
-    for text in ((tmp_path / "net-symbol.json").read_text(), net._cached_graph[1].tojson()):
-        assert "Custom" not in text and "gluon_syncbn" not in text.replace("__gluon_syncbn__", "")
-        assert operators(mx.sym.load_json(text)) == ["BatchNorm"] * 3
-    files = str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params")
-    np.testing.assert_allclose(gluon.SymbolBlock.imports(*files)(x).asnumpy(), y, rtol=1e-5, atol=1e-5)
     assert operators(net._cached_graph[1]) == ["Custom"] * 3
     if kind == "foreach":  # nodes are numbered in the whole graph
         nodes = [node["attrs"] for _, _, node in walk(running_graph(net, x)[2]) if is_ours(node)]
         numbers = [[of["node"] for of in nodes if of["layer"] == layer] for layer in {of["layer"] for of in nodes}]
         assert sorted(numbers) == [["0"], ["0", "1"]]
+
+    graph = imported(tmp_path / "net", ctx=contexts[:2])
+    text = graph._cached_graph[1].tojson()
+    for one in (text, net._cached_graph[1].tojson()):
+        assert "Custom" not in one and "gluon_syncbn" not in one.replace("__gluon_syncbn__", "")
+        assert operators(mx.sym.load_json(one)) == ["BatchNorm"] * 3
+    with pytest.raises(AssertionError, match="3 of 3 layers of batch normalisation are not synchronised"):
+        assert_synchronised(graph)
+    assert_synchronised(convert(graph))
+    nodes = [node["attrs"] for _, _, node in walk(running_graph(graph, x)[2]) if is_ours(node)]
+    assert sorted((of["layer"], of["node"]) for of in nodes) == sorted((of["layer"], "0") for of in nodes)
+    assert "3, synchronised: 3" in repr(summary(graph, show=False))
+    np.testing.assert_allclose(graph(x).asnumpy(), y, rtol=1e-5, atol=1e-5)
+    assert operators(revert(graph)._cached_graph[1]) == ["BatchNorm"] * 3
+    assert json.loads(graph._cached_graph[1].tojson()) == json.loads(text)
+    np.testing.assert_allclose(graph(x).asnumpy(), y, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("norm", [SyncBatchNorm, SyncBatchNormAdd])
@@ -100,26 +109,6 @@ def test_no_file_of_a_second_input_in_a_body(contexts, norm):
     net(*data("foreach", contexts[:1]))
     with pytest.raises(ValueError, match=r"batchnorm\w*_fwd: a mask or an addend was given in the body of"):
         net._cached_graph[1].tojson()
-
-
-@pytest.mark.parametrize("kind", LOOPS)
-def test_a_recorded_graph(kind, contexts, capsys):
-    x, symbol = data(kind, contexts[:1])[0], mx.sym.var("data", dtype="float32")
-    source = ready(kind, contexts[:2], nn.BatchNorm)
-    y = source(x).asnumpy()
-    net = gluon.SymbolBlock(source(symbol), symbol, params=source.collect_params())
-    text = net._cached_graph[1].tojson()
-    with pytest.raises(AssertionError, match="3 of 3 layers of batch normalisation are not synchronised"):
-        assert_synchronised(net)
-    convert(net)
-    assert_synchronised(net)
-    np.testing.assert_allclose(net(x).asnumpy(), y, rtol=1e-5, atol=1e-5)
-    nodes = [node["attrs"] for _, _, node in walk(running_graph(net, x)[2]) if is_ours(node)]
-    assert sorted((of["layer"], of["node"]) for of in nodes) == sorted((of["layer"], "0") for of in nodes)
-    assert "3, synchronised: 3" in repr(summary(net))
-    assert operators(revert(net)._cached_graph[1]) == ["BatchNorm"] * 3
-    assert json.loads(net._cached_graph[1].tojson()) == json.loads(text)
-    capsys.readouterr()
 
 
 @pytest.mark.parametrize("kind", LOOPS)
