@@ -106,7 +106,6 @@ from .layer import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd
 from .mxnet_side import lifetime as _lifetime
 from .mxnet_side import patches as _patches
 from .mxnet_side import recording as _recording
-from .mxnet_side import scopes as _scopes
 from .mxnet_side import trainer as _trainer
 from .nets import executors as _executors
 from .nets.convert import convert, freeze, revert
@@ -115,13 +114,14 @@ from .nets.recompute import recompute
 from .nets.statistics import average_running_stats, update_bn_stats
 from .nets.summary import assert_synchronised, summary
 from .nets.summary import assert_synchronised as assert_synchronized
+from .training import steps as _steps
 from .training.devices import cpu_devices, only_on
 from .training.join import join
 from .training.session import configure, kvstore
 from .training.steps import reset
 
 _lifetime.begin()
-_patches.install(_scopes.WRAPPED, _trainer.WRAPPED, _recording.WRAPPED, _executors.WRAPPED)
+_patches.install(_steps.WRAPPED, _trainer.WRAPPED, _recording.WRAPPED, _executors.WRAPPED)
 for _module in (contrastive, parallel, symbol):  # `dir` shows their public names alone
     vars(_module)["__dir__"] = _functools.partial(list, _module.__all__)
 

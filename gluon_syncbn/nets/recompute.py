@@ -16,7 +16,7 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Se
 import mxnet as mx
 import numpy as np
 from mxnet import autograd
-from mxnet.autograd import _RecordingStateScope as _Recording  # MXNet's: that of `scopes` begins a step
+from mxnet.autograd import _RecordingStateScope as _Recording  # MXNet's: that of `steps` begins a step
 from mxnet.gluon import Block, HybridBlock, Parameter, SymbolBlock, nn
 from mxnet.ndarray import NDArray
 

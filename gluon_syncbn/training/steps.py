@@ -1,7 +1,7 @@
 """Marks where a step begins and ends, so that a failed step harms neither its replicas nor the next step.
 
-Scopes are ``with autograd.record()`` and ``with autograd.train_mode()``; `scopes` calls what is here. A ``Module`` has
-none: there a training forward begins a step, unless the one before has failed and nobody has been told.
+Scopes are ``with autograd.record()`` and ``with autograd.train_mode()``. A ``Module`` has none: there a training
+forward begins a step, unless the one before has failed and nobody has been told.
 """
 
 from __future__ import annotations
@@ -9,24 +9,18 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from types import SimpleNamespace
 from typing import Any, Callable, Dict, Iterable, List, Optional, TypeVar
 
 import mxnet as mx
+from mxnet import autograd, gluon
 
 from .. import _native
 from ..system import kinds, locks, logs
-from .replicas import Replicas
+from .replicas import Replicas, counts_as_1
 from .session import session
 
 ArraysT = TypeVar("ArraysT")
-
-
-class Scope:
-    """The scopes that a thread has open: the step that it is in."""
-
-    def __init__(self) -> None:
-        self.depth = 1
-        self.called: Dict[Any, Any] = {}  # graphs whose operators MXNet keeps; see mxnet_side/recording.py
 
 
 class Steps:
@@ -153,44 +147,52 @@ def reset() -> None:
         raise mx.MXNetError(f"no step can begin, because MXNet fails at every wait: {errors[-1]}")
 
 
-def scope_entered() -> None:
-    if _steps.ending:
-        if threading.current_thread().daemon:
-            raise SystemExit  # as Python ends it
-        raise mx.MXNetError(
-            "the process is running its exit handlers, so no step can begin; join training threads before the main "
-            "thread ends"
-        )
-    scope = current()
-    if scope is not None:
-        scope.depth += 1
-        return
-    thread = threading.current_thread()
-    with _steps.beginning:
-        if _native.failure() and not inside():
-            reset()
-        _steps.open[thread] = Scope()
-        trains()
-        _native.scope_enter(thread.name)
+class Scope(autograd._RecordingStateScope):
+    """Stands in for MXNet's, which has no hook. The outermost one of a thread is the step that it is in."""
 
+    called: Dict[Any, Any]  # graphs whose operators MXNet keeps; see mxnet_side/recording.py
 
-def scope_left(kind: Optional[type], value: Any) -> None:
-    """``kind`` and ``value`` describe the exception that leaves the scope."""
-    scope = current()
-    if scope is None:  # a generator has opened it in another thread
-        return
-    scope.depth -= 1
-    if scope.depth:
-        return
-    _steps.open.pop(threading.current_thread(), None)
-    is_current, ended = _native.scope_is_current(), _native.scope_leave()
-    # StopIteration and GeneratorExit end loops, not steps.
-    if kind is None or issubclass(kind, (StopIteration, GeneratorExit)):
-        if ended:  # ended by another thread, whose replicas have met this thread's replicas
-            _steps.raised = ended
-            raise _native.StepError(ended)
-    elif is_current and (_native.layers() or session.stores):  # else another thread has begun a new step since then
-        break_off("the recorded step", value)
+    def __enter__(self) -> Any:
+        if self._enter_is_record or self._enter_train_mode:
+            self._begin()
+        return super().__enter__()
+
+    def __exit__(self, kind: Any, value: Any, trace: Any) -> Any:
+        try:
+            return super().__exit__(kind, value, trace)
+        finally:
+            if current() is self:  # a generator may have opened it in another thread
+                self._end(kind, value)
+
+    def _begin(self) -> None:
+        thread = threading.current_thread()
+        if _steps.ending:
+            if thread.daemon:
+                raise SystemExit  # as Python ends it
+            raise mx.MXNetError(
+                "the process is running its exit handlers, so no step can begin; join training threads before the main "
+                "thread ends"
+            )
+        if current() is not None:
+            return
+        with _steps.beginning:
+            if _native.failure() and not inside():
+                reset()
+            _steps.open[thread], self.called = self, {}
+            trains()
+            _native.scope_enter(thread.name)
+
+    def _end(self, kind: Optional[type], value: Any) -> None:
+        """``kind`` and ``value`` describe the exception that leaves the scope."""
+        del _steps.open[threading.current_thread()]
+        is_current, ended = _native.scope_is_current(), _native.scope_leave()
+        # StopIteration and GeneratorExit end loops, not steps.
+        if kind is None or issubclass(kind, (StopIteration, GeneratorExit)):
+            if ended:  # ended by another thread, whose replicas have met this thread's replicas
+                _steps.raised = ended
+                raise _native.StepError(ended)
+        elif is_current and (_native.layers() or session.stores):  # else another thread has begun a new step since then
+            break_off("the recorded step", value)
 
 
 def break_off(where: str, error: BaseException) -> None:
@@ -246,3 +248,51 @@ def training_threads() -> List[threading.Thread]:
 def end() -> None:
     """Lets no further step begin."""
     _steps.ending = True
+
+
+# ---- where a failed step shows -----------------------------------------------------------------------------------
+
+
+def _failed(text: str) -> Exception:
+    """A caller sees a failure once: the next step does not report it again."""
+    error = _native.StepError(text.replace("gluon_syncbn.StepError: ", "", 1))
+    failure_seen(error)
+    return error
+
+
+def _saving(reduce: Callable, parameter: gluon.Parameter) -> mx.nd.NDArray:
+    """A copy of an array with an error has no values. A failed step leaves its error in running statistics. Within a
+    step, ``reset_ctx`` must not wait for replicas that are still to be called.
+
+    A gamma that does not count is 1, because others read the files too. A Trainer's KVStore copies back what it was.
+    """
+    if current():
+        array = reduce(parameter)
+    else:
+        array = settled(parameter._data or (), lambda: reduce(parameter))
+    if counts_as_1(parameter):
+        array[:] = 1
+    return array
+
+
+def _writing(write: Callable, file: Any, count: Any, handles: Any, names: Any) -> int:
+    """MXNet opens the file before it waits for the arrays (`MXNDArraySave` in src/c_api/c_api.cc), so the error of one
+    would cost the file that was there. A parameter with the error of a failed step is as it was.
+    """
+    parameters = [one for trainer in session.trainers.objects() for one in trainer._params]
+    kept = {array.handle.value for parameter in parameters for array in parameter._data or ()}
+    for handle in handles:
+        array = SimpleNamespace(handle=mx.base.NDArrayHandle(handle))
+        if handle in kept:
+            settle([array])
+        else:
+            mx.nd.NDArray.wait_to_read(array)
+    return write(file, count, handles, names)
+
+
+WRAPPED = {
+    (autograd, "_RecordingStateScope"): Scope,
+    (gluon.Parameter, "_reduce"): _saving,
+    (mx.base._LIB, "MXNDArraySave"): _writing,
+}
+mx.base.register_error("gluon_syncbn.StepError", _failed)  # as the core begins the text of one
