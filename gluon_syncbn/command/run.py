@@ -11,7 +11,7 @@ import os
 import sys
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
-from typing import Any, Callable, Iterator, List, NoReturn, Optional
+from typing import Any, Callable, Iterator, List, Optional
 
 from ..mxnet_side.advice import left_alone
 from ..system.arguments import some
@@ -21,38 +21,21 @@ from ..training.session import session
 from . import selfcheck
 from .replacements import install
 
-USAGE = """usage: gluon-syncbn check
-           reports what this machine supports, runs one training step, and trains a small net on all GPUs
-       gluon-syncbn run [--cpus N] [--convert] script.py [options and arguments of the script]
-           runs a training script as it is, with the SyncBatchNorm and the parallel helpers of gluon_syncbn in the
-           places of contrib's and GluonCV's; --cpus N lets mx.gpu(0) to mx.gpu(N - 1) be N CPU contexts; --convert
-           synchronises plain BatchNorm too, in all nets that the script trains. What stands behind the script goes
-           to the script
-       gluon-syncbn --version
-           prints the version
-
-`python -m gluon_syncbn` is the same program, and by itself the check."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def format_help(self) -> str:
-        return f"{USAGE}\n"
-
-    def error(self, message: str) -> NoReturn:
-        print(f"gluon_syncbn: {message}; see --help", file=sys.stderr)
-        sys.exit(2)
-
 
 def main(arguments: Optional[List[str]] = None) -> int:
     """Runs the command, by default that of the process. A script's exit code or exception ends it."""
-    parser = _Parser(allow_abbrev=False)
+    parser = argparse.ArgumentParser("gluon-syncbn", allow_abbrev=False)
+    parser.epilog = "`python -m gluon_syncbn` is the same program, and by itself the check."
     parser.add_argument("--version", action="version", version=f"gluon_syncbn {__version__}")
     commands = parser.add_subparsers(dest="command")
-    commands.add_parser("check", allow_abbrev=False)
-    command = commands.add_parser("run", allow_abbrev=False)
-    command.add_argument("--cpus", type=int)
-    command.add_argument("--convert", action="store_true")
-    command.add_argument("script", nargs=argparse.PARSER)  # and its arguments, options too
+    what = "reports what this machine supports, runs one training step, and trains a small net on all GPUs"
+    commands.add_parser("check", allow_abbrev=False, help=what)
+    what = "runs a training script as it is, with gluon_syncbn in the places of contrib's layer and GluonCV's helpers"
+    command = commands.add_parser("run", allow_abbrev=False, help=what, description=what)
+    command.add_argument("--cpus", type=int, metavar="N", help="lets mx.gpu(0) to mx.gpu(N - 1) be N CPU contexts")
+    what = "synchronises plain BatchNorm too, in all nets that the script trains"
+    command.add_argument("--convert", action="store_true", help=what)
+    command.add_argument("script", nargs=argparse.PARSER, help="with its own options and arguments behind it")
     given = parser.parse_args(arguments)
     if given.command != "run":
         return selfcheck.main()

@@ -316,7 +316,7 @@ def test_it_ends_as_the_script_does(ended, way):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_bad_argument_is_one_line(tmp_path, monkeypatch, capsys, arguments, expected):
+def test_a_bad_argument_is_named(tmp_path, monkeypatch, capsys, arguments, expected):
     (tmp_path / "scripts").mkdir()
     (tmp_path / TRAIN).write_text("print('it ran')")
     monkeypatch.chdir(tmp_path)
@@ -324,15 +324,15 @@ def test_a_bad_argument_is_one_line(tmp_path, monkeypatch, capsys, arguments, ex
         run.main(arguments)
     output, errors = capsys.readouterr()
     assert (end.value.code, output) == (2, "")
-    (line,) = errors.splitlines()
-    assert line.startswith(f"gluon_syncbn: {expected}")
+    assert f": error: {expected}" in errors.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
     "arguments, printed",
-    [(["--help"], run.USAGE), (["run", "-h"], run.USAGE), (["--version"], f"gluon_syncbn {gluon_syncbn.__version__}")],
+    [(["--help"], "check"), (["run", "-h"], "--cpus N"), (["--version"], f"gluon_syncbn {gluon_syncbn.__version__}\n")],
 )
 def test_help_and_version(capsys, arguments, printed):
     with pytest.raises(SystemExit) as end:
         run.main(arguments)
-    assert not end.value.code and capsys.readouterr() == (f"{printed}\n", "")
+    output, errors = capsys.readouterr()
+    assert not end.value.code and printed in output and not errors
