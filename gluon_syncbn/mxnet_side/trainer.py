@@ -67,6 +67,7 @@ def beginning(begin: Callable, trainer: gluon.Trainer) -> None:
 
 def adding(add: Callable, trainer: gluon.Trainer) -> None:
     """A store of processes gets the gradients of a step together. MXNet gives them one by one, without an end."""
+    session.trainers(trainer).begin_part("allreduce_grads")
     devices.settle_gradients(trainer._params)
     if _watches(trainer):
         steps.watch_gradients(trainer._params)
@@ -88,6 +89,7 @@ def updating(update: Callable, trainer: gluon.Trainer, *args: Any, **kwargs: Any
     """``update`` comes after ``allreduce_grads``, whose sums are there before anybody knows what they will be divided
     by. It sets the divisor, as `step` does before the sums.
     """
+    session.trainers(trainer).begin_part("update")
     store, divisor = trainer._kvstore, trainer._optimizer.rescale_grad
     if isinstance(store, ProcessStore) and divisor is not session.trainers(trainer).summed_for:
         store.compare_divisor(trainer, round(trainer._scale / divisor, 6))

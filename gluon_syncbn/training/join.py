@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, List, Optional, Tuple
+from typing import Any, List, Optional, Tuple
 
 import mxnet as mx
 from mxnet import autograd, gluon
@@ -10,8 +10,7 @@ from mxnet import autograd, gluon
 from .. import _native
 from ..exchange.store import ProcessStore
 from ..system import arguments, kinds
-
-_PARTS = ("allreduce_grads", "update")  # of a step
+from .session import session
 
 
 class join:
@@ -74,16 +73,14 @@ class join:
         self._trainer, self._take = trainer, trainer.step
         self._calls: List[Tuple[Any, ...]] = []  # of the net, in the step that goes on or was the last
         self._unused: List[mx.nd.NDArray] = []  # parameters that got no gradient in the last step
-        self._is_open = self._in_update = False
-        self._ended = False  # the block: a wrapper that was made within it calls the methods still
+        self._is_open = False
+        self.in_step = False  # of the Trainer
 
     def __enter__(self) -> None:
-        trainer = vars(self._trainer)
-        self._own = {name: trainer.get(name) for name in ("step", *_PARTS)}  # which may be the user's
-        parts = {name: self._part(name, getattr(self._trainer, name)) for name in _PARTS}
-        self._ours = {"step": self._step, **parts}
+        self._own = vars(self._trainer).get("step")  # which may be the user's
         self._hook = self._net.register_forward_pre_hook(self._call)
-        trainer.update(self._ours)
+        self._trainer.step = self._step
+        session.trainers(self._trainer).joined = self
         self._store.joins += 1
 
     def __exit__(self, kind: Any, error: Optional[BaseException], trace: Any) -> None:
@@ -97,13 +94,12 @@ class join:
         finally:
             if error is not None:
                 self._store.fail(f"rank {self._store.rank} left gluon_syncbn.join with {type(error).__name__}: {error}")
-            self._ended = True
+            session.trainers(self._trainer).joined = None
             trainer = vars(self._trainer)
-            for name in self._ours:
-                if trainer.get(name) is self._ours[name]:
-                    del trainer[name]
-                    if self._own[name] is not None:
-                        setattr(self._trainer, name, self._own[name])
+            if trainer.get("step") == self._step:
+                del trainer["step"]
+                if self._own is not None:
+                    trainer["step"] = self._own
             self._store.joins -= 1
 
     def _call(self, net: gluon.Block, inputs: Tuple[Any, ...]) -> None:
@@ -116,7 +112,7 @@ class join:
         self._calls.append(inputs)
 
     def _step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
-        if self._ended:
+        if session.trainers(self._trainer).joined is None:  # a wrapper that was made within the block calls this still
             self._take(batch_size, ignore_stale_grad)
             return
         trained = [array for p in self._trainer._params if p.grad_req != "null" for array in p.list_data()]
@@ -125,21 +121,9 @@ class join:
         if samples and _are_of_all(samples, self._calls, self._store.num_workers):
             arguments.refuse("batch_size", samples, "the samples of this process within gluon_syncbn.join, not of all")
         total = sum(self._store.tell_all("the samples of a step", samples))
-        self._in_update = True
+        self.in_step = True
         self._take(total, ignore_stale_grad)
-        self._is_open = self._in_update = False
-
-    def _part(self, name: str, method: Callable[..., None]) -> Callable[..., None]:
-        def part(*args: Any, **kwargs: Any) -> None:
-            if not (self._in_update or self._ended):
-                raise mx.MXNetError(
-                    f"trainer.{name} was called within gluon_syncbn.join, where a process without a batch calls "
-                    "trainer.step alone, and would not do what comes between the parts of a step. Do it in the step of "
-                    "a subclass of gluon.Trainer."
-                )
-            method(*args, **kwargs)
-
-        return part
+        self._is_open = self.in_step = False
 
     def _follow(self) -> None:
         """Takes part in the steps of the others, until no process has a batch."""

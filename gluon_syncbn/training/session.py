@@ -8,6 +8,7 @@ import typing
 from collections import Counter, defaultdict
 from typing import Any, DefaultDict, Dict, Iterable, List, Literal, Optional, Sequence, Tuple
 
+from mxnet.base import MXNetError
 from mxnet.context import Context
 
 from .. import _native
@@ -27,9 +28,19 @@ class OfTrainer:
 
     def __init__(self) -> None:
         self.has_begun = False
+        self.joined: Any = None  # the block of `join` that it is in
         self.compared: Optional[Dict[int, Any]] = None  # states, by the processes. To load others makes another dict
         # The divisor then: the object, because a new one may be as large. None: the next sum compares weights first.
         self.summed_for: Optional[float] = None
+
+    def begin_part(self, name: str) -> None:
+        """Begins a part of a step. MXNetError: within `join`, it is outside of one."""
+        if self.joined is not None and not self.joined.in_step:
+            raise MXNetError(
+                f"trainer.{name} was called within gluon_syncbn.join, where a process without a batch calls "
+                "trainer.step alone, and would not do what comes between the parts of a step. Do it in the step of a "
+                "subclass of gluon.Trainer."
+            )
 
     def in_order(self, trainer: Any) -> List[Any]:
         """Returns the parameters that the Trainer has now, in an order that is the same in all processes. Gluon's
