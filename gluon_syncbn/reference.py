@@ -118,7 +118,7 @@ def forward(
     virtual_devices: int = 1,
     group_size: Optional[int] = None,
     groups: Optional[Sequence[Sequence[int]]] = None,
-    permutation: Optional[Sequence[int]] = None,
+    permutation: Sequence[int] = (),
     running_variance: str = "biased",
     nonfinite: str = "propagate",
     slope: float = 1,
@@ -145,18 +145,12 @@ def forward(
 
     **Returns:** `Forward`. The arguments are not changed.
 
-    **Raises:** `ValueError` for arrays that do not fit, a batch without a value, a `permutation` of other slots
-    or with a fixed point, and, with ``nonfinite='error'``, statistics that are not finite. The layer checks all else.
+    **Raises:** `ValueError` for a batch without a value and, with ``nonfinite='error'``, statistics that are not
+    finite. The layer checks its arguments; here, they have to fit.
     """
     arrays = _channels_last(shards, axis)
     channels = arrays[0].shape[-1]
-    for name, vector in dict(gamma=gamma, beta=beta, running_mean=running_mean, running_var=running_var).items():
-        if np.shape(vector) != (channels,):
-            raise ValueError(f"{name} has shape {np.shape(vector)}, expected ({channels},), one per channel")
     old = np.array([running_mean, running_var], np.float64)
-    if addends is not None:
-        _check_shapes("addends", addends, shards)
-
     counts = _counts(shards, masks, axis)
     parts = [
         (device, samples)
@@ -179,7 +173,7 @@ def forward(
         if not present:
             raise ValueError("the shards hold no value that counts, expected at least one")
         own = [present.index(group) if group in present else None for group in group_of_slot]
-        uses = _permuted(own, permutation, len(present)) if mode == "shuffle" else own
+        uses = [k if k is None else permutation[k] for k in own] if mode == "shuffle" else own
         slots = [Slot(*part, k if x.size else None, u) for part, x, k, u in zip(parts, values, own, uses)]
         pooled = [np.concatenate([x for x, k in zip(values, own) if k == pool]) for pool in range(len(present))]
         statistics = [(x.mean(0), x.var(0), len(x)) for x in pooled]
@@ -212,16 +206,6 @@ def forward(
     return Forward(outputs, means, variances, pools, slots, axis, scale, slopes, counts)
 
 
-def _permuted(pools: Sequence[Optional[int]], permutation: Optional[Sequence[int]], count: int) -> List[Optional[int]]:
-    """Returns the pools of other slots."""
-    taken = [] if permutation is None else list(permutation)
-    if sorted(taken) != list(range(count)) or any(i == j for i, j in enumerate(taken)):
-        raise ValueError(
-            f"permutation is {permutation}, expected one without fixed points of the {count} slots that hold a value"
-        )
-    return [None if k is None else taken[k] for k in pools]
-
-
 def backward(
     shards: Sequence[np.ndarray],
     head_grads: Sequence[np.ndarray],
@@ -234,10 +218,7 @@ def backward(
     gradients of the loss with respect to each output, in the shapes of the shards.
 
     **Returns:** `Gradients`. dgamma is zero where `scale` was false.
-
-    **Raises:** `ValueError` where a head gradient is missing or has another shape than its shard.
     """
-    _check_shapes("head_grads", head_grads, shards)
     arrays = _channels_last(shards, state.axis)
     heads = [dy * slopes for dy, slopes in zip(_channels_last(head_grads, state.axis), state.slopes)]
 
@@ -274,36 +255,18 @@ def _counts(
 ) -> List[np.ndarray]:
     """Whether each position counts."""
     counts = []
-    for x, mask in zip(map(np.asarray, shards), [None] * len(shards) if masks is None else masks):
-        extents = np.delete(x.shape, axis)
+    for x, mask in zip(shards, [None] * len(shards) if masks is None else masks):
+        extents = np.delete(np.shape(x), axis)
         where = np.ones(extents, bool) if mask is None else np.asarray(mask) != 0
-        shape = where.shape
-        if where.ndim == x.ndim and where.shape[axis] == 1:
+        if where.ndim > len(extents):
             where = where.squeeze(axis)
-        if where.ndim != len(extents) or any(one not in (1, extent) for one, extent in zip(where.shape, extents)):
-            raise ValueError(
-                f"a mask has shape {shape}, expected that of its shard, {x.shape}, with 1 along axis {axis} or without "
-                "that axis; any extent may be 1"
-            )
         counts.append(np.broadcast_to(where, extents))
     return counts
 
 
 def _channels_last(shards: Sequence[np.ndarray], axis: int) -> List[np.ndarray]:
     """Returns the shards in float64 with the channels at the end."""
-    arrays = [np.moveaxis(np.asarray(x, np.float64), axis, -1) for x in shards]
-    if len({(x.ndim, x.shape[-1]) for x in arrays}) != 1:
-        raise ValueError(
-            f"shards have shapes {[np.shape(x) for x in shards]}, expected at least one, all of the same number of "
-            f"dimensions and the same extent along axis {axis}"
-        )
-    return arrays
-
-
-def _check_shapes(name: str, arrays: Sequence[np.ndarray], shards: Sequence[np.ndarray]) -> None:
-    given, expected = [np.shape(one) for one in arrays], [np.shape(x) for x in shards]
-    if given != expected:
-        raise ValueError(f"{name} have shapes {given}, expected those of the shards, {expected}")
+    return [np.moveaxis(np.asarray(x, np.float64), axis, -1) for x in shards]
 
 
 def _sum(x: np.ndarray) -> np.ndarray:
