@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import warnings
 import weakref
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import mxnet as mx
 from mxnet import autograd
 from mxnet.context import Context
 from mxnet.executor import Executor
-from mxnet.module import executor_group
 from mxnet.module.executor_group import DataParallelExecutorGroup
 
 from .. import _native
@@ -36,8 +35,9 @@ _Node = Tuple[List[str], Replicas]
 
 
 def _grouping(group: Callable, symbol: mx.sym.Symbol, contexts: List[Context], *args: Any, **kwargs: Any) -> Any:
-    places = executor_group._prepare_group2ctxs(kwargs.get("group2ctxs"), len(contexts))
-    graph, layers = _synchronised(symbol, contexts, places)
+    graph, layers = _synchronised(symbol, contexts)
+    if layers and kwargs.get("group2ctxs"):
+        arguments.refuse("group2ctxs", kwargs["group2ctxs"], "None for a graph with synchronised layers")
     made = _Group(layers, graph, contexts, *args, **kwargs) if layers else group(graph, contexts, *args, **kwargs)
     if made.for_training:
         steps.trains()
@@ -71,11 +71,9 @@ def _layer(node: Json) -> SyncBatchNorm:
     return layer_of(f"{replicas.name}_", attributes, replicas)
 
 
-def _synchronised(
-    symbol: mx.sym.Symbol, contexts: List[Context], places: List[Optional[Dict[str, Context]]]
-) -> Tuple[mx.sym.Symbol, List[_Node]]:
+def _synchronised(symbol: mx.sym.Symbol, contexts: List[Context]) -> Tuple[mx.sym.Symbol, List[_Node]]:
     """Returns the graph with a layer for each node, or the same object if there is no such node; and its synchronised
-    nodes. ``places``: of each context, where it has named parts of the graph.
+    nodes.
     """
     recorded = json_of(symbol)
     names = {node["name"] for node in recorded["nodes"]}
@@ -93,9 +91,8 @@ def _synchronised(
         if takes and gives_moments(within, node):
             stay.append(f"{node['name']} ({node['op']})")
             continue
-        layer, part = _layer(node), node["attrs"].get("__ctx_group__")
-        layer._replicas.set_contexts([(place or {}).get(part, one) for place, one in zip(places, contexts)], 0)
-        chosen[number] = layer
+        chosen[number] = layer = _layer(node)
+        layer._replicas.set_contexts(contexts, 0)
         layers.append((running, layer._replicas))
     if stay:
         warnings.warn(
@@ -118,22 +115,20 @@ def _making(context: Context) -> Iterator[None]:
 # ---- steps ----------------------------------------------------------------------------------------------------
 
 
-def _trains(executor: Executor, layers: Dict[Context, List[_Node]]) -> Executor:
-    """Lets an executor announce its calls of layers, which are given by their place, maybe another one. MXNet makes its
-    operators when it is bound, so nobody else sees which replicas will come.
+def _trains(executor: Executor, layers: List[_Node]) -> Executor:
+    """Lets an executor announce its calls of layers. MXNet makes its operators when it is bound, so nobody else sees
+    which replicas will come.
     """
     own = weakref.proxy(executor)  # MXNet frees an executor as soon as nobody has it
 
     def forward(is_train: bool = False, **kwargs: Any) -> Any:
-        with ExitStack() as announced:
-            for context, nodes in layers.items() if is_train else ():
-                calls, running = [], []
-                for names, replicas in nodes:
-                    replicas.runs(IN_GRAPH)
-                    if not replicas.settings.use_global_stats:
-                        calls.append(replicas.id)
-                        running += [own.aux_dict[name] for name in names]
-                announced.enter_context(executing(context, calls, [0] * len(calls), running, repeats=True))
+        calls, running = [], []
+        for names, replicas in layers if is_train else ():
+            replicas.runs(IN_GRAPH)
+            if not replicas.settings.use_global_stats:
+                calls.append(replicas.id)
+                running += [own.aux_dict[name] for name in names]
+        with executing(own._ctx, calls, [0] * len(calls), running, repeats=True) if is_train else nullcontext():
             outputs = Executor.forward(own, is_train, **kwargs)
         if is_train:
             _native.watch(str(own._ctx), outputs)
@@ -155,11 +150,8 @@ class _Group(DataParallelExecutorGroup):
         super().__init__(*args, **kwargs)
 
     def _bind_ith_exec(self, i: int, *args: Any) -> Executor:
-        layers: Dict[Context, List[_Node]] = {}
-        for names, replicas in self.layers:
-            layers.setdefault(replicas.contexts[i], []).append((names, replicas))
         with _making(self.contexts[i]):
-            return _trains(super()._bind_ith_exec(i, *args), layers)
+            return _trains(super()._bind_ith_exec(i, *args), self.layers)
 
     def forward(self, data_batch: Any, is_train: Optional[bool] = None) -> None:
         """A training forward begins a step: all executors of a ``Module`` begin in it.

@@ -136,15 +136,8 @@ def fitted(norm, contexts, kvstore="local", shares=None):
 def stepped(norm, contexts, grad_req="write", **given):
     """Of two steps on uneven shards: output, gradients of data and parameters, running statistics."""
     heads = nd.array(np.random.RandomState(3).randn(12, 5, 4, 4), dtype="float64")
-    if norm is elsewhere:
-        given["group2ctxs"] = {
-            "rest": contexts,
-            "norms": [mx.Context(c.device_type, c.device_id + 3) for c in contexts],
-        }
     given["work_load_list"] = [3, 1, 2][: len(contexts)]
-    with mx.AttrScope(ctx_group="rest"):
-        symbol = body(norm)
-    module = bound(symbol, contexts, labels=False, inputs_need_grad=True, grad_req=grad_req, given=given)
+    module = bound(body(norm), contexts, labels=False, inputs_need_grad=True, grad_req=grad_req, given=given)
     for _ in range(2):
         module.forward(batch_of(1), is_train=True)
         module.backward([heads])
@@ -194,12 +187,6 @@ def mirrored(norm, contexts):
     return got
 
 
-def elsewhere(y, **given):
-    """On contexts of its own, which are the replicas."""
-    with mx.AttrScope(ctx_group="norms"):
-        return SyncBatchNorm(y, **given)
-
-
 def contribs(y, **given):
     return mx.sym.contrib.SyncBatchNorm(y, ndev=2, key=given["name"], **given)
 
@@ -224,7 +211,6 @@ TRAININGS = {
     "write": (stepped, SyncBatchNorm, 3, {}),
     "add": (stepped, SyncBatchNorm, 3, {"grad_req": "add"}),
     "fixed": (stepped, SyncBatchNorm, 3, {"fixed_param_names": ["bn0_gamma", "bn0_beta", "conv0_weight"]}),
-    "a part elsewhere": (stepped, elsewhere, 3, {}),
     "a net of gluon": (of_a_gluon_net, SyncBatchNorm, 2, {}),
     "other sizes": (in_other_sizes, SyncBatchNorm, 2, {}),
     "a larger size": (in_other_sizes, SyncBatchNorm, 2, {"sizes": (6, 24)}),
@@ -446,6 +432,11 @@ def test_layers_live_as_long_as_their_executors(contexts):
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------
+
+
+def test_parts_on_other_contexts(contexts):
+    with pytest.raises(ValueError, match=r"group2ctxs: .* expected None"):
+        bound(classifier(SyncBatchNorm), contexts[:2], given={"group2ctxs": {"part": contexts[2:4]}})
 
 
 @pytest.mark.parametrize(
