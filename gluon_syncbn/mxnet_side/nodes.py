@@ -40,15 +40,8 @@ def json_of(symbol: mx.sym.Symbol) -> Json:
     recorded: Json = json.loads(mx.sym.Symbol.tojson(symbol, remove_amp_cast=False))
     for _, _, node in walk(recorded):
         node.setdefault("attrs", {})
-        if is_ours(node) and "call" in node["attrs"]:  # an eager call; see op.py
-            number = node["attrs"].pop("call")
-            found = [call for one in list(Replicas.by_id.values()) for call in one.calls() if call.number == number]
-            if not found:
-                raise mx.MXNetError(
-                    "a SyncBatchNorm that this graph has recorded is gone, or has other settings now. Keep both as "
-                    "long as the graph."
-                )
-            node["attrs"].update(found[0].node)
+        if is_ours(node) and "call" in node["attrs"]:  # see op.py
+            raise mx.MXNetError("this graph has eager calls of a SyncBatchNorm: make it by net(mx.sym.var('data'))")
     return recorded
 
 

@@ -177,7 +177,6 @@ class EagerCall:
     """What an eager call of a layer computes. The core knows it by its number, as long as this object lives."""
 
     def __init__(self, layer: Replicas, settings: Settings) -> None:
-        self.node = {**layer.to_node(settings), "node": "-1"}  # if a graph is made of it
         number = _native.call_create(layer.id, layer.on_cpus, settings.numbers())
         self.number = str(number)
         weakref.finalize(self, _native.call_drop, number).atexit = False
@@ -245,9 +244,6 @@ class Replicas:
         kwargs = dict(self._kwargs)
         self._now = settings, {}  # calls of another thread go on with the pair that they have
         self._of_kwargs = kwargs
-
-    def calls(self) -> List[EagerCall]:
-        return list(self._now[1].values())
 
     def __reduce__(self) -> Any:
         return replace, (self.settings,)  # of which the copy of a layer makes its own

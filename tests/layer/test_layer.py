@@ -3,7 +3,6 @@
 import copy
 import gc
 import inspect
-import json
 import pickle
 import sys
 
@@ -208,8 +207,8 @@ def test_eager_calls_have_a_number_in_place_of_their_attributes(monkeypatch):
         with autograd.record():
             y = layer(mx.nd.ones((2, 3)))
         y.wait_to_read()
-        nodes = {node["op"]: node for node in json.loads(autograd.get_symbol(y).tojson())["nodes"]}
-        assert "Custom" not in nodes and nodes["BatchNorm"]["attrs"]["use_global_stats"] == str(frozen)
+        with pytest.raises(mx.MXNetError, match="eager calls of a SyncBatchNorm"):
+            autograd.get_symbol(y).tojson()
     assert all(set(kwargs) == {"op_type", "call"} for kwargs in given)
     first, second, third = [kwargs["call"] for kwargs in given]
     assert len({first, second, third}) == 3, "each of its settings"
@@ -229,5 +228,5 @@ def test_a_schedule_of_the_momentum_keeps_few_calls(rng):
                 layer(x)
         y.backward(head)
         found.append(x.grad.asnumpy())
-    assert len(replicas_of(layer).calls()) == 1
+    assert len(replicas_of(layer).now()[1]) == 1
     assert np.array_equal(*found) and np.abs(found[0]).max() > 0.1
