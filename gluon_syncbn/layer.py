@@ -19,18 +19,7 @@ from .mxnet_side import export, op, patches
 from .mxnet_side.blocks import PARAMETERS
 from .settings import MODES, Mode, Settings
 from .system import arguments, kinds
-from .training.replicas import (
-    EAGER,
-    UNFUSED,
-    Replicas,
-    follow,
-    followers_of,
-    for_replica,
-    records,
-    setting,
-    traced,
-    unfollow,
-)
+from .training.replicas import EAGER, Replicas, follow, followers_of, for_replica, records, setting, traced, unfollow
 from .training.session import session
 
 Constructor = TypeVar("Constructor", bound=Callable[..., None])
@@ -349,7 +338,7 @@ class SyncBatchNorm(nn.BatchNorm):
         # MXNet's BatchNorm fails in 5 dimensions behind a convolution ("Check failed: !is_view").
         frozen = settings.use_global_stats or (eager and not training)
         if eager and training:
-            replicas.runs(UNFUSED if settings.fuses and not frozen else EAGER)
+            replicas.runs(EAGER)
         if not eager:
             traced(self.running_mean, replicas)
         if training and not frozen and replicas.problem:

@@ -11,7 +11,7 @@ from ..exchange.store import ProcessStore
 from ..system import environment
 from ..system.arguments import some
 from ..system.logs import log
-from ..training.replicas import IN_GRAPH, NEVER, UNFUSED, followers_of, stores_of
+from ..training.replicas import EAGER, IN_GRAPH, NEVER, followers_of, stores_of
 from ..training.session import session
 from . import blocks
 
@@ -85,7 +85,8 @@ def surprises(trainer: gluon.Trainer) -> Iterator[str]:
                 "layers. Where a block calls an operator, call a layer instead. gluon_syncbn.summary(net) lists all"
             )
     # Nothing is fused without a graph. Some layers may stay outside of graphs on purpose.
-    eager = [one.name for one in replicas if one.ran == UNFUSED]
+    fusing = [one for one in replicas if one.settings.fuses and not one.settings.use_global_stats]
+    eager = [one.name for one in fusing if one.ran == EAGER]
     if eager and not any(one.ran == IN_GRAPH for one in replicas):
         yield (
             f"{some(eager, ', ')}: fuse=True fuses nothing here, because no graph contains these layers. Call "

@@ -24,8 +24,8 @@ from ..system import arguments, cuda, kinds
 from ..system.identity import OfEach
 from .session import session
 
-#: How a layer was called in training: not yet, by itself, by itself although it was to fuse operators, in a graph.
-NEVER, EAGER, UNFUSED, IN_GRAPH = "", "eager", "unfused", "graph"
+#: How a layer was called in training: not yet, by itself, in a graph.
+NEVER, EAGER, IN_GRAPH = "", "eager", "graph"
 
 _ROOM = 256  # errors, before somebody calls `mx.nd.waitall`
 _ONE_EACH = (
