@@ -13,7 +13,7 @@ import json
 import operator
 import os
 import socket
-from typing import Any, Dict, Iterator, List, Mapping, NoReturn, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, NoReturn, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -163,32 +163,22 @@ class ProcessStore(mx.kvstore.KVStoreBase, ProcessExchange):
                 "the samples of all processes."
             )
 
-    def compare_weights(
-        self, trainer: Any, parameters: Dict[str, Tuple[List[mx.nd.NDArray], bool]], states: Mapping[str, bytes]
-    ) -> None:
+    def compare_weights(self, trainer: Any, parameters: Dict[str, Tuple[List[mx.nd.NDArray], bool]]) -> None:
         """Compares the parameters of a Trainer with those of the other processes, before its first update.
 
         ``parameters`` has, by name and in the same order in all processes, the array of each context, and whether it
         is trained, or could be. One that could not, such as the running statistics of plain BatchNorm, becomes that of
-        rank 0. ``states`` has what the optimizer keeps of each. MXNetError: the first other one that differs.
+        rank 0. MXNetError: the first other one that differs.
         """
         number = self.expect(trainer).number
-        digests = [(_hash(arrays[0].asnumpy().tobytes()), _hash(states[p])) for p, (arrays, _) in parameters.items()]
+        digests = [_hash(arrays[0].asnumpy().tobytes()) for arrays, _ in parameters.values()]
         everyone = self.allgather(f"the comparison of the weights of trainer {number}", np.array(digests, np.int64))
         for i, (name, (arrays, trained)) in enumerate(parameters.items()):
-            differing, in_states = (
-                [rank for rank, theirs in enumerate(everyone) if theirs[i, of] != everyone[0][i, of]] for of in (0, 1)
-            )
+            differing = [rank for rank, theirs in enumerate(everyone) if theirs[i] != everyone[0][i]]
             if differing and trained:
                 self.give_up(
                     f"the processes begin with different weights: '{name}' of rank {differing[0]} is not that of rank "
                     "0. Call gluon_syncbn.broadcast_parameters(net) in every process, before the first step."
-                )
-            if in_states:
-                self.give_up(
-                    f"the processes begin with different states of the optimizer: that of '{name}' on rank "
-                    f"{in_states[0]} is not that on rank 0. trainer.load_states goes by the places of the parameters "
-                    "among their sorted names: load one file, into a net whose names sort as those of the saved one."
                 )
             if differing:
                 self.broadcast(f"parameter {i} of trainer {number}", arrays[0], arrays)

@@ -169,22 +169,13 @@ def _of_workers(trainer: gluon.Trainer) -> Optional[DistSyncExchange]:
 
 
 def _compare_beginning(trainer: gluon.Trainer, store: ProcessStore) -> None:
-    """Compares the weights with those of the other processes, and the states of the optimizer that were loaded. MXNet
-    would copy rank 0's weights, after a forward and a backward with others.
-    """
+    """Compares the weights with those of the other processes. MXNet would copy rank 0's, after a step with others."""
     ordered = session.trainers(trainer).in_order(trainer)
     for one, following in zip(ordered, ordered[1:]):
         if one.name == following.name:  # the gradients go by their names
             arguments.refuse("params", one.name, "parameters with different names: give the nets other prefixes")
     weights = {p.name: (p.list_data(), p._differentiable) for p in ordered}
-    store.compare_weights(trainer, weights, dict(zip(weights, _states(trainer))))
-
-
-def _states(trainer: gluon.Trainer) -> List[bytes]:
-    """Returns the states of the optimizer for each parameter, in the order of `OfTrainer`."""
-    states, ordered = trainer._updaters[0].states, session.trainers(trainer).in_order(trainer)
-    places = [trainer._param2idx[p.name] for p in ordered]
-    return [b"".join(array.asnumpy().tobytes() for array in kinds.arrays_of(states.get(at))) for at in places]
+    store.compare_weights(trainer, weights)
 
 
 def _loaded(trainer: gluon.Trainer) -> List[str]:
@@ -195,7 +186,12 @@ def _loaded(trainer: gluon.Trainer) -> List[str]:
     before, state.compared = state.compared, now  # which has nothing in the first step, if none were loaded
     if before is now or not now:
         return []
-    return [f"loaded states {hashlib.blake2b(b' '.join(_states(trainer)), digest_size=7).hexdigest()}"]
+    states = hashlib.blake2b(digest_size=7)
+    for parameter in state.in_order(trainer):
+        for array in kinds.arrays_of(now.get(trainer._param2idx[parameter.name])):
+            states.update(array.asnumpy().tobytes())
+        states.update(b" ")
+    return [f"loaded states {states.hexdigest()}"]
 
 
 #: Of a parameter in a step.

@@ -50,10 +50,10 @@ FAULTS = {
         ("begins_elsewhere", "begins_frozen"),
         ("the processes begin with different weights: 'dense", "1_bias' of rank 1 is not that of rank 0"),
     ),
-    "begins_with_other_states": (
-        "the processes begin with different states of the optimizer: that of 'dense1_bias' on rank 1 is not that on ",
+    **dict.fromkeys(
+        ("begins_with_other_states", "loads_other_states"),
+        (" the update in ", ": loaded states ", " on rank 1 and none on rank 0. "),
     ),
-    "loads_other_states": (" the update in ", ": loaded states ", " on rank 1 and none on rank 0. "),
 }
 
 
