@@ -90,11 +90,6 @@ class Settings:
                 arguments.refuse(name, given[name], f"None with mode {settings.mode!r}")
         if settings.groups is not None and settings.group_size is not None:
             arguments.refuse("groups", given["groups"], f"None with group_size={settings.group_size}")
-        devices = settings.num_devices or 0
-        # Groups name replicas of all processes, and this process may have fewer.
-        problem = settings.problem(devices) if devices > settings.named() else ""
-        if problem:
-            raise ValueError(problem)
         return settings
 
     def batch_norm(self) -> Dict[str, Any]:
@@ -147,13 +142,9 @@ class Settings:
         """Whether all replicas share one statistic."""
         return self.mode == "sync" and self.group_size is None and self.groups is None
 
-    def named(self) -> int:
-        """Returns the number of replicas that the groups name."""
-        return sum(map(len, self.groups or ()))
-
     def problem(self, replicas: int) -> str:
         """Returns the error of an argument with which this many replicas cannot train; empty if they can."""
-        size, named = self.group_size, self.named()
+        size, named = self.group_size, sum(map(len, self.groups or ()))
         if size is not None and replicas % size:
             return f"group_size: {size} was given, expected a divisor of the number of devices, {replicas}"
         if self.groups and named != replicas:
