@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import warnings
 from contextlib import contextmanager, nullcontext
 from numbers import Real
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
-import mxnet as mx
 from mxnet import gluon
 
 from .. import _native
@@ -22,7 +20,7 @@ from ..system.logs import log
 from ..training import devices, steps
 from ..training.replicas import followers_of, stores_of
 from ..training.session import session
-from . import advice
+from . import advice, optimizers
 
 
 def constructing(construct: Callable, trainer: gluon.Trainer, *args: Any, **kwargs: Any) -> None:
@@ -97,7 +95,7 @@ def updating(update: Callable, trainer: gluon.Trainer, *args: Any, **kwargs: Any
         store.compare_divisor(trainer, round(trainer._scale / divisor, 6))
     try:
         with nullcontext() if trainer._update_on_kvstore else _gated(trainer):
-            with alike(trainer) if isinstance(store, ProcessStore) else nullcontext():
+            with optimizers.alike(trainer) if isinstance(store, ProcessStore) else nullcontext():
                 update(trainer, *args, **kwargs)
     except UserWarning:  # a stale gradient: replicas that wait for one without a batch know why
         for gradient in [one for p in trainer._params if p.grad_req != "null" for one in p.list_grad()]:
@@ -147,7 +145,7 @@ def _share_store(trainer: gluon.Trainer) -> None:
         settings["kvstore"] = named.store(settings["kvstore"])
     if isinstance(settings["kvstore"], ProcessStore):
         shared = store = settings["kvstore"]
-        _check_optimizer(trainer, store.num_workers)
+        optimizers.check(trainer, store.num_workers)
         if trainer._compression_params:
             arguments.refuse("compression_params", trainer._compression_params, f"None with {store!r}")
         store.expect(trainer)
@@ -252,62 +250,3 @@ def _gated(trainer: gluon.Trainer) -> Iterator[None]:
 
 def _watches(trainer: gluon.Trainer) -> bool:
     return _native.layers() > 0 or isinstance(trainer._kvstore, ProcessStore)
-
-
-# ---- optimizers: the same on all devices of all processes ---------------------------------------------------------
-
-_NAME = re.compile(r"(\D*)(\d*)(.*)", re.DOTALL)
-_OF_ALL = frozenset(vars(mx.optimizer.Optimizer()))  # what every optimizer has: settings, and counts for each device
-
-
-def _check_optimizer(trainer: gluon.Trainer, processes: int) -> None:
-    """ValueError: devices that have added their gradients would get different weights."""
-    optimizer, on_several = trainer._optimizer, any(len(p._data or ()) > 1 for p in trainer._params)
-    if isinstance(optimizer, mx.optimizer.SGLD) and (on_several or processes > 1):
-        expected = "an optimizer without noise between processes, or kvstore='device': each device draws its own"
-        arguments.refuse("optimizer", type(optimizer).__name__, expected)
-    if isinstance(optimizer, mx.optimizer.LBSGD) and on_several:
-        expected = "one device for each process: it takes the devices of a process for batches that follow each other"
-        arguments.refuse("optimizer", type(optimizer).__name__, expected)
-
-
-@contextmanager
-def alike(trainer: gluon.Trainer) -> Iterator[None]:
-    """Within the block, all devices update alike. MXNet has one optimizer for all devices of a process. Some go on to
-    other numbers with each parameter that they update, such as ``m_schedule`` of Nadam and ``last_lr`` of LARS. So each
-    device begins with the numbers before the block, and updates the parameters in the order that they have in a process
-    of its own, where Gluon's counters begin at 0: later, the name ``dense10`` comes before ``dense9``.
-    """
-    optimizer, updaters = trainer._optimizer, trainer._updaters
-    before = _numbers(optimizer)
-    if not hasattr(updaters[0], "order"):
-        updaters[0].order = _order([parameter.name for parameter in trainer._params])
-
-    def of_device(updater: Any) -> Any:
-        def update(*of_parameters: Sequence[Any]) -> None:
-            for name in _numbers(optimizer):
-                del vars(optimizer)[name]
-            vars(optimizer).update(before)
-            given = {one[0]: one for one in zip(*of_parameters)}
-            updater(*zip(*(given[index] for index in updaters[0].order if index in given)))
-
-        return update
-
-    trainer._updaters = [of_device(updater) for updater in updaters]
-    try:
-        yield
-    finally:
-        trainer._updaters = updaters
-
-
-def _order(names: Sequence[str]) -> List[int]:
-    """Returns the places of names as they are sorted where the first numbers of each kind are 0, 1, and so on."""
-    parts = [_NAME.findall(name)[0] for name in names]
-    numbers = {kind: sorted({int(one) for other, one, _ in parts if one and other == kind}) for kind, _, _ in parts}
-    alone = [f"{kind}{numbers[kind].index(int(one)) if one else ''}{rest}" for kind, one, rest in parts]
-    return sorted(range(len(names)), key=alone.__getitem__)
-
-
-def _numbers(optimizer: mx.optimizer.Optimizer) -> Dict[str, Any]:
-    own = {name: value for name, value in vars(optimizer).items() if name not in _OF_ALL}
-    return {name: value for name, value in own.items() if value is None or isinstance(value, Real)}

@@ -14,7 +14,8 @@ from thread_transport import Job as ThreadJob
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
-from gluon_syncbn.mxnet_side.trainer import alike, update_of
+from gluon_syncbn.mxnet_side.optimizers import alike
+from gluon_syncbn.mxnet_side.trainer import update_of
 from gluon_syncbn.training.session import session
 
 WORKER = SUPPORT / "gradients_worker.py"
