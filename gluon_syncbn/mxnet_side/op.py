@@ -66,7 +66,7 @@ def sync_batch_norm(
     ends_bundle = bool(guards) and eager and replicas.reaches_other_processes()
     if masks:
         data = [*data, F.Cast(kinds.classic(mask), dtype="float64") if guards else mask]  # SwapAxis takes no bool
-    inputs = [one if type(one) is mx.nd.NDArray else kinds.classic(one) for one in (*data, *parameters)]
+    inputs = [one if type(one) is mx.nd.NDArray else kinds.classic(kinds.dense(one)) for one in (*data, *parameters)]
     data, (gamma, beta, *running) = inputs[: len(data)], inputs[len(data) :]
     if guards:
         data = [_copied(F, one, ends_bundle) for one in data]

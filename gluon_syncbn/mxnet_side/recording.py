@@ -15,7 +15,7 @@ from ..training.replicas import IN_GRAPH, executing, followers_of, records, sett
 from ..training.session import session
 from . import blocks
 from .fusion import fuse
-from .nodes import Json, json_of, layers_of, number_nodes, symbol_of
+from .nodes import Json, is_ours, json_of, layers_of, number_nodes, symbol_of
 
 
 class _Issuing(mx.nd.CachedOp):
@@ -29,6 +29,9 @@ class _Issuing(mx.nd.CachedOp):
         found = layers_of(graph)
         self.symbol, self.flags = symbol, flags
         self.layers = [layer for layer, _ in found]
+        names = symbol.list_inputs()
+        data = {graph["nodes"][node["inputs"][0][0]]["name"] for node in graph["nodes"] if is_ours(node)}
+        self.may_be_sparse = [place for place in dict(flags)["data_indices"] if names[place] in data]
         self.ran_with: Any = None  # the default exchange, and the contexts of the layers
         self.called: Dict[Any, Any] = {}  # outside of all scopes
         self.lock: Callable[[mx.Context], ContextManager] = session.issuing if found else nullcontext
@@ -51,6 +54,8 @@ class _Issuing(mx.nd.CachedOp):
                 "in the body of F.contrib.foreach, while_loop or cond of a hybridized block, nor of nn.BatchNorm: "
                 "call hybridize(False) on the block that has the loop, or use autograd.train_mode() without gradients"
             )
+        for place in self.may_be_sparse:
+            args = (*args[:place], kinds.dense(args[place]), *args[place + 1 :])
         training, context = autograd.is_training(), args[0].ctx
         if training and self.ran_with != (now := (session.exchange, [layer.contexts for layer in self.layers])):
             for layer in self.layers:

@@ -10,6 +10,7 @@ from typing import Any, Callable, List, Sequence
 
 import mxnet as mx
 import numpy as np
+from mxnet.ndarray.sparse import BaseSparseNDArray
 from mxnet.util import is_np_array
 
 #: MXNet's type, whose NumPy arrays are structures with one field.
@@ -19,6 +20,11 @@ BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
 def classic(value: Any) -> Any:
     """Returns the value as one of ``mx.nd`` or ``mx.sym``."""
     return value.as_nd_ndarray()
+
+
+def dense(value: Any) -> Any:
+    """Returns a sparse array as a dense one, as MXNet does for operators that take no sparse one. Custom ones fail."""
+    return value.tostype("default") if isinstance(value, BaseSparseNDArray) else value
 
 
 def like(value: Any, given: Any) -> Any:
