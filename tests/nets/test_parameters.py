@@ -2,9 +2,10 @@
 
 import re
 
+import mxnet as mx
 import numpy as np
 import pytest
-from mxnet import nd
+from mxnet import gluon, nd
 from mxnet.gluon import nn
 
 from gluon_syncbn import SyncBatchNorm, broadcast_parameters
@@ -41,6 +42,29 @@ def test_blocks_that_gluon_does_not_know(contexts):
     broadcast_parameters(net)
     for parameter in net.__held__[0].collect_params().values():
         np.testing.assert_array_equal(*(array.asnumpy() for array in parameter.list_data()))
+
+
+@pytest.mark.parametrize("store", ["local", "device", mx.kv.create("local")], ids=["local", "device", "own"])
+def test_a_trainer_that_has_begun_takes_them(store, contexts):
+    """One whose store updates the parameters has weights of its own. The momentum stays."""
+    net = nn.HybridSequential()
+    net.add(nn.Dense(2, in_units=3, use_bias=False), nn.BatchNorm(in_channels=2))
+    net.initialize(mx.init.Zero(), ctx=contexts[:2])
+    settings = {"learning_rate": 0.25, "momentum": 0.5}
+    trainer = gluon.Trainer(net.collect_params(), "sgd", settings, kvstore=store, update_on_kvstore=True)
+
+    def step():
+        for array in net[0].weight.list_grad():
+            array[:] = 1
+        trainer.step(2, ignore_stale_grad=True)
+
+    step()
+    first, second = net[0].weight.list_data()
+    first[:], second[:] = 7, 3
+    broadcast_parameters(net)
+    assert all((array.asnumpy() == 7).all() for array in net[0].weight.list_data())
+    step()
+    assert all((array.asnumpy() == 7 - 0.25 * (1 + 0.5)).all() for array in net[0].weight.list_data())
 
 
 def test_without_values(contexts):
