@@ -153,7 +153,6 @@ bench: core
 	$(PY) benchmarks/models.py $(ARGS)
 	$(PY) benchmarks/models.py --processes 2 $(ARGS)
 	$(PY) benchmarks/modes.py $(ARGS)
-	$(PY) benchmarks/shuffle.py $(ARGS)
 	$(PY) benchmarks/exchange.py $(ARGS)
 
 compare: core

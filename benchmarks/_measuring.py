@@ -89,6 +89,35 @@ def interleaved(steps: Dict[str, Callable[[], Any]], rounds: int, budget_s: floa
     return taken
 
 
+def in_processes(calls: Dict[str, Callable[[], float]], rounds: int, budget_s: float) -> Dict[str, List[List[float]]]:
+    """Returns seconds of each call, in each round and process of the job.
+
+    The processes begin each call together, and each round begins with another one, after two that build the graphs.
+    The clock of rank 0 says for all processes when `budget_s` is spent.
+    """
+    from mpi4py import MPI
+
+    of_all = MPI.COMM_WORLD.allgather
+    taken: Dict[str, List[List[float]]] = {name: [] for name in calls}
+    begun = time.perf_counter()
+    for done in range(-2, rounds):
+        if done >= 2 and of_all(time.perf_counter() - begun)[0] > budget_s:
+            break
+        for turn in range(len(calls)):
+            name = list(calls)[(done + turn) % len(calls)]
+            all_are_here()
+            seconds = of_all(calls[name]())
+            if done >= 0:
+                taken[name].append(seconds)
+    return taken
+
+
+def all_are_here() -> None:
+    from mpi4py import MPI
+
+    MPI.COMM_WORLD.Barrier()
+
+
 def resident_mib() -> float:
     """Returns the memory that this process has now."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -101,18 +130,11 @@ def peak_mib() -> float:
 
 
 def figures(script: str, cell: Cell, limit_s: float, environment: Optional[Dict[str, str]] = None) -> Any:
-    """Returns the figures of a cell, which a child process measures with `answer`."""
+    """Returns the figures of a cell, which a child process measures."""
     ((_, figures, problem),) = _children(script, [cell], limit_s, environment)
     if problem:
         raise SystemExit(f"{cell}: {problem}")
     return figures
-
-
-def answer(cells: str, measured: Callable[[Cell], Any]) -> int:
-    """Prints the figures of the only cell in the option ``--child``. Returns the exit code."""
-    (cell,) = json.loads(cells)
-    print(json.dumps(measured(cell)))
-    return 0
 
 
 def measure(script: str, cells: Sequence[Cell], limit_s: float) -> Iterator[Tuple[Cell, Rounds, Dict[str, str]]]:
@@ -197,11 +219,6 @@ def library() -> str:
     from mpi4py import MPI
 
     return " ".join(MPI.Get_library_version().splitlines()[0].partition(",")[0].split())
-
-
-def stem(name: str, carrier: str) -> str:
-    """The name of the files of results that this library gave; MPICH's have the name alone."""
-    return name + ("_openmpi" if carrier.startswith("Open MPI") else "")
 
 
 # All messages of a job go over TCP, as between machines: those of MPICH and of Open MPI.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
-from typing import Any, Callable, Dict, List, Sequence
+from typing import Any, Callable, List, Sequence
 
 import _measuring
 import _results
@@ -35,9 +36,7 @@ A step takes as long as its slowest process. Times are medians over the rounds. 
 ratios, with the 10th and 90th percentile in parentheses. *Share of statistics* is 1 - 1 / ratio: what the statistics
 take of the step in mode `sync`. A share below zero is noise. *Mean of the processes* is the ratio of the mean times of
 the processes. There, the wait for the slowest process counts as a cost of the statistics. *Local / alone* is the price
-of the gradients.
-
-{table}"""
+of the gradients."""
 
 
 def main(script: str, options: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -55,11 +54,9 @@ def main(script: str, options: argparse.Namespace, arguments: Sequence[str]) -> 
     results = [_results.compared(sample, YARDSTICKS) for sample in samples]
     header = ["model", "crop", "images", "processes", "rounds", *(f"{name}, ms" for name in NETS)]
     header += ["sync / local", "share of statistics", "mean of the processes", "local / alone"]
-    table = _results.table(header, [row(result) for result in results])
-    print(table)
-    text = EXPLANATION.format(processes=options.processes, table=table)
+    parts = [EXPLANATION.format(processes=options.processes), [header, *map(row, results)]]
     title = "Training steps in several processes"
-    _results.write(options.out, "models_processes", title, text, env, results, samples)
+    _results.write(options.out, "models_processes", title, parts, env, results, samples)
     return 0
 
 
@@ -79,7 +76,11 @@ def child(cell: _measuring.Cell) -> None:
 
     gluon_syncbn.configure(timeout=120)
     store = gluon_syncbn.kvstore("mpi")
-    taken = rounds(cell, {name: step(cell, store, *what) for name, what in NETS.items()})
+    steps = {name: step(cell, store, *what) for name, what in NETS.items()}
+    seconds = _measuring.in_processes(steps, cell["rounds"], cell["budget_s"])
+    taken = {name: list(map(max, rounds)) for name, rounds in seconds.items()}
+    taken.update((f"{name}, mean", list(map(statistics.mean, rounds))) for name, rounds in seconds.items())
+    taken["gradients"] = taken["local"]
     if store.rank == 0:
         print(json.dumps(taken), flush=True)
 
@@ -111,27 +112,3 @@ def step(cell: _measuring.Cell, store: Any, mode: Any, gradients: bool) -> Calla
         return time.perf_counter() - start
 
     return run
-
-
-def rounds(cell: _measuring.Cell, steps: Dict[str, Callable[[], float]]) -> _measuring.Rounds:
-    """Seconds of each round: of the slowest process, and the mean over the processes."""
-    from mpi4py import MPI
-
-    world = MPI.COMM_WORLD
-    for _ in range(2):  # these build the graphs
-        for run in steps.values():
-            run()
-    taken: _measuring.Rounds = {name: [] for name in YARDSTICKS}
-    begun = time.perf_counter()
-    for done in range(cell["rounds"]):
-        # Rank 0 decides for all processes, because their clocks differ.
-        if done >= 2 and world.bcast(time.perf_counter() - begun > cell["budget_s"]):
-            break
-        for turn in range(len(steps)):
-            name = list(steps)[(done + turn) % len(steps)]
-            world.Barrier()
-            seconds = world.allgather(steps[name]())
-            taken[name].append(max(seconds))
-            taken[f"{name}, mean"].append(sum(seconds) / len(seconds))
-    taken["gradients"] = taken["local"]
-    return taken

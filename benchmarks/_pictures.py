@@ -34,14 +34,13 @@ class Picture(NamedTuple):
     """Panels of lines have numbers for ticks, others texts."""
 
     panels: Sequence[Any]  # title, ticks, series
-    below: Any  # of the x axis; of each panel's
+    below: str  # of the x axis
     measure: str  # of the y axis
     finding: str
     note: str
     logarithmic: bool = True
     digits: int = 2
     reference: str = ""  # what 1 is
-    shared: bool = True  # the y axis
 
 
 def point(series: Any, factor: float = 1) -> Any:
@@ -197,40 +196,18 @@ def gradients(cells: Cells) -> Picture:
     return Picture([("", texts, series)], "", "ms to sum the gradients", found, note, False, 0)
 
 
-def shuffle(cells: Cells) -> Picture:
-    labels = {
-        "plain": ("not shuffled", style.PLAIN),
-        "loading": ("split_and_load", style.SHUFFLE),
-        "moving": ("shuffle_shards", style.SAMPLES),
-        "gathering": ("all-gather of the images", style.OTHER),
-    }
-    measured = [cell for cell in cells if cell["seconds"]]
-    ticks = [cell["devices"] for cell in measured]
-    times = {label: [point(cell["seconds"][name], 1e3) for cell in measured] for name, label in labels.items()}
-    moved = {label: [point(cell["bytes"][name] / 1e6 or None) for cell in measured] for name, label in labels.items()}
-    less = span([100 * cell["bytes"]["loading"] / cell["bytes"]["gathering"] for cell in measured])
-    found = f"A shuffle while loading moves {less} % of what an all-gather moves"
-    panels = [
-        ("MB between the devices", ticks, moved),
-        ("ms of a step on CPU contexts, loading included", ticks, times),
-    ]
-    return Picture(panels, "devices", "", found, rounds(measured), shared=False)
-
-
 def scaling(cells: Any) -> Picture:
-    pairs = list(zip(cells["processes"], style.BLUES[::2]))
-    costs = cells["processes"]
-    processes = [8 * 2**k for k in range(len(next(iter(costs.values()))))]
-    left = {(name, colour): [point(value, 1e3) for value in costs[name]] for name, colour in pairs}
-    name, ways = next(iter(cells["gpus"].items()))
-    gpus = [2**k for k in range(len(ways["NCCL"]))]
-    shades = (style.SYNC, style.SHUFFLE, style.SAMPLES)
-    right = {(way, shade): [point(v, 1e3) for v in values] for (way, values), shade in zip(ways.items(), shades)}
-    most = [f"{1e3 * cost[-1]:.0f}" for cost in costs.values()]
+    processes = [8 * 2**k for k in range(len(next(iter(cells.values()))))]
+    panels = []
+    for title, end in (("processes with CPUs", ""), ("processes with GPUs", ", with GPUs")):
+        names = {name: f"{name}{end}" for name in cells if "GPUs" not in name}
+        colours = zip(names, style.BLUES[::2])
+        series = {(name, colour): [point(value, 1e3) for value in cells[names[name]]] for name, colour in colours}
+        panels.append((title, processes, series))
+    most = [f"{1e3 * costs[-1]:.0f}" for name, costs in cells.items() if "GPUs" not in name]
     found = f"By a model, statistics over {processes[-1]} processes cost {' and '.join(most)} ms of a step"
-    panels = [("processes on CPUs", processes, left), (f"GPUs, {name}", gpus, right)]
     note = "a model of the messages, from one measured message and published times of GPUs; no such job was measured"
-    return Picture(panels, ("processes", "GPUs"), "ms of a step for statistics", found, note, shared=False)
+    return Picture(panels, "processes", "ms of a step for statistics", found, note)
 
 
 def gpu(cells: Any) -> Picture:
@@ -263,11 +240,9 @@ def gpu(cells: Any) -> Picture:
 
 
 DRAWN = {
-    **{one.__name__: one for one in (gpu, kernels, models, models_processes, modes)},
-    **{one.__name__: one for one in (recompute, scaling, shuffle)},
-    **dict.fromkeys(("layers", "layers_avx2"), layers),
-    **dict.fromkeys(("exchange", "exchange_openmpi"), exchange),
-    **dict.fromkeys(("gradients", "gradients_openmpi"), gradients),
+    **{one.__name__: one for one in (exchange, gpu, gradients, kernels, layers, models)},
+    **{one.__name__: one for one in (models_processes, modes, recompute, scaling)},
+    "layers_avx2": layers,
 }
 
 
@@ -283,9 +258,8 @@ def render(picture: Picture, env: Dict[str, str], path: Path, *sources: Any) -> 
     are_texts = isinstance(picture.panels[0][1][0], str)
     width = max(7, (0.4 * len(picture.panels[0][2]) + 0.3) * texts + 1) if are_texts else 2.6 * count + 2.4
     widths = [len(ticks) if are_texts else 1 for _, ticks, _ in picture.panels]
-    drawn, axes = style.figure(width, 4.4, count, sharey=picture.shared, width_ratios=widths)
-    below = [picture.below] * count if isinstance(picture.below, str) else picture.below
-    for axis, (title, ticks, series), under in zip(axes, picture.panels, below):
+    drawn, axes = style.figure(width, 4.4, count, sharey=True, width_ratios=widths)
+    for axis, (title, ticks, series) in zip(axes, picture.panels):
         if are_texts:
             style.dots(axis, ticks, series, picture.digits)
         else:
@@ -296,7 +270,7 @@ def render(picture: Picture, env: Dict[str, str], path: Path, *sources: Any) -> 
         if picture.reference:
             axis.axhline(1, color=style.PLAIN, linestyle="--", linewidth=1)
         axis.set_title(title, fontsize=9)
-        axis.set_xlabel(under)
+        axis.set_xlabel(picture.below)
         if picture.logarithmic:
             style.logarithmic(axis)
         elif not picture.reference:

@@ -50,11 +50,6 @@ def compared(sample: Cell, beside: Optional[Dict[str, str]] = None) -> Cell:
     return {**sample, "seconds": summary(taken), "ratios": summary(ratios)}
 
 
-def ratio(result: Cell, name: str) -> float:
-    """The median over the rounds of this implementation's time over plain BatchNorm's in the same round."""
-    return 1.0 if name == "plain" else result["ratios"][name]["median"]
-
-
 def entry(result: Cell, name: str) -> str:
     """The ratio as it stands in a table, ``hang`` or ``error``, or ``-`` where a short run leaves contrib out."""
     if name in result["ratios"]:
@@ -145,11 +140,19 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(header), rule, *map(line, rows)])
 
 
-def write(out: Path, stem: str, title: str, text: str, env: Dict[str, str], cells: Any, samples: Any = None) -> None:
-    """``stem.md``, ``stem.json`` and the picture of it, ``stem.png``; the samples in ``stem.raw.json.gz``."""
+def write(
+    out: Path, stem: str, title: str, parts: Sequence[Any], env: Dict[str, str], cells: Any, samples: Any = None
+) -> None:
+    """``stem.md``, ``stem.json`` and the picture of it, ``stem.png``; the samples in ``stem.raw.json.gz``.
+
+    The parts of the page are texts, and tables as lists of rows, the header first. Tables are printed, too.
+    """
     import _pictures
 
     out.mkdir(parents=True, exist_ok=True)
+    tables = {at: table(rows[0], rows[1:]) for at, rows in enumerate(parts) if not isinstance(rows, str)}
+    print(*tables.values(), sep="\n\n")
+    text = "\n\n".join(tables.get(at, part) for at, part in enumerate(parts))
     facts = "\n".join(f"- {name}: {value}" for name, value in env.items())
     (out / f"{stem}.md").write_text(f"# {title}\n\n{text}\n\n![{title}]({stem}.png)\n\n## Environment\n\n{facts}\n")
     (out / f"{stem}.json").write_text(_lines({"environment": env, "cells": cells}) + "\n")

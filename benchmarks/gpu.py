@@ -132,21 +132,19 @@ def main(arguments: Sequence[str]) -> int:
             for one in of_layers
         ],
     }
-    parts = [EMULATED] if emulated else []
+    parts: List[Any] = [EMULATED] if emulated else []
     if absent:
         parts.append("Left out: " + "; ".join(absent) + ".")
     if of_layers and "skip_launches" in os.environ.get("LD_PRELOAD", ""):
         parts.append(WITHOUT_CODE)
     if of_layers:
-        table = _results.table(_gpu_layer.HEADER, [_gpu_layer.row(result) for result in results["layers"]])
-        parts += ["## The layer", _gpu_layer.EXPLANATION, table]
+        rows = map(_gpu_layer.row, results["layers"])
+        parts += ["## The layer", _gpu_layer.EXPLANATION, [_gpu_layer.HEADER, *rows]]
     if of_kernels:
         header = ["tensor", "MB", "copy, GB/s", *PASSES]
         header += ["forward / torch", "backward / torch", "forward / plain", "backward / plain"]
-        parts += ["## The kernels", EXPLANATION, _results.table(header, [row(result) for result in results["kernels"]])]
-    text = "\n\n".join(parts)
-    print(text)
-    _results.write(options.out, "gpu", "The layer and its kernels on GPUs", text, env, results, samples)
+        parts += ["## The kernels", EXPLANATION, [header, *map(row, results["kernels"])]]
+    _results.write(options.out, "gpu", "The layer and its kernels on GPUs", parts, env, results, samples)
     return 0
 
 

@@ -2,9 +2,8 @@
 
 The processes are of one machine, over the MPI beside this Python.
 
-    python benchmarks/gradients.py                   # writes benchmarks/results/gradients.{md,json,png}
-    .venv-openmpi/bin/python benchmarks/gradients.py # where Open MPI is: gradients_openmpi.{md,json,png}
-    python benchmarks/gradients.py --quick           # a smoke test, its figures mean nothing
+    python benchmarks/gradients.py             # writes benchmarks/results/gradients.{md,json,png}
+    python benchmarks/gradients.py --quick     # a smoke test, its figures mean nothing
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ EFFORT = {"rounds": 30, "budget_s": 20}
 # A ratio is that of the series to its yardstick. A series that is its own yardstick has no ratio.
 YARDSTICKS = {"exchange": "bare", "step": "step alone"}
 YARDSTICKS.update({name: name for name in ("bare", "step alone", "contexts")})
-OfAll = Callable[[float], List[float]]  # returns the numbers of all processes; none returns before all have come
 
 EXPLANATION = """ResNets and MobileNetV2 with 1,000 classes, trained in several processes of one machine. Each process
 has one CPU device and one thread for OpenMP. MPI takes the memory of the machine, or all messages, also bare ones, go
@@ -37,9 +35,7 @@ less the same with `kvstore=None` in the same round. *Bare* is mpi4py's `Allredu
 values. Ratios are medians of the rounds' ratios, with the 10th and 90th percentile in parentheses. *Step* is a whole
 training step, in which the exchange runs while the backward does, and *alone* is the same step without an exchange of
 gradients. *Contexts* is the update in one process with as many CPU contexts and MXNet's own KVStore, less that with one
-context.
-
-{table}"""
+context."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -48,8 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.child:
         child(json.loads(options.child))
         return 0
-    carrier = _measuring.library()
-    env = {**_results.environment(["benchmarks/gradients.py", *arguments]), "processes over": carrier}
+    env = {**_results.environment(["benchmarks/gradients.py", *arguments]), "processes over": _measuring.library()}
     effort = {"rounds": 3, "budget_s": 10} if options.quick else EFFORT
     models = MODELS[2:] if options.quick else [*MODELS, WHOLE]
     counts = [2] if options.quick else [2, 4]
@@ -64,11 +59,8 @@ def main(arguments: Sequence[str]) -> int:
     results = [_results.compared(sample, YARDSTICKS) for sample in samples]
     header = ["model", "crop", "values, millions", "processes", "over", "exchange", "bare", "exchange / bare"]
     header += ["step", "alone", "step / alone", "contexts"]
-    table = _results.table(header, [row(result) for result in results])
-    print(table)
-    title, stem = "Gradients between processes", _measuring.stem("gradients", carrier)
-    text = EXPLANATION.format(table=table)
-    _results.write(options.out, stem, title, text, env, results, samples)
+    parts = [EXPLANATION, [header, *map(row, results)]]
+    _results.write(options.out, "gradients", "Gradients between processes", parts, env, results, samples)
     return 0
 
 
@@ -94,48 +86,44 @@ def child(cell: _measuring.Cell) -> None:
 
     contexts = [mx.cpu(i) for i in range(cell.get("contexts", 1))]
     if "contexts" in cell:
-        alone, together = Net(cell, contexts[:1], None, of_one), Net(cell, contexts, "device", of_one)
-        taken = in_turn(cell, {"one": alone.update, "all": together.update}, of_one)
+        alone, together = Net(cell, contexts[:1], None), Net(cell, contexts, "device")
+        taken = slowest(cell, {"one": alone.update, "all": together.update})
         print(json.dumps({"contexts": [a - b for a, b in zip(taken["all"], taken["one"])]}), flush=True)
         return
     gluon_syncbn.configure(timeout=120, kvstore=None)
     store = gluon_syncbn.kvstore("mpi")
-
-    def of_all(number: float) -> List[float]:
-        return [float(one[0]) for one in store.allgather("a benchmark", np.array([number]))]
-
-    together, alone = Net(cell, contexts, store, of_all), Net(cell, contexts, None, of_all)
+    together, alone = Net(cell, contexts, store), Net(cell, contexts, None)
     values = np.random.RandomState(store.rank).randn(together.values()).astype("float32")
     add = _measuring.bare_sum(values)
 
     def bare() -> float:
-        of_all(0)
         start = time.perf_counter()
         add()
         return time.perf_counter() - start
 
     calls = {"bare": bare, "update": together.update}
     calls.update({"update alone": alone.update, "step": together.step, "step alone": alone.step})
-    taken = in_turn(cell, calls, of_all)
+    taken = slowest(cell, calls)
     without = taken.pop("update alone")
     taken["exchange"] = [a - b for a, b in zip(taken.pop("update"), without)]
     if store.rank == 0:
         print(json.dumps({"values": values.size, "seconds": taken}), flush=True)
 
 
-def of_one(number: float) -> List[float]:
-    return [number]
+def slowest(cell: _measuring.Cell, calls: Dict[str, Callable[[], float]]) -> _measuring.Rounds:
+    taken = _measuring.in_processes(calls, cell["rounds"], cell["budget_s"])
+    return {name: list(map(max, rounds)) for name, rounds in taken.items()}
 
 
 class Net:
     """A network with plain BatchNorm on some contexts, and its Trainer."""
 
-    def __init__(self, cell: _measuring.Cell, contexts: Sequence[Any], kvstore: Any, of_all: OfAll) -> None:
+    def __init__(self, cell: _measuring.Cell, contexts: Sequence[Any], kvstore: Any) -> None:
         import mxnet as mx
         from mxnet.gluon.model_zoo.vision import get_model
 
         mx.random.seed(0)
-        self._contexts, self._images, self._of_all = contexts, cell["images"], of_all
+        self._contexts, self._images = contexts, cell["images"]
         self._net = get_model(NETS[cell["model"]], classes=1000)
         self._net.initialize(mx.init.Xavier(), ctx=contexts)
         self._net.hybridize(static_alloc=True)
@@ -167,26 +155,12 @@ class Net:
         import mxnet as mx
 
         mx.nd.waitall()
-        self._of_all(0)
+        _measuring.all_are_here()
         start = time.perf_counter()
         work()
         self._trainer.step(self._images)
         mx.nd.waitall()
         return time.perf_counter() - start
-
-
-def in_turn(cell: _measuring.Cell, calls: Dict[str, Callable[[], float]], of_all: OfAll) -> _measuring.Rounds:
-    """Seconds of the slowest process, in each round. Rank 0 decides for all when the time is spent."""
-    for call in calls.values():
-        call()
-    taken: _measuring.Rounds = {name: [] for name in calls}
-    begun = time.perf_counter()
-    for done in range(cell["rounds"]):
-        if done >= 2 and of_all(time.perf_counter() - begun)[0] > cell["budget_s"]:
-            break
-        for name, call in calls.items():
-            taken[name].append(max(of_all(call())))
-    return taken
 
 
 if __name__ == "__main__":

@@ -61,9 +61,8 @@ def main(arguments: Sequence[str]) -> int:
         results.append({**case, "seconds": _results.summary(taken), "ratios": _results.summary(ratios(taken))})
 
     header = ["set", "tensor", "layout", "behind", "copy, GB/s", *PASSES]
-    table = _results.table(header, [row(result) for result in results])
-    print(table)
-    _results.write(options.out, "kernels", "The CPU kernels", f"{EXPLANATION}\n\n{table}", env, results, samples)
+    parts = [EXPLANATION, [header, *map(row, results)]]
+    _results.write(options.out, "kernels", "The CPU kernels", parts, env, results, samples)
     return 0
 
 

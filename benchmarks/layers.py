@@ -10,12 +10,13 @@ so and the others are measured again without it.
     python benchmarks/layers.py --eager     # prints what it costs to issue the calls of an eager net
 """
 
+import functools
 import gc
 import json
 import sys
 import threading
 import time
-from typing import Any, Callable, Dict, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 import _measuring
 import _results
@@ -82,10 +83,8 @@ def main(arguments: Sequence[str]) -> int:
         _results.layers_row(alone, ["ours", "contrib", "limit"]) + [_results.entry(relu, name) for name in BESIDE]
         for alone, relu in zip(results[::2], results[1::2])
     ]
-    table = _results.table(header, rows)
-    print(table)
-    text = f"{EXPLANATION}\n\n{table}"
-    _results.write(options.out, "layers", "Five normalisation layers", text, env, results, samples)
+    parts = [EXPLANATION, [header, *rows]]
+    _results.write(options.out, "layers", "Five normalisation layers", parts, env, results, samples)
     return _results.report(results, "shape", "replicas", "relu")
 
 
@@ -108,8 +107,7 @@ def child(cells: Sequence[_measuring.Cell]) -> None:
 
 
 def steps(cell: _measuring.Cell, contexts: Sequence[Any]) -> Dict[str, Callable[[], None]]:
-    """One training step of each implementation on the same inputs and head gradients."""
-    import mxnet as mx
+    """One training step of each implementation."""
     from mxnet.gluon import nn
     from mxnet.gluon.contrib.nn import SyncBatchNorm as Contrib
 
@@ -120,27 +118,40 @@ def steps(cell: _measuring.Cell, contexts: Sequence[Any]) -> Dict[str, Callable[
         makes["contrib"] = lambda **kwargs: Contrib(num_devices=len(contexts), **kwargs)
 
     shape = tuple(cell["shape"])
-    xs = [mx.nd.random.normal(k, 1 + k, shape, ctx=ctx) for k, ctx in enumerate(contexts)]
-    heads = [mx.nd.random.normal(shape=shape, ctx=ctx) for ctx in contexts]
-    for x in xs:
-        x.attach_grad()
-
-    def training_step(net: Any) -> Callable[[], None]:
-        def step() -> None:
-            with mx.autograd.record():
-                outputs = [net(x) for x in xs]
-            mx.autograd.backward(outputs, heads)
-            mx.nd.waitall()
-
-        return step
-
     if cell["relu"]:
         nets = {f"{name} + ReLU": stack(contexts, shape[1], makes[name], relu=True) for name in ("plain", "ours")}
         nets["fused"] = gluon_syncbn.convert(stack(contexts, shape[1], nn.BatchNorm, relu=True), fuse=True)
-        return {name: training_step(net) for name, net in nets.items()}
-    made = {name: training_step(stack(contexts, shape[1], make)) for name, make in makes.items()}
+        return training_steps(nets, shape, contexts)
+    made = training_steps({name: stack(contexts, shape[1], make) for name, make in makes.items()}, shape, contexts)
     made["limit"] = copies(shape, len(contexts))
     return made
+
+
+def inputs(shape: Sequence[int], contexts: Sequence[Any]) -> Tuple[List[Any], List[Any]]:
+    """One for each context, and head gradients."""
+    import mxnet as mx
+
+    xs = [mx.nd.random.normal(k, 1 + k, tuple(shape), ctx=ctx) for k, ctx in enumerate(contexts)]
+    for x in xs:
+        x.attach_grad()
+    return xs, [mx.nd.random.normal(shape=tuple(shape), ctx=ctx) for ctx in contexts]
+
+
+def training_steps(
+    nets: Dict[str, Any], shape: Sequence[int], contexts: Sequence[Any]
+) -> Dict[str, Callable[[], None]]:
+    """One step of each net, on the same inputs and head gradients."""
+    import mxnet as mx
+
+    xs, heads = inputs(shape, contexts)
+
+    def step(net: Any) -> None:
+        with mx.autograd.record():
+            outputs = [net(x) for x in xs]
+        mx.autograd.backward(outputs, heads)
+        mx.nd.waitall()
+
+    return {name: functools.partial(step, net) for name, net in nets.items()}
 
 
 def issued(cell: _measuring.Cell, contexts: Sequence[Any]) -> _measuring.Rounds:
@@ -150,10 +161,7 @@ def issued(cell: _measuring.Cell, contexts: Sequence[Any]) -> _measuring.Rounds:
 
     import gluon_syncbn
 
-    xs = [mx.nd.random.normal(k, 1 + k, tuple(cell["shape"]), ctx=ctx) for k, ctx in enumerate(contexts)]
-    heads = [mx.nd.random.normal(shape=tuple(cell["shape"]), ctx=ctx) for ctx in contexts]
-    for x in xs:
-        x.attach_grad()
+    xs, heads = inputs(cell["shape"], contexts)
     makes: Dict[str, Any] = {"plain": nn.BatchNorm, "ours": gluon_syncbn.SyncBatchNorm}
     nets = {name: stack(contexts, cell["shape"][1], make, layers=cell["layers"]) for name, make in makes.items()}
     for net in nets.values():

@@ -102,10 +102,8 @@ def main(arguments: Sequence[str]) -> int:
     header = ["model", "crop", "images", "devices", "plain, s", "images / s", "ours / plain", "fused / plain"]
     header += ["local / plain", "contrib / plain", "share", "memory, MiB: plain", "ours", "fused"]
     results = [_results.compared(sample, BESIDE) for sample in samples]
-    table = _results.table(header, [row(result) for result in results])
-    print(table)
-    text = f"{EXPLANATION}\n\n{table}"
-    _results.write(options.out, "models", "Training steps of whole networks", text, env, results, samples)
+    parts = [EXPLANATION, [header, *map(row, results)]]
+    _results.write(options.out, "models", "Training steps of whole networks", parts, env, results, samples)
     return _results.report(results, "model", "devices")
 
 

@@ -9,13 +9,13 @@ As benchmarks/layers.py, with 16 images per replica, so that eight virtual devic
 import functools
 import json
 import sys
-from typing import Any, Callable, Dict, Sequence
+from typing import Any, Dict, Sequence
 
 import _measuring
 import _results
+from layers import LAYERS, stack, training_steps
 from tqdm import tqdm
 
-LAYERS = 5
 SHAPES, REPLICAS = [(16, 64, 8, 8), (16, 64, 32, 32), (16, 128, 56, 56)], [1, 2, 4]
 QUICK_SHAPES, QUICK_REPLICAS = [(4, 8, 8, 8)], [1, 2]
 MODES: Dict[str, Dict[str, Any]] = {
@@ -48,10 +48,8 @@ def main(arguments: Sequence[str]) -> int:
         samples.append({**cell, "problems": problems, "seconds": taken})
     results = [_results.compared(sample) for sample in samples]
     header = ["shape", "replicas", "plain, ms", *MODES]
-    table = _results.table(header, [_results.layers_row(result, list(MODES)) for result in results])
-    print(table)
-    text = f"{EXPLANATION}\n\n{table}"
-    _results.write(options.out, "modes", "Modes and virtual devices", text, env, results, samples)
+    parts = [EXPLANATION, [header, *(_results.layers_row(result, list(MODES)) for result in results)]]
+    _results.write(options.out, "modes", "Modes and virtual devices", parts, env, results, samples)
     return _results.report(results, "shape", "replicas")
 
 
@@ -63,40 +61,13 @@ def child(cells: Sequence[_measuring.Cell]) -> None:
     from mxnet.gluon import nn
 
     for cell in cells:
-        channels, places = cell["shape"][1], contexts[: cell["replicas"]]
-        steps = {"plain": make_step(functools.partial(nn.BatchNorm, in_channels=channels), cell["shape"], places)}
+        shape, places = cell["shape"], contexts[: cell["replicas"]]
+        nets = {"plain": stack(places, shape[1], nn.BatchNorm)}
         for name, settings in MODES.items():
-
-            def layer(c: int = channels, settings: Dict[str, Any] = settings) -> Any:
-                return gluon_syncbn.SyncBatchNorm(in_channels=c, **settings)
-
-            fits = settings.get("mode") != "shuffle" or settings["virtual_devices"] * cell["replicas"] > 1
-            if fits:
-                steps[name] = make_step(layer, cell["shape"], places)
+            if settings.get("mode") != "shuffle" or settings["virtual_devices"] * cell["replicas"] > 1:
+                nets[name] = stack(places, shape[1], functools.partial(gluon_syncbn.SyncBatchNorm, **settings))
+        steps = training_steps(nets, shape, places)
         print(json.dumps(_measuring.interleaved(steps, cell["rounds"], cell["budget_s"])), flush=True)
-
-
-def make_step(layer: Callable[[], Any], shape: Sequence[int], contexts: Sequence[Any]) -> Callable[[], None]:
-    import mxnet as mx
-    from mxnet import autograd, nd
-    from mxnet.gluon import nn
-
-    net = nn.HybridSequential()
-    for _ in range(LAYERS):
-        net.add(layer())
-    net.initialize(ctx=list(contexts))
-    net.hybridize(static_alloc=True)
-    xs, heads = ([nd.random.normal(shape=tuple(shape), ctx=c) for c in contexts] for _ in range(2))
-    for x in xs:
-        x.attach_grad()
-
-    def step() -> None:
-        with autograd.record():
-            ys = [net(x) for x in xs]
-        autograd.backward(ys, heads)
-        mx.nd.waitall()
-
-    return step
 
 
 if __name__ == "__main__":

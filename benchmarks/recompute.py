@@ -7,6 +7,7 @@ kernel's high-water mark of its resident set), less what it had before the first
     python benchmarks/recompute.py --quick     # a smoke test, its figures mean nothing
 """
 
+import json
 import sys
 import time
 from typing import Any, Dict, List, Sequence
@@ -33,7 +34,8 @@ SyncBatchNorm in eager mode. *Recomputed* are all residual units of the ResNet, 
 def main(arguments: Sequence[str]) -> int:
     options = _measuring.options(__doc__, arguments, quick="one small case: a smoke test")
     if options.child:
-        return _measuring.answer(options.child, measured)
+        print(json.dumps(measured(*json.loads(options.child))))
+        return 0
     env = _results.environment(["benchmarks/recompute.py", *arguments])
     cases = QUICK if options.quick else CASES
     results = []
@@ -42,14 +44,14 @@ def main(arguments: Sequence[str]) -> int:
             result: Dict[str, Any] = dict(case)
             for name, recomputed in (("kept", False), ("recomputed", True)):
                 progress.set_postfix_str(f"{case['model']}, {name}")
-                result[name] = in_a_process({**case, "recomputed": recomputed})
+                cell = {**case, "recomputed": recomputed}
+                result[name] = _measuring.figures(__file__, cell, LIMIT_S, _measuring.GIVES_BACK)
                 progress.update()
             results.append(result)
     header = ["model", "crop", "images", "kept, MiB", "recomputed, MiB", "ratio", "kept, s", "recomputed, s"]
-    table = _results.table(header, [row(result) for result in results])
-    print(table)
     title = "Memory of a training step, with activations kept or recomputed"
-    _results.write(options.out, "recompute", title, f"{EXPLANATION}\n\n{table}", env, results, results)
+    parts = [EXPLANATION, [header, *map(row, results)]]
+    _results.write(options.out, "recompute", title, parts, env, results, results)
     return 0
 
 
@@ -59,10 +61,6 @@ def row(result: Dict[str, Any]) -> List[str]:
     texts += [f"{one['peak_mib']:.0f}" for one in (kept, recomputed)]
     texts += [f"{recomputed['peak_mib'] / kept['peak_mib']:.2f}"]
     return texts + [f"{one['step_s']:.1f}" for one in (kept, recomputed)]
-
-
-def in_a_process(cell: _measuring.Cell) -> Dict[str, float]:
-    return _measuring.figures(__file__, cell, LIMIT_S, _measuring.GIVES_BACK)
 
 
 def measured(cell: _measuring.Cell) -> Dict[str, float]:
