@@ -5,24 +5,23 @@ Everything is built in temporary copies: the checkout stays as it is.
 
 import ast
 import ctypes
+import errno
 import os
 import re
 import shutil
 import sys
 import tarfile
+import time
 import zipfile
 from email.parser import Parser
 
 import pytest
 from environments import ended
 from places import PACKAGE, ROOT, SUPPORT
+from sources import CORE, TREES
 
 from gluon_syncbn.mxnet_side import compatibility
 from gluon_syncbn.system import distribution
-
-SOURCES = sorted(
-    path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*") if path.suffix in (".cc", ".h", ".cu")
-)
 
 pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs the source tree")
 
@@ -65,26 +64,14 @@ def sdist(tmp_path_factory):
     return archive
 
 
-# A compiler that takes what the checkout's core was linked of, but for the sources that stand in no folder of csrc.
-COMPILED_BEFORE = """
-arguments=("$@")
+# A compiler that links what the checkout's core is: what g++ makes of the sources tells nothing of the wheel.
+AS_IN_THE_CHECKOUT = """
 while [ $# -gt 0 ]; do
-    case $1 in -c) file=$2 source=${{2#*/csrc/}} ;; -o) target=$2 ;; esac
+    case $1 in -shared) core={core} ;; -o) target=$2 ;; esac
     shift
 done
-case $source in
-    */*) object={objects}/${{source%.cc}}.o
-         if [ "$object" -nt "$file" ] && cp -p "$object" "$target"; then exit; fi ;;
-esac
-exec g++ "${{arguments[@]}}"
+exec cp "${{core:-/dev/null}}" "$target"
 """
-
-
-def objects_of_the_checkout():
-    """The folder of the newest, which the last build wrote; an empty name where there is none."""
-    core = ROOT / "build" / "core"
-    newest = max(core.rglob("*.o"), key=lambda path: path.stat().st_mtime, default=None)
-    return core / newest.relative_to(core).parts[0] if newest else ""
 
 
 @pytest.fixture(scope="module")
@@ -92,14 +79,11 @@ def built(sdist, tmp_path_factory):
     """What the sdist holds, unpacked, after `pip wheel .` there without a network; `pip install .` does the same."""
     pytest.importorskip("wheel", reason="builds a wheel without a network: needs requirements/build.txt")
     out = tmp_path_factory.mktemp("built")
-    status, output = run(["tar", "-xzf", sdist], out)
-    assert status == 0, output
+    shutil.unpack_archive(sdist, out)
     (folder,) = out.iterdir()
     options = ["--no-index", "--no-build-isolation", "--no-deps", "--no-cache-dir"]
-    # What the compiler's optimisation takes, which is most of the time, tells nothing of the wheel.
-    compiler = script(out / "cxx", COMPILED_BEFORE.format(objects=objects_of_the_checkout()))
-    environment = {"CXX": compiler, "CXXFLAGS": "-O0"}
-    status, output = run([sys.executable, "-m", "pip", "wheel", *options, "-w", "out", "."], folder, **environment)
+    compiler = script(out / "cxx", AS_IN_THE_CHECKOUT.format(core=PACKAGE / "_core.so"))
+    status, output = run([sys.executable, "-m", "pip", "wheel", *options, "-w", "out", "."], folder, CXX=compiler)
     assert status == 0, output
     return folder
 
@@ -119,10 +103,8 @@ def in_dist_info(wheel, name):
 def test_sdist_holds_the_native_sources_and_nothing_built(sdist):
     with tarfile.open(str(sdist)) as archive:
         names = [name.split("/", 1)[-1] for name in archive.getnames()]
-    for source in SOURCES:
-        assert f"gluon_syncbn/{source}" in names
-    for needed in ("pyproject.toml", "LICENSE", "README.md", "Makefile", "requirements/run.txt"):
-        assert needed in names
+    needed = {"pyproject.toml", "LICENSE", "README.md", "Makefile", "requirements/run.txt"}
+    assert needed | {f"gluon_syncbn/csrc/{file}" for file in CORE} <= set(names)
     assert not [name for name in names if name.endswith((".so", ".pyc"))]
 
 
@@ -148,16 +130,6 @@ def test_the_installation_is_the_only_one_that_python_finds_in_the_checkout(buil
     assert run([sys.executable, "-c", program], built) == (0, "\n")
 
 
-@pytest.mark.parametrize("older", [False, True], ids=["without a core", "with one that is older than the package"])
-def test_a_checkout_says_how_to_build_its_core(tree, older):
-    if older:
-        (tree / "empty.c").write_text("")
-        run(["g++", "-shared", "-x", "c", "empty.c", "-o", tree / "gluon_syncbn" / "_core.so"], tree)
-    status, output = run([sys.executable, "-W", "ignore", "-m", "gluon_syncbn"], tree)
-    assert status != 0
-    assert len(output.splitlines()) == 1 and "Build it with `make core`, or `pip install" in output
-
-
 def test_the_wheel_has_python_supply_what_mxnet_lacks(wheel, tmp_path):
     wheel.extractall(str(tmp_path))
     program = "import site, sys; site.addsitedir(sys.argv[1]); from gluon_syncbn_first.system import cuda_libraries; "
@@ -178,24 +150,15 @@ def test_wheel_metadata_names_mxnet_in_extras_only(wheel):
     metadata = Parser().parsestr(in_dist_info(wheel, "METADATA"))
     requirements = metadata.get_all("Requires-Dist")
     assert [line for line in requirements if "extra" not in line] == ["numpy"]
-    bare = [re.sub(r"\s|['\"()]", "", line) for line in requirements]
-    assert sorted(line for line in bare if line.startswith(("mxnet", "numpy<"))) == [
-        "mxnet-cu112==1.9.1;python_version<3.13andextra==cu112",
-        "mxnet==1.9.1;python_version<3.13andextra==cpu",
-        # with which MXNet imports by itself
-        *(f"numpy<1.24;python_version<3.12andextra=={extra}" for extra in ("cpu", "cu112", "gluoncv")),
-    ]
-    assert metadata["License"] == "Apache-2.0"
+    assert len([line for line in requirements if line.startswith("mxnet")]) == 2
     links = re.findall(r"\]\(([^)]*)\)", metadata.get_payload())
     assert "gluon-syncbn check" in metadata.get_payload() and all("://" in link for link in links)
-    assert "3.8" in metadata["Requires-Python"]
 
 
-def test_core_links_neither_python_nor_mxnet_and_chooses_kernels_at_run_time(wheel, tmp_path):
+def test_core_links_neither_python_nor_mxnet_and_chooses_kernels_at_run_time():
     if shutil.which("readelf") is None:
         pytest.skip("needs readelf (apt-get install binutils)")
-    core = wheel.extract("gluon_syncbn/_core.so", str(tmp_path))
-    status, output = run(["readelf", "--dynamic", "--symbols", "--wide", core], tmp_path)
+    status, output = run(["readelf", "--dynamic", "--symbols", "--wide", PACKAGE / "_core.so"], "/")
     assert status == 0
     needed = re.findall(r"NEEDED.*\[(.+)\]", output)
     assert needed and not [name for name in needed if "python" in name or "mxnet" in name]
@@ -203,95 +166,21 @@ def test_core_links_neither_python_nor_mxnet_and_chooses_kernels_at_run_time(whe
     assert re.search(r"\bIFUNC\b", output)
 
 
-# ---- the wheel for old systems (tools/old_symbols.py)
-
-USES_WHAT_IS_YOUNG = """
-#include <chrono>
-#include <condition_variable>
-#include <dlfcn.h>
-#include <memory>
-#include <mutex>
-#include <sstream>
-#include <stdexcept>
-#include <string>
-extern "C" int answer() {
-    auto text = std::make_shared<std::ostringstream>();
-    *text << std::string("4") << (dlopen("no such library", RTLD_NOW) == nullptr);
-    std::mutex mutex;
-    std::condition_variable changed;
-    std::unique_lock<std::mutex> lock(mutex);
-    changed.wait_until(lock, std::chrono::steady_clock::now() + std::chrono::milliseconds(20));
-    try {
-        throw std::runtime_error("1");
-    } catch (const std::exception& error) {
-        return std::stoi(text->str()) + std::stoi(error.what());
-    }
-}
-"""
-WAITS = """
-#include <assert.h>
-#include <errno.h>
-#include <pthread.h>
-#include <stdio.h>
-#include <time.h>
-void* no_dlsym(void* library, const char* name) { return 0; }
-int pthread_cond_clockwait(pthread_cond_t*, pthread_mutex_t*, clockid_t, const struct timespec*);
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec + 1e-9 * t.tv_nsec;
-}
-int main(void) {
-    pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-    pthread_cond_t condition = PTHREAD_COND_INITIALIZER;
-    const double begin = now(), end = begin + 1.9;
-    const struct timespec until = {(time_t)end, (long)((end - (time_t)end) * 1e9)};
-    int status, calls = 0;
-    pthread_mutex_lock(&mutex);
-    do calls++;
-    while ((status = pthread_cond_clockwait(&condition, &mutex, CLOCK_MONOTONIC, &until)) == 0);
-    printf("%d %d %d", status == ETIMEDOUT, calls, now() - begin > 1.89);
-    return 0;
-}
-"""
-
-
-def test_a_library_of_today_links_with_symbols_of_2014(tmp_path):
-    if shutil.which("readelf") is None:
-        pytest.skip("needs readelf (apt-get install binutils)")
-    status, flags = run([sys.executable, ROOT / "tools" / "old_symbols.py", tmp_path / "old"], tmp_path)
-    assert status == 0, flags
-    (tmp_path / "young.cc").write_text(USES_WHAT_IS_YOUNG)
-    command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", "young.cc", "-o", "young.so"]
-    assert run(command, tmp_path) == (0, "")
-
-    def newest():
-        output = run(["readelf", "--version-info", "--wide", "young.so"], tmp_path)[1]
-        found = {}
-        for family, version in re.findall(r"Name: (GLIBC|GLIBCXX|CXXABI)_([\d.]+)", output):
-            found[family] = max(found.get(family, ()), tuple(map(int, version.split("."))))
-        return found
-
-    if newest()["GLIBC"] <= (2, 17):
-        pytest.skip("this machine's own libraries are of 2014")
-    status, output = run([*command, *flags.split()], tmp_path)
-    assert status == 0, output
-    assert newest()["GLIBC"] <= (2, 17)
-    assert newest()["GLIBCXX"] <= (3, 4, 19)
-    assert newest()["CXXABI"] <= (1, 3, 7)
-    assert ctypes.CDLL(str(tmp_path / "young.so")).answer() == 42
-    # What glibc 2.17 has not does not link.
-    (tmp_path / "young.cc").write_text("#include <unistd.h>\nint f(void* p) { return getentropy(p, 1); }\n")
-    status, output = run([*command, *flags.split()], tmp_path)
-    assert status != 0 and "undefined reference to `getentropy'" in output
+# ---- the wheel for old systems: `make dist` links it by tools/old_symbols.py, and auditwheel looks at it
 
 
 def test_waits_where_glibc_has_no_wait_on_the_steady_clock(tmp_path):
-    (tmp_path / "waits.c").write_text(WAITS)
-    command = ["gcc", "-Ddlsym=no_dlsym", ROOT / "tools" / "younger.c", "waits.c", "-o", "waits", "-lpthread"]
-    status, output = run(command, tmp_path)
-    assert status == 0, output
-    assert run([tmp_path / "waits"], tmp_path) == (0, "1 2 1")
+    lacks = "void* no_dlsym(void* library, const char* name) { return 0; }\n#define dlsym no_dlsym\n"
+    (tmp_path / "waits.c").write_text(f'{lacks}#include "{ROOT / "tools" / "younger.c"}"\n')
+    assert run(["gcc", "-shared", "-fPIC", "waits.c", "-o", "waits.so", "-lpthread"], tmp_path) == (0, "")
+    wait = ctypes.CDLL(str(tmp_path / "waits.so")).pthread_cond_clockwait
+    mutex, condition = (ctypes.create_string_buffer(64) for _ in range(2))  # zeros are what C initialises them with
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+    end, answers = time.monotonic() + 1.9, []
+    until = (ctypes.c_long * 2)(int(end), int(end % 1 * 1e9))
+    while answers[-1:] != [errno.ETIMEDOUT]:
+        answers.append(wait(condition, mutex, time.CLOCK_MONOTONIC, until))
+    assert answers == [0, errno.ETIMEDOUT] and time.monotonic() > end - 0.01
 
 
 # ---- what a machine that lacks something is told
@@ -306,26 +195,31 @@ def tree(tmp_path):
     return copy_tree(tmp_path / "tree")
 
 
-NEEDS = "It needs g++ 8 or later, with its headers and OpenMP: apt-get install g++ libgomp1"
+NEEDS = re.escape("It needs g++ 8 or later, with its headers and OpenMP: apt-get install g++ libgomp1")
 
 
 @pytest.mark.parametrize(
     "lacks, said",
     [
-        ("a compiler", rf"^error: gluon_syncbn: no C\+\+ compiler: 'no-such-g\+\+' is not on PATH. {re.escape(NEEDS)}"),
-        ("headers", r"fatal error: \w+: No such file(?s:.*)\nerror: gluon_syncbn: .* did not compile with '.*/cxx'"),
-        ("sources", "^error: gluon_syncbn: .* holds no .cc file: the sources are incomplete"),
+        ("a compiler", rf"^error: gluon_syncbn: no C\+\+ compiler: 'no-such-g\+\+' is not on PATH. {NEEDS}.*\n$"),
+        ("headers", rf"fatal error: \w+: No such file(?s:.*)\nerror: gluon_syncbn: .* compile with '.*/cxx'.* {NEEDS}"),
+        ("sources", r"^error: gluon_syncbn: .* holds no .cc file: the sources are incomplete.*\n$"),
     ],
 )
 def test_a_build_that_lacks_something(tree, tmp_path, lacks, said):
     if lacks == "sources":
-        for path in (tree / "gluon_syncbn" / "csrc").rglob("*.cc"):
-            path.unlink()
+        shutil.rmtree(str(tree / "gluon_syncbn" / "csrc"))
     compiler = script(tmp_path / "cxx", 'exec g++ -nostdinc++ "$@"\n') if lacks == "headers" else "no-such-g++"
     status, output = build_core(tree, CXX=compiler)
     assert status == 1 and re.search(said, output), output
-    assert lacks == "headers" or len(output.splitlines()) == 1
-    assert lacks == "sources" or NEEDS in output.splitlines()[-1]
+
+
+def test_a_checkout_says_how_to_build_its_core(tree):
+    for _ in ("without a core", "with one of an older package"):
+        status, output = run([sys.executable, "-W", "ignore", "-m", "gluon_syncbn"], tree)
+        assert status != 0
+        assert len(output.splitlines()) == 1 and "Build it with `make core`, or `pip install" in output
+        run(["g++", "-shared", "-x", "c", "/dev/null", "-o", tree / "gluon_syncbn" / "_core.so"], tree)
 
 
 def test_rebuilds_only_what_is_newer_and_leaves_no_half_written_core(tree):
@@ -407,26 +301,28 @@ def test_a_module_that_hides_pythons_is_not_blamed_on_numpy(tmp_path):
     assert output.splitlines()[-1].startswith("AttributeError: module 'logging' has no attribute"), output
 
 
+ARM = """import os
+if not os.path.exists(os.path.join(__path__[0], "libarmpl_lp64_mp.so")):
+    raise OSError("libarmpl_lp64_mp.so: cannot open shared object file: No such file or directory")
+__version__ = "0.0"
+"""
+
+
 def test_a_system_without_the_libraries_of_arm_is_told_what_takes_their_place(tmp_path):
-    (tmp_path / "mxnet").mkdir()
-    (tmp_path / "mxnet" / "__init__.py").write_text(
-        "import os\nif not os.path.exists(os.path.join(__path__[0], 'libarmpl_lp64_mp.so')):\n"
-        "    raise OSError('libarmpl_lp64_mp.so: cannot open shared object file: No such file or directory')\n"
-        "__version__ = '0.0'\n"
-    )
+    mxnet, libraries = tmp_path / "mxnet", tmp_path / "libraries"
+    mxnet.mkdir()
+    libraries.mkdir()
+    (mxnet / "__init__.py").write_text(ARM)
     status, output = run_beside(tmp_path)
     assert (status, len(output.splitlines())) == (1, 1), output
     assert "ARM64" in output and "libopenblas0 liblapacke" in output
-    command = re.findall("`([^`]*)`", output)[-1].replace("python -c", f"{sys.executable} -c")
-    made = tmp_path / "libraries"
-    made.mkdir()
     for name in ("libopenblas.so.0", "liblapacke.so.3", "libm.so.6"):
-        (made / name).write_text("")
-    command = command.replace("/usr/lib/aarch64-linux-gnu", str(made))
+        (libraries / name).write_text("")
+    command = re.findall("`([^`]*)`", output)[-1].replace("python -c", f"{sys.executable} -c")
+    command = command.replace("/usr/lib/aarch64-linux-gnu", str(libraries))
     status, output = run(["bash", "-c", command], tmp_path, PYTHONPATH=f"{tmp_path}:{PACKAGE.parent}")
     assert status == 0, output
-    for name in ("libarmpl_lp64_mp.so", "libamath.so", "libastring.so"):
-        assert (tmp_path / "mxnet" / name).is_file()
+    assert {path.name for path in mxnet.glob("*.so")} == {"libarmpl_lp64_mp.so", "libamath.so", "libastring.so"}
 
 
 # ---- the Makefile
@@ -446,9 +342,7 @@ def poor_machine(tmp_path):
 
 
 def make(tree, tools, *arguments):
-    keep = {name: os.environ[name] for name in ("TMPDIR",) if name in os.environ}
-    command = ["env", "-i", f"PATH={tools}", f"HOME={tools}", *(f"{n}={v}" for n, v in keep.items())]
-    return run([*command, "make", *arguments], tree)
+    return run(["env", "-i", f"PATH={tools}", f"HOME={tools}", "make", *arguments], tree)
 
 
 def test_make_without_a_python_that_serves_says_why_and_what_to_install(tree, poor_machine):
@@ -461,13 +355,12 @@ def test_make_without_a_python_that_serves_says_why_and_what_to_install(tree, po
     assert status == 2 and not (tree / ".venv").exists()
     for said in (
         "a Python from 3.8 to 3.13 is needed",
-        "apt-get install python3.11",
         "make PYTHON=/path/to/python",
         "python3.10 does not run: pyenv: python3.10: command not found",
         "python3 is Python 3.14.0",
+        "without ensurepip (apt-get install python3.",
     ):
         assert said in output
-    assert re.search(r"python3.9 is Python 3.\d+.\d+ without ensurepip \(apt-get install python3.\d+-venv\)", output)
 
 
 def test_make_leaves_a_foreign_venv_alone(tree, poor_machine):
@@ -485,19 +378,18 @@ def test_make_leaves_a_foreign_venv_alone(tree, poor_machine):
 
 def strings():
     """Every text in the sources that a process can show: (file, text), without the docstrings of modules."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+    for file, tree in TREES.items():
         comments = {ast.get_docstring(tree, clean=False)}
         texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-        yield from ((path, text) for text in texts if isinstance(text, str) and text not in comments)
-    for name in SOURCES:
-        text = re.sub(r"^ *(//|#include).*$", "", (PACKAGE / name).read_text(encoding="utf-8"), flags=re.MULTILINE)
-        yield from ((PACKAGE / name, one) for one in re.findall(r'"((?:[^"\\\n]|\\.)*)"', text))
+        yield from ((file, text) for text in texts if isinstance(text, str) and text not in comments)
+    for file, text in CORE.items():
+        code = re.sub(r"^ *(//|#include).*$", "", text, flags=re.MULTILINE)
+        yield from ((file, one) for one in re.findall(r'"((?:[^"\\\n]|\\.)*)"', code))
 
 
 def test_no_message_names_a_file_that_a_wheel_lacks():
     files = re.compile(r"\b(docs|tests|tools|examples|benchmarks|requirements)/\w|\w\.md\b")
-    assert [f"{path.name}: {text}" for path, text in strings() if files.search(text)] == []
+    assert [f"{file}: {text}" for file, text in strings() if files.search(text)] == []
 
 
 # ---- versions

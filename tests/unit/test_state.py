@@ -7,7 +7,8 @@ import sys
 
 import pytest
 from environments import ended
-from places import PACKAGE, ROOT, SUPPORT
+from places import ROOT, SUPPORT
+from sources import PYTHON, TREES
 
 PAGE = (ROOT / "docs" / "state.md").read_text(encoding="utf-8")
 
@@ -134,9 +135,8 @@ def test_functions(stages):
 
 def found(pattern):
     """What matches in the package, by file."""
-    texts = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
-    hits = {name: [hit.group() for hit in re.finditer(pattern, text)] for name, text in texts.items()}
-    return {name: some for name, some in hits.items() if some}
+    hits = {file: [hit.group() for hit in re.finditer(pattern, text)] for file, text in PYTHON.items()}
+    return {file: some for file, some in hits.items() if some}
 
 
 OTHERS_CLASS = {"nets/convert.py": 2, "nets/graphs.py": 2}
@@ -167,8 +167,7 @@ def test_what_few_places_do(pattern, where):
 def test_state_of_modules():
     """These alone hold what changes, in modules and classes. Names in capitals stay as they are made."""
     places = {}
-    for path in PACKAGE.rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+    for file, tree in TREES.items():
         names = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
         for node in [*tree.body, *(one for part in tree.body if isinstance(part, ast.ClassDef) for one in part.body)]:
             made = ast.unparse(node.value or node.target) if isinstance(node, (ast.Assign, ast.AnnAssign)) else ""
@@ -179,7 +178,7 @@ def test_state_of_modules():
                 names.add(node.name)
         for name in names:
             if name.strip("_").islower() and name not in ("__all__", "_fields_"):
-                places.setdefault(path.relative_to(PACKAGE).as_posix(), set()).add(name)
+                places.setdefault(file, set()).add(name)
     assert places == {
         "_native.py": {"_functions"},
         "symbol.py": {"_written"},
