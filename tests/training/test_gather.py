@@ -8,7 +8,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
-from replicas import TOLERANCE, WAYS
+from replicas import TOLERANCE
 
 import gluon_syncbn
 from gluon_syncbn import contrastive
@@ -17,7 +17,6 @@ from gluon_syncbn.training.session import session
 
 CONTEXTS = [mx.cpu(i) for i in range(4)]
 SIZES = (2, 5, 0, 3)
-TRANSFORM = np.random.RandomState(9).randn(3, 3)
 
 
 def relative_error(got, want):
@@ -61,44 +60,6 @@ def test_no_rows_at_all():
         autograd.backward(gathered)
         nd.waitall()  # which raises what a read of an empty array does not
         assert [rows.shape for rows in gathered] == [(0, 3)] * 2
-
-
-def branches(ys):
-    """Gathers in two branches."""
-    first = contrastive.gather([nd.tanh(y) for y in ys], name="first")
-    second = contrastive.gather([y * y for y in ys], name="second")
-    third = contrastive.gather(ys, name="second")
-    return [nd.dot(y, nd.concat(*every, dim=0), transpose_b=True) for y, *every in zip(ys, first, second, third)]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_branches_equal_one_context_with_all_rows(way):
-    """In float64, the gradients of the data and of a weight in front of the gathers."""
-    rng = np.random.RandomState(1)
-    net = gluon.nn.Dense(3, use_bias=False, in_units=3, dtype="float64")
-    net.initialize(ctx=CONTEXTS)
-    net.weight.set_data(nd.array(TRANSFORM, dtype="float64"))
-    if WAYS[way] is not None:
-        net.hybridize(**WAYS[way])
-    with mx.util.np_shape(True):
-        for _ in range(3):
-            parts, arrays = shards(rng)
-            head = rng.randn(sum(SIZES), 3 * sum(SIZES))
-            heads = np.split(head, np.cumsum(SIZES)[:-1])
-            with autograd.record():
-                outputs = branches([net(array) for array in arrays])
-            autograd.backward(outputs, [nd.array(h, ctx=c, dtype="float64") for h, c in zip(heads, CONTEXTS)])
-            x, weight = (nd.array(value, dtype="float64") for value in (np.concatenate(parts), TRANSFORM))
-            for array in (x, weight):
-                array.attach_grad()
-            with autograd.record():
-                (wanted,) = branches([nd.dot(x, weight, transpose_b=True)])
-            wanted.backward(nd.array(head, dtype="float64"))
-            got = np.concatenate([output.asnumpy() for output in outputs])
-            assert relative_error(got, wanted.asnumpy()) < 1e-12
-            assert relative_error(np.concatenate([a.grad.asnumpy() for a in arrays]), x.grad.asnumpy()) < 1e-12
-            of_weight = sum(net.weight.grad(context).asnumpy() for context in CONTEXTS)
-            assert relative_error(of_weight, weight.grad.asnumpy()) < 1e-12
 
 
 def test_the_graph_twice_and_added():

@@ -51,11 +51,6 @@ def two_forwards(net, _, xs):
     return [agreement(a, bs, rows) + agreement(b, a_s, rows) for a, b, a_s, bs, rows in pairs]
 
 
-def gathered_concatenations(net, _, xs):
-    zs = [nd.concat(net(x), net(x * x), dim=1) for x in xs]
-    return [agreement(z, every, rows) for z, every, rows in zip(zs, gather(zs), rows_of(zs))]
-
-
 def across_devices(net, _, xs):
     """The loss of each device needs what the others have."""
     ys = [net(x) for x in xs]
@@ -97,13 +92,6 @@ def discriminator(net, other, xs):
     ]
 
 
-def siamese(net, other, xs):
-    """One branch on each device at a time, and a head with layers of its own."""
-    pairs = [(net(x), net(x.flip(axis=3))) for x in xs]
-    seen = [(a * b).sum(axis=1).reshape((-1, 1, 1, 1)) * x for (a, b), x in zip(pairs, xs)]
-    return [nd.square(other(x)).sum() + (a - b).abs().sum() for (a, b), x in zip(pairs, seen)]
-
-
 def auxiliary(net, other, xs):
     """The losses of the devices, and one that joins them on a device."""
     ys, zs = [net(x) for x in xs], [other(x) for x in xs]
@@ -111,7 +99,7 @@ def auxiliary(net, other, xs):
     return [*(nd.square(y).sum() for y in ys), nd.dot(joined, joined, transpose_a=True).norm()]
 
 
-GRAPHS = [two_forwards, gathered_concatenations, across_devices, label_reading, discriminator, siamese, auxiliary]
+GRAPHS = [two_forwards, across_devices, label_reading, discriminator, auxiliary]
 
 
 def gradients_of(graph, nets, shards, contexts, count):

@@ -8,7 +8,7 @@ from environments import ended
 from places import SUPPORT
 
 PROGRAMS = '''
-import gluon_syncbn_first, copy, dataclasses, json, os, sys, threading, traceback
+import gluon_syncbn_first, dataclasses, json, os, sys, threading, traceback
 import mxnet as mx
 from gate import Gate
 from mxnet import autograd, gluon, nd
@@ -41,42 +41,6 @@ def a_net_that_is_a_dataclass():
     gluon_syncbn.freeze(net)
     assert net._cached_op is None and twin._cached_op is not None, "freeze drops the graph of one of two equal nets"
 
-class OneWeight(nn.Dense):
-    def __init__(self):
-        super().__init__(1, in_units=1)
-        self.initialize()
-    def train(self, trainer):
-        with autograd.record():
-            loss = self(nd.ones((2, 1))).sum()
-        loss.backward()
-        trainer.step(2)
-
-def trainers_keep_their_class():
-    class Own(gluon.Trainer):
-        def __reduce__(self):
-            return rebuilt, (Own, 3)
-    def rebuilt(cls, rate):
-        one = object.__new__(cls)
-        one.rate = rate
-        return one
-    class Registered(gluon.Trainer):
-        def __init_subclass__(cls, *, task):
-            super().__init_subclass__()
-    class Segmentation(Registered, task="segmentation"):
-        pass
-    @dataclasses.dataclass
-    class Fit(gluon.Trainer):
-        net: nn.Block
-        def __post_init__(self):
-            super().__init__(self.net.collect_params(), "sgd")
-    net = OneWeight()
-    for cls in (gluon.Trainer, Own, Segmentation):
-        trainer = cls(net.collect_params(), "sgd")
-        assert type(trainer) is cls
-        net.train(trainer)
-    assert vars(copy.copy(Own(net.collect_params(), "sgd"))) == {"rate": 3}
-    net.train(Fit(net))
-
 def a_trainer_whose_store_keeps_the_optimizer():
     @mx.kvstore.KVStoreBase.register
     class Keeps(mx.kvstore.KVStoreBase):
@@ -90,11 +54,13 @@ def a_trainer_whose_store_keeps_the_optimizer():
             pass
         def save_optimizer_states(self, fname, dump_optimizer=False):
             self.saved = fname
-        def load_optimizer_states(self, fname):
-            pass
-    net, store = OneWeight(), Keeps()
+    net, store = nn.Dense(1, in_units=1), Keeps()
+    net.initialize()
     trainer = gluon.Trainer(net.collect_params(), "sgd", kvstore=store)
-    net.train(trainer)
+    with autograd.record():
+        loss = net(nd.ones((2, 1))).sum()
+    loss.backward()
+    trainer.step(2)
     trainer.save_states("states")
     assert store.saved == "states"
 
@@ -115,36 +81,6 @@ def parameters_keep_their_class():
     assert [row.contexts for row in gluon_syncbn.summary(net, show=False)] == [[mx.cpu(0), mx.cpu(1)]]
     gluon_syncbn.revert(net)
     assert type(mean) is Noted and mean.note() == 5 and type(net.running_var) is gluon.Parameter
-
-def the_class_of_graphs():
-    class Mine(mx.nd.CachedOp):
-        pass
-    graph = Mine(mx.sym.var("x") * 2)
-    assert graph(nd.ones(1)).asscalar() == 2 and isinstance(graph, mx.nd.CachedOp)
-    net = nn.HybridSequential()
-    net.add(nn.Dense(1, in_units=1))
-    net.initialize()
-    net.hybridize(static_alloc=True, static_shape=True)
-    net(nd.ones((1, 1)))
-    assert isinstance(net._cached_op, mx.nd.CachedOp)
-
-def a_block_with_methods_of_its_own():
-    class Net(nn.HybridBlock):
-        seen, closed = None, False
-        def __init__(self):
-            super().__init__()
-            self.weight = self.params.get("weight", shape=(2, 0), allow_deferred_init=True)
-        def infer_shape(self, x):
-            self.seen, self.weight.shape = x.shape, (2, x.shape[1])
-        def __del__(self):
-            Net.closed = True
-        def hybrid_forward(self, F, x, weight):
-            return F.FullyConnected(x, weight, num_hidden=2, no_bias=True)
-    net = Net()
-    net.initialize()
-    net.hybridize()
-    net(nd.ones((4, 3))).wait_to_read()
-    assert net.seen == (4, 3) and not Net.closed
 
 @mx.operator.register("scaled")
 class Scaled(mx.operator.CustomOpProp):
