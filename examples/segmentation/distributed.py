@@ -19,37 +19,25 @@ import time
 import demo
 from errors import EXIT_INTERRUPTED, UserError, run
 from minidata import make_minidata
-from options import Parser, check_train, number, train_parser
+from options import Parser, check_train, train_parser
 
 JOB = (  # on two devices
     "--model fastscnn --syncbn --aux --aux-weight 0.4 --crop-size 128 --base-size 160 "
-    "--batch-size 8 --lr 0.2 --momentum 0.9 --weight-decay 1e-4"
+    "--batch-size 8 --lr 0.2 --momentum 0.9 --weight-decay 1e-4 --epochs 2"  # of 25 steps each
 )
 SAVE = os.path.join("runs", "demo-distributed")
-EPOCHS = 2
 RUNS = {  # name, processes, options
     "one": ("1 process, 2 devices", 1, "--cpus 2"),
     "two": ("2 processes, 1 device each", 2, "--cpus 1 --kvstore mpi"),
 }
 SHOWN = 10  # steps
-GRACE = 30  # seconds for saving
+LIMIT, GRACE = 1800, 30  # seconds of a run, and for saving
 SAME = (1e-5, 1e-2)  # relative difference of the loss: in the first step, by rounding alone; in the next steps
 
 
 def main(argv=None) -> int:
     parser = Parser(prog=os.path.basename(sys.argv[0]), description=__doc__.splitlines()[0])
     parser.add_argument("--restart", action="store_true", help="delete earlier runs and train anew")
-    parser.add_argument(
-        "--epochs",
-        type=number(int, 1),
-        default=EPOCHS,
-        metavar="N",
-        help=f"number of epochs, of 25 steps each ({EPOCHS})",
-    )
-    parser.add_argument(
-        "--limit", type=number(int, 1), default=1800, metavar="S", help="limit of each run in seconds (1800)"
-    )
-    parser.add_argument("--options", default="", help="further options of train.py, in one string")
     given = parser.parse_args(argv)
     if given.restart:
         shutil.rmtree(SAVE, ignore_errors=True)
@@ -57,7 +45,7 @@ def main(argv=None) -> int:
         print(f"wrote 200 + 50 scenes to {demo.DATA}")
     begin = time.time()
     for name in RUNS:
-        code = train(name, given)
+        code = train(name)
         if code == EXIT_INTERRUPTED:
             print("call again to continue", file=sys.stderr)
         if code:
@@ -67,11 +55,10 @@ def main(argv=None) -> int:
     return 0 if same else 1
 
 
-def train(name: str, given) -> int:
+def train(name: str) -> int:
     """Train one of the runs to its end. Return the exit code."""
     text, processes, devices = RUNS[name]
-    options = f"{JOB} {devices} --epochs {given.epochs} --workers 1 --data-root {demo.DATA} "
-    options += f"--save-dir {os.path.join(SAVE, name)} {given.options}"
+    options = f"{JOB} {devices} --workers 1 --data-root {demo.DATA} --save-dir {os.path.join(SAVE, name)}"
     args = train_parser().parse_args(options.split())
     check_train(args)
     earlier = demo.earlier_state(args)
@@ -85,7 +72,7 @@ def train(name: str, given) -> int:
     if processes > 1:
         command = [mpiexec(), "-n", str(processes), *command]
     print(f"{text}: {' '.join(os.path.relpath(c) if os.path.isabs(c) else c for c in command)}", flush=True)
-    code = call(command, given.limit)
+    code = call(command)
     if code and code != EXIT_INTERRUPTED:
         print(f"{text}: ended with exit code {code}", file=sys.stderr)
     return code
@@ -99,26 +86,16 @@ def mpiexec() -> str:
     return found
 
 
-def call(command: list, limit: float) -> int:
-    """Run a program and return its exit code. Pass Ctrl-C and SIGTERM on. Stop the program after `limit` seconds."""
+def call(command: list) -> int:
+    """Run a program and return its exit code. Pass Ctrl-C and SIGTERM on, and send the first at the limit."""
     # A session of its own: the terminal's Ctrl-C reaches the program only once, through this process.
     process = subprocess.Popen(command, start_new_session=True)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    end, expired = time.monotonic() + limit, False
     try:
-        while True:
-            try:
-                return process.wait(max(0.1, end - time.monotonic()))
-            except KeyboardInterrupt:
-                process.send_signal(signal.SIGINT)
-                end = min(end, time.monotonic() + GRACE)
-            except subprocess.TimeoutExpired:
-                if expired:
-                    raise UserError(f"{command[0]}: did not stop, and was killed") from None
-                expired = True
-                print(f"not finished after {limit:.0f} s (--limit)", file=sys.stderr)
-                process.send_signal(signal.SIGINT)  # the program may save
-                end = time.monotonic() + GRACE
+        return process.wait(LIMIT)
+    except (KeyboardInterrupt, subprocess.TimeoutExpired):
+        process.send_signal(signal.SIGINT)  # the program may save
+        return process.wait(GRACE)
     finally:
         signal.signal(signal.SIGTERM, before)
         if process.poll() is None:
