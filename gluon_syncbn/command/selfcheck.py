@@ -20,8 +20,6 @@ from mxnet.gluon import nn
 from .. import _native, reference
 from ..exchange import named
 from ..layer import SyncBatchNorm
-from ..mxnet_side import compatibility
-from ..mxnet_side.compatibility import older_numpy
 from ..nets.convert import convert
 from ..system import cuda, cuda_libraries, distribution
 from ..training.session import configure
@@ -54,14 +52,6 @@ def versions() -> str:
         f"({next(iter(builds), 'not from a package')}), "
         f"NumPy {np.__version__}, Python {platform.python_version()} on {platform.platform()}"
     )
-
-
-def names() -> str:
-    """Returns the names that MXNet and GluonCV are given here."""
-    if not compatibility.needed():
-        return "no names are missing: this Python and this NumPy have all that MXNet uses"
-    supplied = ["distutils.version", *(f"numpy.{name}" for name in sorted(older_numpy.supplied()))]
-    return f"{len(supplied)} supplied, only to MXNet and GluonCV: {', '.join(supplied)}"
 
 
 def core() -> str:
@@ -238,7 +228,7 @@ def beside_plain(contexts: Sequence[mx.Context]) -> str:
 
 def main() -> int:
     """Runs and prints all checks."""
-    checks = (versions, names, core, libraries, gpus, stores, live, live_gpu)
+    checks = (versions, core, libraries, gpus, stores, live, live_gpu)
     broken = 0
     for check in checks:
         try:

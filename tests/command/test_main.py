@@ -38,7 +38,7 @@ def test_a_wrong_result_is_exit_code_1(monkeypatch, capsys):
     assert check.main() == 1
     printed = capsys.readouterr().out
     assert "BROKEN  live      ArithmeticError: wrong by" in printed
-    assert "1 of 8 checks failed" in printed
+    assert "1 of 7 checks failed" in printed
 
 
 def test_a_training_beside_plain_batch_norm(contexts, monkeypatch):
