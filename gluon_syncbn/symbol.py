@@ -13,6 +13,7 @@ from .mxnet_side import blocks, op
 from .mxnet_side.nodes import json_of, layers_of
 from .nets.graphs import close_graph, open_graph, plain_graphs
 from .system import arguments
+from .system.arguments import value_of
 from .training.session import session
 
 __all__ = ["SyncBatchNorm"]
@@ -92,12 +93,12 @@ def SyncBatchNorm(
         variables[1]._set_attr(__wd_mult__="0")  # it stays 1
     attributes = {key: value for key, value in own.list_attr().items() if key.startswith("__")}
     node = layer.SyncBatchNorm(
-        momentum=_value(momentum),
-        epsilon=arguments.number("eps", _value(eps), 0, sys.float_info.max, "a finite number of at least 0"),
+        momentum=value_of(momentum),
+        epsilon=arguments.number("eps", value_of(eps), 0, sys.float_info.max, "a finite number of at least 0"),
         scale=not fix_gamma,
         use_global_stats=_flag("use_global_stats", use_global_stats),
         prefix=f"{own.name}_",
-        **{argument: _value(value) for argument, value in kwargs.items()},
+        **{argument: value_of(value) for argument, value in kwargs.items()},
     )
     _written[:] = [one for one in _written if _native.layer_in_use(one._replicas.id)] + [node]
     with node.name_scope(), mx.AttrScope(**attributes):
@@ -110,16 +111,8 @@ def SyncBatchNorm(
 _OF_ANY = ("ctx_group", "force_mirroring", "lr_mult", "mirror_stage", "profiler_scope", "wd_mult")
 
 
-def _value(argument: Any) -> Any:
-    """Returns a number or a truth value that may be written as text. Other text stays."""
-    if not isinstance(argument, str):
-        return argument
-    value = arguments.value_of(argument)
-    return value if isinstance(value, (bool, int, float)) else argument
-
-
 def _flag(name: str, argument: Any) -> bool:
-    value = _value(argument)
+    value = value_of(argument)
     return bool(value) if type(value) is int and value in (0, 1) else arguments.flag(name, value)
 
 
