@@ -97,7 +97,7 @@ def watch() -> None:
 
     These would have written the running statistics, and their backwards gradients.
     """
-    running = [one for replicas in Replicas.placed() for one in replicas.running]
+    running = [one for replicas in list(Replicas.placed.values()) for one in replicas.running]
     arrays = [array for one in running for array in one._data or ()]
     for array in [*arrays, *(array for one in session.trained() for array in one._grad)]:
         _native.watch(str(array.ctx), [array])

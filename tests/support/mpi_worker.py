@@ -56,8 +56,7 @@ def meet():
     """Takes a store that no failure has reached."""
     global kv
     session.stores.clear()
-    for replicas in Replicas.placed():  # of the scenarios before, which a rank may have alone
-        replicas.order = 0
+    Replicas.placed.clear()  # of the scenarios before, which a rank may have alone
     gluon_syncbn.configure(kvstore=None, timeout=300, seed=0, nonfinite="propagate")
     session.chosen = False  # as where a script has chosen nothing
     kv = gluon_syncbn.kvstore("mpi")
