@@ -300,54 +300,6 @@ def test_a_file_keeps_the_settings(settings, contexts, tmp_path):
         assert replicas.settings.groups == settings.get("groups")
 
 
-def test_parameters_are_read_behind_the_forward(contexts):
-    """Nothing else puts a copy of the running statistics behind a forward that is on its way."""
-    y = mx.sym.Convolution(mx.sym.var("data"), num_filter=64, kernel=(5, 5), name="conv")
-    module = mx.mod.Module(SyncBatchNorm(y, name="bn"), context=contexts[:2], label_names=None)
-    module.bind([("data", (8, 16, 64, 64))])
-    module.init_params()
-    images = nd.random.normal(shape=(8, 16, 64, 64))
-    for _ in range(3):
-        mx.nd.waitall()
-        module.forward(mx.io.DataBatch([images]), is_train=True)
-        module._params_dirty = True  # as `update` says
-        got = module.get_params()[1]["bn_moving_var"].asnumpy()
-        np.testing.assert_array_equal(got, module._exec_group.aux_arrays[1][0].asnumpy())
-    assert got.max() > 0
-
-
-@pytest.mark.parametrize("buckets", [False, True], ids=["reshape", "buckets"])
-def test_forwards_of_other_batch_sizes_come_in_their_order(buckets, contexts):
-    """The executors of a context share memory, or have been made one after the other, and MXNet's engine sees that."""
-
-    def symbol_of(_):
-        return SyncBatchNorm(mx.sym.var("data"), name="bn", momentum=0.5), ["data"], None
-
-    def running(waits):
-        if buckets:
-            module = mx.mod.BucketingModule(symbol_of, default_bucket_key=40, context=contexts[:2])
-        else:
-            module = mx.mod.Module(symbol_of(40)[0], context=contexts[:2], label_names=None)
-        module.bind([("data", (40, 3))])
-        module.init_params()
-        gates = []
-        for size in (40, 4, 40):
-            rows = nd.arange(size).reshape((size, 1)) * nd.array([[1, size, 3]])
-            gates.append(Gate())
-            data, shapes = [gates[-1].behind(rows)], [("data", rows.shape)]
-            if waits:
-                gates.pop().open()
-            module.forward(mx.io.DataBatch(data, bucket_key=size, provide_data=shapes), is_train=True)
-            if waits:
-                nd.waitall()
-        for gate in reversed(gates):
-            gate.open()
-        nd.waitall()
-        return [value.asnumpy() for value in module.get_params()[1].values()]
-
-    np.testing.assert_array_equal(running(False), running(True))
-
-
 # ---- several modules ------------------------------------------------------------------------------------------
 
 
@@ -589,17 +541,3 @@ def test_an_operator_stays_where_its_mean_is_used(operator, contexts):
             assert f'"op": "{named[6:-1]}"' in module.symbol.tojson() and "__gluon" not in module.symbol.tojson()
     finally:
         gluon_syncbn.uninstall()
-
-
-def test_a_monitor_of_many_layers(contexts, rng):
-    """Each of its statistics needs temporary space, and waits for the replica whose output it is of."""
-    y = mx.sym.var("data")
-    for i in range(8):
-        y = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.Convolution(y, num_filter=4, kernel=(1, 1)), name=f"bn{i}")
-    symbol = mx.sym.SoftmaxOutput(mx.sym.FullyConnected(y, num_hidden=3), name="softmax")
-    batches = mx.io.NDArrayIter(rng.randn(8, 3, 4, 4), rng.randint(0, 3, 8), 4, label_name="softmax_label")
-    monitor = mx.mon.Monitor(1, pattern="bn.*_output")
-    seen = []
-    monitor.toc_print = lambda: seen.append(len(monitor.toc()))
-    mx.mod.Module(symbol, context=contexts[:2]).fit(batches, num_epoch=1, monitor=monitor)
-    assert seen[0] == seen[1] > 16

@@ -51,8 +51,9 @@ def test_the_average_is_that_of_the_whole_batch(kind, change, contexts, rng):
         mean, var, _ = moments(batches)
         for name, p in running.items():
             want = (mean if name.endswith("mean") else var)[: p.shape[0]]
-            for array in p.list_data():
-                np.testing.assert_allclose(array.asnumpy(), want, rtol=tolerance, atol=tolerance, err_msg=name)
+            found = [array.asnumpy() for array in p.list_data()]
+            np.testing.assert_allclose(found[0], want, rtol=tolerance, atol=tolerance, err_msg=name)
+            np.testing.assert_array_equal(found[1:], [found[0]] * 2)
     assert arrays == [id(array) for p in running.values() for array in p.list_data()]
 
 
@@ -61,6 +62,9 @@ def test_without_values(contexts):
     layer.initialize(ctx=contexts[:2])
     with pytest.raises(ValueError, match=r"^net: 'norm_running_mean' without a value was given, expected"):
         average_running_stats(layer)
+
+
+# ---- update_bn_stats -----------------------------------------------------------------------------------------
 
 
 def population(rng, devices, batches=3):
