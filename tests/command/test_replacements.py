@@ -10,9 +10,8 @@ import pytest
 from environments import ended
 from gluoncv.model_zoo.rcnn.mask_rcnn import mask_rcnn
 from gluoncv.nn import feature
-from mxnet import autograd, nd
+from mxnet import nd
 from mxnet.gluon import nn
-from replicas import make_batch, prepare, truth
 
 import gluon_syncbn
 from gluon_syncbn import parallel
@@ -100,6 +99,13 @@ def test_the_number_of_devices_is_checked(installed, count):
     mx.gluon.contrib.nn.SyncBatchNorm(num_devices=0)  # of a script without GPUs
 
 
+def test_positions_are_those_of_contribs_layer(installed):
+    layer = mx.gluon.contrib.nn.SyncBatchNorm(5, 8, 0.7, 1e-3, False)
+    found = layer.in_channels, layer.num_devices, layer._kwargs["momentum"], layer._kwargs["eps"]
+    assert found == (5, None, 0.7, 1e-3)
+    assert not layer.beta._differentiable and layer.gamma._differentiable
+
+
 # ---- the symbol ------------------------------------------------------------------------------------------------
 
 
@@ -140,32 +146,6 @@ def test_mask_rcnn_has_all_layers(installed):
 
 
 # ---- GluonCV's helpers -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("sync", [True, False])
-def test_the_functions_behind_the_helpers(contexts, rng, installed, sync):
-    """On what is on the contexts already, as GluonCV's evaluation at several scales calls them. A script with the
-    helpers themselves is in test_run.py."""
-    helpers, batch = gluoncv.utils.parallel, make_batch(rng, 2, dtype="float32")
-    # By position as contrib has them; contrib's number of devices is nobody's here.
-    layer = mx.gluon.contrib.nn.SyncBatchNorm(5, 8, 0.7, 1e-3)
-    prepare(layer, batch, contexts[:2], "float32", {"static_alloc": True})
-    inputs = [(nd.array(x, ctx=c),) for x, c in zip(batch.shards, contexts)]
-    heads = [(nd.array(dy, ctx=c),) for dy, c in zip(batch.heads, contexts)]
-    assert gluoncv.model_zoo.segbase.parallel_apply is helpers.parallel_apply
-    with autograd.record():
-        outputs = helpers.parallel_apply(layer, inputs, sync=sync)
-        losses = helpers.criterion_parallel_apply(
-            lambda y, dy, scale: (y * dy).sum() * scale, outputs, heads, [{"scale": 2.0}, {"scale": 2.0}], sync
-        )
-    helpers.parallel_backward(losses)
-    want = truth(batch, momentum=0.7, epsilon=1e-3)
-    np.testing.assert_allclose(
-        np.concatenate([y.asnumpy() for (y,) in outputs]), np.concatenate(want.outputs), atol=1e-4
-    )
-    got = sum(g.asnumpy() for g in layer.gamma.list_grad())
-    np.testing.assert_allclose(got, 2 * want.dgamma, rtol=1e-4)
-    np.testing.assert_allclose(layer.running_var.data(contexts[1]).asnumpy(), want.running_var[1], rtol=1e-5)
 
 
 def test_a_model_that_is_no_block(contexts, installed):

@@ -7,41 +7,28 @@ import numpy as np
 import pytest
 from mxnet import gluon, nd
 from mxnet.gluon import nn
+from nets import made
 
-from gluon_syncbn import SyncBatchNorm, broadcast_parameters
-
-
-def make_net(contexts):
-    """On each context other values."""
-    net = nn.HybridSequential()
-    net.add(nn.Conv2D(3, 1, in_channels=2), SyncBatchNorm(in_channels=3, mode="local"), nn.Dense(2, in_units=3))
-    net.initialize(ctx=contexts)
-    for parameter in net.collect_params().values():
-        for k, array in enumerate(parameter.list_data()):
-            array[:] = np.random.RandomState(k).rand(*array.shape) + 0.5
-    return net
+from gluon_syncbn import broadcast_parameters
 
 
-@pytest.mark.parametrize("given", ["net", "parameters", "dict"])
-@pytest.mark.parametrize("devices", [1, 2, 4])
-def test_all_contexts_get_those_of_the_first(contexts, devices, given):
-    net = make_net(contexts[:devices])
+@pytest.mark.parametrize("kind", ["a model", "a graph", "shared layers"])
+@pytest.mark.parametrize("given", ["a net", "one that holds it", "parameters", "a dict"])
+def test_all_contexts_get_those_of_the_first(contexts, kind, given):
+    net, holder = made(kind, contexts[:3]), nn.Sequential()
+    holder.__held__ = [net]
     params = net.collect_params()
-    arrays = [array for p in params.values() for array in p.list_data()]
-    want = [p.list_data()[0].asnumpy() for p in params.values()]
-    broadcast_parameters({"net": net, "parameters": params, "dict": dict(params.items())}[given])
-    for parameter, value in zip(params.values(), want):
-        for array in parameter.list_data():
+    arrays = [p.list_data() for p in params.values()]
+    want = [first.asnumpy() for first, *_ in arrays]
+    for one in arrays:
+        for k, array in enumerate(one):
+            array += k
+    ways = {"a net": net, "one that holds it": holder, "parameters": params, "a dict": dict(params.items())}
+    broadcast_parameters(ways[given])
+    for p, before, value in zip(params.values(), arrays, want):
+        for now, array in zip(p.list_data(), before):
+            assert now is array
             np.testing.assert_array_equal(array.asnumpy(), value)
-    assert all(a is b for a, b in zip(arrays, (array for p in params.values() for array in p.list_data())))
-
-
-def test_blocks_that_gluon_does_not_know(contexts):
-    net = nn.Sequential()
-    net.__held__ = [make_net(contexts[:2])]
-    broadcast_parameters(net)
-    for parameter in net.__held__[0].collect_params().values():
-        np.testing.assert_array_equal(*(array.asnumpy() for array in parameter.list_data()))
 
 
 @pytest.mark.parametrize("store", ["local", "device", mx.kv.create("local")], ids=["local", "device", "own"])
