@@ -187,7 +187,7 @@ class WithWholeState(WithState):
         vars(self).update(*state)
 
 
-def layer(norm=nn.BatchNorm, **kwargs):
+def single(norm=nn.BatchNorm, **kwargs):
     return norm(in_channels=3, epsilon=1e-3, momentum=0.75, **kwargs)
 
 
@@ -208,13 +208,13 @@ NETS = {
     "a model": Kind(Residual),
     "shared layers": Kind(shared),
     "without cuDNN": Kind(
-        layer, functools.partial(BatchNormCudnnOff, scale=False), functools.partial(nn.BatchNorm, scale=False)
+        single, functools.partial(BatchNormCudnnOff, scale=False), functools.partial(nn.BatchNorm, scale=False)
     ),
-    "a subclass of that": Kind(layer, WithoutCudnn),
-    "by another name": Kind(layer, lambda in_channels, **kwargs: ByAnotherName(in_channels, **kwargs)),
-    "with a state": Kind(layer, WithState),
-    "with a whole state": Kind(layer, WithWholeState),
-    "contrib's": Kind(layer, contrib, dtype="float32"),
+    "a subclass of that": Kind(single, WithoutCudnn),
+    "by another name": Kind(single, lambda in_channels, **kwargs: ByAnotherName(in_channels, **kwargs)),
+    "with a state": Kind(single, WithState),
+    "with a whole state": Kind(single, WithWholeState),
+    "contrib's": Kind(single, contrib, dtype="float32"),
     "a graph": Kind(recorded),
     "a graph of ReLUs": Kind(
         functools.partial(recorded, dtype="float32"), nn.BatchNormReLU, nn.BatchNormReLU, "float32"
