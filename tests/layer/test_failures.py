@@ -191,6 +191,19 @@ for _said, _data in (
     scenario(_said, name=_said)(lambda layer, xs, data=_data: (yield recorded(layer, [data])))
 
 
+@scenario("all replicas are empty or masked, so there is no mean")
+def nothing_counts(layer, xs):
+    with autograd.record():
+        ys = [layer(x, nd.zeros((len(x), 4, 6), ctx=x.context)) for x in xs]
+    yield ys
+
+
+@scenario("all replicas are empty or masked, so there is no mean")
+def all_shards_are_empty(layer, xs):
+    with mx.util.np_shape(True):
+        yield recorded(layer, [nd.zeros((0, 5, 4, 6), ctx=x.context) for x in xs])
+
+
 def failing_add(layer, xs, failing=1, adds=False, text="the link is down"):
     """The store raises in its first or second call: instead of adding, or with the sums on their way."""
     exchange, calls = exchange_of(layer), []
@@ -238,7 +251,7 @@ def error_of(y):
     """Which comes at once, and not after the layer's timeout."""
     start = time.monotonic()
     with pytest.raises(mx.MXNetError) as error:
-        y.asnumpy()
+        y.wait_to_read()
     assert time.monotonic() - start < AT_ONCE
     return str(error.value)
 
@@ -246,7 +259,7 @@ def error_of(y):
 def ways_of(name):
     on_gpus = [pytest.mark.on_gpus] * (name == "a_replica_is_never_called" or "store fails" in name)
     eager = pytest.param(name, "eager", marks=on_gpus)
-    return [eager] if "kept_from" in name else [eager, (name, "static_shape")]
+    return [eager] if "kept_from" in name or name == "nothing_counts" else [eager, (name, "static_shape")]
 
 
 @pytest.mark.parametrize("name, way", [one for name in SCENARIOS for one in ways_of(name)])

@@ -20,7 +20,6 @@ from replicas import (
     on_devices,
     prepare,
     step,
-    step_of_net,
     truth,
 )
 
@@ -163,29 +162,6 @@ def test_one_kvstore_for_gradients_and_statistics(contexts, rng):
             trainer.step(4)
     for p, q in zip(net.collect_params().values(), plain.collect_params().values()):
         np.testing.assert_allclose(p.data(contexts[1]).asnumpy(), q.data().asnumpy(), rtol=0, atol=1e-3)
-
-
-def test_several_calls_of_a_static_graph(contexts, rng):
-    """Each call of a replica meets the same call of the other, although the engine may run them in another order."""
-    places, nets = contexts[:2], []
-    for norm in (SyncBatchNorm, nn.BatchNorm):
-        nets.append(nn.HybridSequential())
-        for _ in range(2):
-            nets[-1].add(nn.Dense(6, in_units=6), norm(in_channels=6))
-        nets[-1].initialize(mx.init.Xavier(), ctx=places)
-    net, plain = nets
-    for own, parameter in zip(net.collect_params().values(), plain.collect_params().values()):
-        parameter.set_data(own.data(places[0]))
-    net.hybridize(static_alloc=True, static_shape=True)
-
-    for _ in range(40):
-        given = [[rng.randn(2, 64, 6) * (k + 1) + 3 * k for k in range(3)] for _ in range(2)]  # data and heads
-        parts = ([nd.array(x[i], ctx=place) for i, place in enumerate(places) for x in calls] for calls in given)
-        wholes = ([nd.array(x.reshape(-1, 6), ctx=places[0]) for x in calls] for calls in given)
-        got, want = step_of_net(net, *parts), step_of_net(plain, *wholes)
-        for name in ("y", "dx"):
-            by_call = got[name].reshape(2, 3, 64, 6).swapaxes(0, 1).reshape(-1, 6)
-            np.testing.assert_allclose(by_call, want[name], rtol=0, atol=2e-3)
 
 
 class Twice(nn.HybridBlock):
