@@ -1,4 +1,4 @@
-"""Arrays of ``mx.np``: nets, samples and a training under ``npx.set_np()``. The layer by itself is in test_cases.py."""
+"""Nets and a training under ``npx.set_np()``. The layer by itself is in test_cases.py."""
 
 import mxnet as mx
 import numpy as np
@@ -8,8 +8,6 @@ from mxnet.gluon import nn
 from replicas import TOLERANCE, WAYS, assert_near, step_of_net
 
 import gluon_syncbn
-from gluon_syncbn import contrastive
-from gluon_syncbn.contrastive import SampleShuffle
 
 F32 = TOLERANCE["float32"]
 
@@ -142,43 +140,6 @@ def test_recompute_draws_the_same_numbers(rng, draw, hybrid):
     factors = y.asnumpy() / x.asnumpy()
     assert np.unique(factors.round(3)).size > 1
     near(x.grad, factors * head.asnumpy())
-
-
-# ---- samples ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["numpy", "np", "nd"])
-def test_split_and_load(contexts, kind):
-    whole = np.arange(20, dtype="float32").reshape(10, 2)
-    data = {"numpy": lambda a: a, "np": mx.np.array, "nd": mx.nd.array}[kind](whole)
-    expected = mx.nd.NDArray if kind == "nd" else mx.np.ndarray
-    batch = contrastive.split_and_load(data, contexts[:2], shuffle=SampleShuffle(1))
-    restored = batch.apply(lambda shard: 2 * shard)
-    for arrays in (batch.shuffled_shards, restored):
-        assert [type(array) for array in arrays] == [expected] * 2
-    np.testing.assert_array_equal(np.concatenate([array.asnumpy() for array in restored]), 2 * whole)
-    shards = gluon.utils.split_and_load(whole, contexts[:3], even_split=False)
-    assert all(type(shard) is mx.np.ndarray for shard in shards)
-    with pytest.raises(ValueError, match=r"shards\[1\]: NDArray of shape"):
-        contrastive.shuffle_shards([shards[0], shards[1].as_nd_ndarray()], shuffle=SampleShuffle(1))
-
-
-def test_shuffled_shards_hand_gradients_back(contexts, rng):
-    shards = put([rng.randn(n, 2) for n in (3, 5)], contexts)
-    heads = put([rng.randn(n, 2) for n in (3, 5)], contexts)
-    for shard in shards:
-        shard.attach_grad()
-    with autograd.record():
-        batch = contrastive.shuffle_shards(shards, shuffle=SampleShuffle(2))
-        restored = batch.apply(lambda shard: 3 * shard)
-    autograd.backward(restored, heads)
-    for shard, head, back in zip(shards, heads, restored):
-        near(back, 3 * shard.asnumpy())
-        near(shard.grad, 3 * head.asnumpy())
-    sampler = contrastive.ShuffleSampler(8, 4, 2, 0, seed=1)
-    whole = np.arange(16, dtype="float32").reshape(8, 2)
-    restored = sampler.restore(mx.np.array(whole), 0)
-    near(restored, sampler.restore(whole, 0), 0)
 
 
 # ---- a book's training -----------------------------------------------------------------------------------------

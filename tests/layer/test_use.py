@@ -7,14 +7,12 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gate import Gate
-from internals import exchange_of
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from poolings import specification
 from replicas import (
     WAYS,
     assert_same,
-    assert_same_bits,
     assert_whole,
     make_batch,
     on_devices,
@@ -23,7 +21,7 @@ from replicas import (
     truth,
 )
 
-from gluon_syncbn import SyncBatchNorm, configure
+from gluon_syncbn import SyncBatchNorm
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -64,20 +62,14 @@ def test_contexts_that_do_not_fit(contexts, rng, way, channels, places, settings
 def make_convolutional(norm):
     net = nn.HybridSequential(prefix="net_")
     with net.name_scope():
-        net.add(
-            nn.Conv2D(16, 3, padding=1, in_channels=3, use_bias=False),
-            norm(in_channels=16),
-            nn.Activation("tanh"),
-            nn.Conv2D(16, 3, padding=1, strides=2, in_channels=16, use_bias=False),
-            norm(in_channels=16),
-            nn.Activation("tanh"),
-            nn.Conv2D(8, 1, in_channels=16, use_bias=False),
-            norm(in_channels=8),
-        )
+        for channels, strides in ((3, 1), (16, 2)):
+            net.add(nn.Conv2D(16, 3, strides, 1, in_channels=channels, use_bias=False), norm(in_channels=16))
+            net.add(nn.Activation("tanh"))
+        net.add(nn.Conv2D(8, 1, in_channels=16, use_bias=False), norm(in_channels=8))
     return net
 
 
-def twins(contexts, rng, dtype, way, norm=SyncBatchNorm):
+def twins(contexts, rng, way, norm=SyncBatchNorm):
     net, plain = make_convolutional(norm), make_convolutional(nn.BatchNorm)
     plain.initialize(mx.init.Xavier(), ctx=contexts[:1])
     net.initialize(ctx=contexts)
@@ -85,8 +77,6 @@ def twins(contexts, rng, dtype, way, norm=SyncBatchNorm):
         if p.name.endswith("gamma"):
             q.set_data(nd.array(rng.rand(*q.shape) + 0.5))
         p.set_data(q.data())
-    net.cast(dtype)
-    plain.cast(dtype)
     if WAYS[way] is not None:
         net.hybridize(**WAYS[way])
     return net, plain
@@ -96,7 +86,7 @@ def twins(contexts, rng, dtype, way, norm=SyncBatchNorm):
 def test_a_convolutional_net_is_right_every_time(contexts, rng, way):
     """Convolutions hand over arrays in oneDNN's layout, whose plain copies MXNet frees too early: 25 runs for each way,
     100 in all, each with new data."""
-    net, plain = twins(contexts[:4], rng, "float32", way)
+    net, plain = twins(contexts[:4], rng, way)
     for _ in range(25):
         sizes = [2, 1, 3, 2]
         shards = [(i + 1) * rng.randn(n, 3, 16, 16) + i for i, n in enumerate(sizes)]
@@ -117,39 +107,10 @@ def test_parameters_are_put_where_they_are(rng, contexts):
         np.testing.assert_allclose(y.asnumpy(), expected, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("kvstore", ["device", "local", "object", "configured"])
-@pytest.mark.parametrize("replicas", [1, 4])
-def test_kvstore_gives_the_same_numbers(contexts, rng, replicas, kvstore):
-    batch = make_batch(rng, replicas)
-    store = mx.kv.create("device") if kvstore == "object" else kvstore
-    if kvstore == "configured":
-        configure(kvstore="device")
-        store = None
-    through_store = prepare(SyncBatchNorm(in_channels=5, kvstore=store), batch, contexts[:replicas], "float64")
-    seen = []
-    if replicas > 1 and kvstore != "configured":
-        exchange = exchange_of(through_store)
-        add = exchange.add
-        exchange.add = lambda *arguments: seen.append(arguments[1].shape) or add(*arguments)
-    for _ in range(2):
-        result = step(through_store, batch, contexts, "float64")
-    assert_same(result, truth(batch, steps=2), 1e-11)
-    if replicas > 1 and kvstore != "configured":
-        # Forward and backward, one call each.
-        assert seen == [(replicas, 1 + 2 * 5), (replicas, 2 * 5)] * 2
-    first = step(through_store, batch, contexts, "float64")
-    assert_same_bits(
-        step(through_store, batch, contexts, "float64")._replace(
-            running_mean=first.running_mean, running_var=first.running_var
-        ),
-        first,
-    )
-
-
 def test_one_kvstore_for_gradients_and_statistics(contexts, rng):
     store = mx.kv.create("device")
     norm = functools.partial(SyncBatchNorm, kvstore=store)
-    net, plain = twins(contexts[:2], rng, "float32", "eager", norm)
+    net, plain = twins(contexts[:2], rng, "eager", norm)
     settings = {"optimizer": "sgd", "optimizer_params": {"learning_rate": 0.1}}
     trainers = [
         gluon.Trainer(net.collect_params(), kvstore=store, update_on_kvstore=False, **settings),

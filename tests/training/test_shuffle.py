@@ -27,10 +27,18 @@ def on_devices(rng, contexts, width=3):
 
 
 def assert_same(got, want):
-    assert [g.context for g in got] == [w.context for w in want]
+    assert [g.ctx for g in got] == [w.ctx for w in want]
     for g, w in zip(got, want):
-        assert g.dtype == w.dtype
+        assert type(g) is type(w) and g.dtype == w.dtype
         np.testing.assert_array_equal(g.asnumpy(), w.asnumpy())
+
+
+@pytest.fixture
+def kind(request):
+    """Of data; where it begins with "np", under `npx.set_np`."""
+    of_np = request.param.startswith("np")
+    with mx.util.np_shape(of_np), mx.util.np_array(of_np):
+        yield request.param
 
 
 @pytest.fixture
@@ -52,17 +60,21 @@ def copies(monkeypatch):
 
 
 @pytest.mark.parametrize("count, n", [(1, 11), (2, 12), (3, 11), (4, 12), (4, 4)])
-@pytest.mark.parametrize("kind", ["NDArray", "float64", "uint8"])
+@pytest.mark.parametrize("kind", ["nd", "float64", "uint8", "np", "np float32"], indirect=True)
+@pytest.mark.filterwarnings("ignore:ndarray.as_in_context has been renamed")
 def test_features_come_back_where_split_and_load_puts_their_samples(contexts, count, n, kind):
     data = numbered(n, 2, 3)
-    data = nd.array(data, ctx=contexts[5], dtype="float16") if kind == "NDArray" else data.astype(kind)
+    if kind in ("nd", "np"):
+        data = getattr(mx, kind).array(data, ctx=contexts[5], dtype="float16")
+    else:
+        data = data.astype(kind.split()[-1])
     shuffle = SampleShuffle(seed=3)
     for _ in range(3):
         batch = split_and_load(data, contexts[:count], even_split=n % count == 0, shuffle=shuffle)
         plain = gluon.utils.split_and_load(data, contexts[:count], even_split=False)
         assert [s.shape for s in batch.shuffled_shards] == [s.shape for s in plain]
         shuffled = np.concatenate([s.asnumpy() for s in batch.shuffled_shards])
-        whole = data.asnumpy() if kind == "NDArray" else data
+        whole = data if isinstance(data, np.ndarray) else data.asnumpy()
         np.testing.assert_array_equal(shuffled, whole[batch.order])
         assert sorted(batch.order) == list(range(n))
         assert_same(batch.apply(lambda x: x), plain)
@@ -93,13 +105,15 @@ def test_the_shards_are_no_list_that_a_training_loop_takes_by_accident(contexts)
 # ---- gradients --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", ["nd", "np"], indirect=True)
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_gradients_are_those_without_shuffling(contexts, rng, count):
+def test_gradients_are_those_without_shuffling(contexts, rng, count, kind):
     net = nn.Dense(4, in_units=3)
     net.initialize(mx.init.Normal(1), ctx=contexts[:count])
     net.cast("float64")
-    shards = on_devices(rng, contexts[:count])
-    heads = [nd.array(rng.randn(x.shape[0], 4), ctx=x.context, dtype="float64") for x in shards]
+    array, places = getattr(mx, kind).array, list(zip(LENGTHS, contexts))[:count]
+    shards = [array(rng.randn(n, 3), ctx=place, dtype="float64") for n, place in places]
+    heads = [array(rng.randn(n, 4), ctx=place, dtype="float64") for n, place in places]
 
     def step(forward):
         for x in shards:
@@ -227,8 +241,9 @@ def test_keys_come_back_to_their_queries_from_other_processes(ranks, length, las
             gathered = np.concatenate([table[k] for k in keys])
             for rank, sampler in enumerate(samplers):
                 np.testing.assert_array_equal(sampler.restore(gathered, batch), table[queries[rank]])
-                got = sampler.restore(nd.array(gathered, dtype="float64"), batch)
-                np.testing.assert_array_equal(got.asnumpy(), table[queries[rank]])
+                for array in (nd.array, mx.np.array):
+                    got = sampler.restore(array(gathered, dtype="float64"), batch)
+                    np.testing.assert_array_equal(got.asnumpy(), table[queries[rank]])
             orders.append((tuple(flat), tuple(flat_keys)))
         assert len(set(seen)) == len(seen) == (length if last_batch == "keep" else length - length % whole)
     assert len(set(orders)) == len(orders)
@@ -299,6 +314,7 @@ MISTAKES = {
     "shards[1]: numpy.ndarray of shape (2, 2) was given": lambda: moved(np.ones((2, 2))),
     "shards[1]: NDArray of shape (2, 3)": lambda: moved(nd.ones((2, 3))),
     "shards[1]: NDArray of shape (2, 2) and type uint8": lambda: moved(nd.ones((2, 2), dtype="uint8")),
+    "shards[1]: mx.np.ndarray of shape (2, 2)": lambda: moved(mx.np.ones((2, 2))),
     "shards[1]: NDArray of shape (0, 2)": lambda: moved(nd.ones((2, 2))[1:1]),
     "batch_axis: 2 was given": lambda: moved(nd.ones((2, 2)), batch_axis=2),
     "length: 7 was given, expected at least 8": lambda: sampled(length=7),

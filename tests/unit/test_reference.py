@@ -155,19 +155,9 @@ def test_a_wrong_argument_is_named(change, message):
         reference.forward(**{**arguments, **change})
 
 
-@pytest.mark.parametrize(
-    "arguments, permutation",
-    [  # from the same formula in C, on uint64_t
-        ((0, 0, 0, 0, 2), [1, 0]),
-        ((0, 0, 0, 0, 3), [2, 0, 1]),
-        ((0, 0, -1, 0, 8), [7, 4, 6, 1, 2, 0, 5, 3]),
-        ((1, 2, 3, 4, 8), [6, 5, 4, 0, 1, 3, 7, 2]),
-        ((2**64 - 1, 7, -1, 1000000, 5), [4, 3, 1, 2, 0]),
-        ((20250101, 12, 0, 3, 16), [3, 0, 5, 1, 14, 2, 9, 11, 4, 6, 13, 7, 8, 15, 12, 10]),
-    ],
-)
-def test_derangements_are_the_same_everywhere(arguments, permutation):
-    assert derangement(*arguments) == permutation
+def test_a_derangement_is_that_of_the_same_formula_in_c():
+    drawn = [3, 0, 5, 1, 14, 2, 9, 11, 4, 6, 13, 7, 8, 15, 12, 10]
+    assert derangement(20250101, 12, 0, 3, 16) == drawn and derangement(2**64 - 1, 7, -1, 10**6, 5) == [4, 3, 1, 2, 0]
 
 
 @pytest.mark.parametrize("varied", range(4))
