@@ -145,30 +145,16 @@ def test_recompute_draws_the_same_numbers(rng, draw, hybrid):
 # ---- a book's training -----------------------------------------------------------------------------------------
 
 
-class Unit(nn.Block):
-    """Of a ResNet, as *Dive into Deep Learning* has it in its MXNet edition: no hybrid block, so no F."""
-
-    def __init__(self, channels, narrows):
-        super().__init__()
-        step = 2 if narrows else 1
-        self.body = nn.HybridSequential()
-        self.body.add(nn.Conv2D(channels, 3, step, 1), nn.BatchNorm(), nn.Activation("relu"))
-        self.body.add(nn.Conv2D(channels, 3, 1, 1), nn.BatchNorm())
-        self.beside = nn.Conv2D(channels, 1, step) if narrows else None
-
-    def forward(self, x):
-        return mx.npx.relu(self.body(x) + (self.beside(x) if self.beside else x))
-
-
 def test_the_training_of_a_book(contexts, rng):
-    """Of a ResNet on two devices, with its loader, split_and_load, a backward for each loss, and a Trainer."""
+    """*Dive into Deep Learning* on two devices: a loader, split_and_load, a backward for each loss, and a Trainer."""
     images, labels = rng.randn(22, 1, 16, 16), rng.randint(0, 10, 22).astype("int32")
     images += labels.reshape(-1, 1, 1, 1)
     values = {}
 
     def train(devices):
         net = nn.Sequential()
-        net.add(nn.Conv2D(4, 3, 1, 1), nn.BatchNorm(), Unit(4, False), Unit(6, True))
+        for channels, strides in ((4, 1), (6, 2)):
+            net.add(nn.Conv2D(channels, 3, strides, 1), nn.BatchNorm(), nn.Activation("relu"))
         net.add(nn.GlobalAvgPool2D(), nn.Dense(10))
         net.initialize(mx.init.Normal(0.01), ctx=devices)  # which MXNet's generators of mx.np do in float32 alone
         with autograd.pause():
