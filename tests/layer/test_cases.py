@@ -91,7 +91,8 @@ def test_by_operators_of_mxnet(check, kind, way):
 
 @pytest.mark.parametrize("event", choices(Case(dtype="float32")))
 def test_each_event(check, event):
-    check(dtype="float32", contexts=[1, 0], pooling={"mode": "shuffle"}, steps=["train", event, "train", "train"])
+    pooling = {"mode": "shuffle", "virtual_devices": 2}
+    check(dtype="float32", contexts=[1, 0], pooling=pooling, steps=["train", event, "train", "train"])
 
 
 @pytest.mark.on_gpus
