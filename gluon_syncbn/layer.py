@@ -19,7 +19,7 @@ from .mxnet_side import export, op, patches
 from .mxnet_side.blocks import PARAMETERS
 from .settings import MODES, Mode, Settings
 from .system import arguments, kinds
-from .training.replicas import EAGER, Replicas, followers_of, for_replica, records, setting, traced
+from .training.replicas import EAGER, Replicas, follow, followers_of, for_replica, records, setting, traced, unfollow
 from .training.session import session
 
 Constructor = TypeVar("Constructor", bound=Callable[..., None])
@@ -301,11 +301,15 @@ class SyncBatchNorm(nn.BatchNorm):
     def _adopt_parameters(self, settings: Optional[Settings] = None) -> None:
         """Makes the contexts of ``running_mean`` this layer's replicas; by default with the settings as before."""
         self._replicas: Replicas = Replicas(self.name, self._kwargs, settings or self._replicas.settings)
-        self._replicas.parameters.update(self._reg_params)
+        self._replicas.running.update({id(one): one for one in (self.running_mean, self.running_var)})
         patches.replace(_initialising, Parameter, "_init_impl")
         patches.replace(export.of_plain_graph, mx.base._LIB, "MXSymbolRemoveAmpCast")
+        follow(self.running_mean, self.gamma, self._replicas)
         if self.running_mean._data is not None:
             _place(self._replicas, self.running_mean)
+
+    def _release_parameters(self) -> None:
+        unfollow(self.running_mean, self.gamma, self._replicas)
 
     def __setstate__(self, state: Any) -> None:
         """For ``copy`` and ``pickle``. A copy has replicas of its own, which do not meet those of the original."""

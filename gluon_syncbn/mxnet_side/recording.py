@@ -43,7 +43,7 @@ class _Issuing(mx.nd.CachedOp):
         meeting = [(layer, int(of["node"])) for layer, of in may_meet if of["use_global_stats"] != "1"]
         # An operator takes the call that was announced first: one call must not overtake another on its context.
         moving = dict.fromkeys(layer for layer, of in found if of["use_global_stats"] != "1")
-        running = [parameter for layer in moving for parameter in layer.running]
+        running = [parameter for layer in moving for parameter in layer.running.values()]
         self.calls = [layer.id for layer, _ in meeting], [node for _, node in meeting], running
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

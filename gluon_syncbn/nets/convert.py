@@ -370,7 +370,7 @@ def _make_plain(block: SyncBatchNorm) -> None:
     if counts_as_1(block.gamma) and block.gamma._data is not None:
         for array in block.gamma.list_data():
             array[:] = 1  # as plain layers leave it, whose files have what is there
-    block._replicas.release()
+    block._release_parameters()
     activation = block._activation
     alike = BatchNorm if activation == NONE else BatchNormActivation
     cls, settings = block._origin or (BatchNormAdd if isinstance(block, SyncBatchNormAdd) else alike, {})

@@ -91,7 +91,7 @@ def layer_of(prefix: str, attributes: Dict[str, str], replicas: Replicas) -> Syn
     """Creates a layer for a synchronised node, with replicas of its own that have the settings of these."""
     settings = Settings.from_node(attributes, replicas.settings)
     layer = (SyncBatchNormAdd if settings.adds else SyncBatchNorm)(**unshared(prefix), **settings.batch_norm())
-    layer._replicas.release()
+    layer._release_parameters()
     layer._adopt_parameters(settings)
     return layer
 
@@ -105,7 +105,7 @@ def _layer(node: Recorded, attributes: Dict[str, str], parameters: Sequence[Para
         if replicas is None:
             return None
         layer = layer_of(prefix, attributes, replicas)
-        layer._replicas.release()
+        layer._release_parameters()
     else:
         plain = BatchNormReLU if node.operator == "_contrib_BatchNormWithReLU" else BatchNorm
         layer = plain(**unshared(prefix), **Settings.from_node(attributes).batch_norm())

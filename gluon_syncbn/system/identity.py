@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any, Callable, Dict, Generic, List, Tuple, TypeVar
+from typing import Any, Callable, Dict, Generic, List, Optional, Tuple, TypeVar
 
 T = TypeVar("T")
 
@@ -25,6 +25,10 @@ class OfEach(Generic[T]):
             gone = weakref.ref(one, functools.partial(_forget, self._kept, id(one)))
             kept = self._kept.setdefault(id(one), (gone, self._make()))
         return kept[1]
+
+    def get(self, one: Any) -> Optional[T]:
+        kept = self._kept.get(id(one))
+        return kept and kept[1]
 
     def objects(self) -> List[Any]:
         """Returns those of which something is kept."""

@@ -61,20 +61,39 @@ def executing(
         _native.end_graph(arrays)
 
 
-#: By the running mean, those that nodes name in a symbol of the program's, which may outlive the layer.
-_in_symbols: OfEach[Dict[int, Replicas]] = OfEach(dict)
+class _OfParameter:
+    """The replicas of the layers that a parameter belongs to. A copy of it has none before its layers are there."""
+
+    def __init__(self) -> None:
+        self.as_mean: weakref.WeakValueDictionary[int, Replicas] = weakref.WeakValueDictionary()
+        self.as_gamma: weakref.WeakValueDictionary[int, Replicas] = weakref.WeakValueDictionary()
+        #: Those that nodes name in a symbol of the program's. It may outlive the layer, so they live as long as this.
+        self.in_symbols: Dict[int, Replicas] = {}
+
+
+_layers = OfEach(_OfParameter)
 
 
 def counts_as_1(parameter: Parameter) -> bool:
     """Whether a parameter is the gamma of layers with ``scale=False``, whose value nobody reads."""
-    layers = [one for one in list(Replicas.by_id.values()) if one.parameters.get("gamma") is parameter]
+    known = _layers.get(parameter)
+    layers = list(known.as_gamma.values()) if known else []
     return bool(layers) and all(one.settings.fix_gamma for one in layers)
 
 
 def followers_of(parameters: Iterable[Any]) -> List[Replicas]:
-    """Returns the replicas of the layers whose running means are among these parameters."""
-    given = {id(parameter) for parameter in parameters}
-    return [one for one in list(Replicas.by_id.values()) if id(one.parameters.get("running_mean")) in given]
+    """Returns the replicas of the layers that some of these parameters belong to, each once."""
+    known = [_layers.get(parameter) for parameter in parameters]
+    return list(dict.fromkeys(one for each in known if each for one in each.as_mean.values()))
+
+
+def follow(mean: Parameter, gamma: Parameter, replicas: Replicas) -> None:
+    _layers(mean).as_mean[replicas.id] = _layers(gamma).as_gamma[replicas.id] = replicas
+
+
+def unfollow(mean: Parameter, gamma: Parameter, replicas: Replicas) -> None:
+    for kept in (_layers(mean).as_mean, _layers(mean).in_symbols, _layers(gamma).as_gamma):
+        kept.pop(replicas.id, None)
 
 
 class _OfThread(threading.local):
@@ -94,7 +113,7 @@ def records(value: Optional[List[Replicas]]) -> Optional[List[Replicas]]:
 def traced(parameter: Parameter, replicas: Replicas) -> None:
     """A layer puts a node into a symbol."""
     if _of_thread.records is None:
-        _in_symbols(parameter)[replicas.id] = replicas
+        _layers(parameter).in_symbols[replicas.id] = replicas
     else:
         _of_thread.records.append(replicas)
 
@@ -182,8 +201,8 @@ class Replicas:
         self.channels = 0
         self.contexts: List[Context] = []
         self.problem = ""  # why these contexts cannot train, at least without other processes
-        #: The layer's own, by their names there.
-        self.parameters: weakref.WeakValueDictionary[str, Parameter] = weakref.WeakValueDictionary()
+        #: The parameters of the running statistics, by their `id`: their class may define ``==``.
+        self.running: weakref.WeakValueDictionary[int, Parameter] = weakref.WeakValueDictionary()
         self.ran = NEVER  # how the last training call came
         self.taken_in = ""  # names the operators that the layer absorbed in the graph that was recorded last
         numbers = MODES.index(settings.mode), settings.virtual_devices, settings.group_size or 0
@@ -213,16 +232,6 @@ class Replicas:
         return self._now
 
     @property
-    def running(self) -> List[Parameter]:
-        """The parameters of the running statistics."""
-        return [one for one in map(self.parameters.get, ("running_mean", "running_var")) if one is not None]
-
-    def release(self) -> None:
-        """The parameters are the layer's no longer."""
-        _in_symbols(self.parameters["running_mean"]).pop(self.id, None)
-        self.parameters.clear()
-
-    @property
     def settings(self) -> Settings:
         return self.now()[0]
 
@@ -241,7 +250,7 @@ class Replicas:
         if not sources or not self.settings.one_pool:
             return
         with autograd.pause():
-            have_values = [one for one in self.running if one._data]  # those of a Module have none
+            have_values = [one for one in list(self.running.values()) if one._data]  # those of a Module have none
             for parameter in have_values:
                 for context in self.contexts:
                     if context not in trained:

@@ -97,7 +97,8 @@ def watch() -> None:
 
     These would have written the running statistics, and their backwards gradients.
     """
-    running = [one for replicas in list(Replicas.placed.values()) for one in replicas.running]
+    placed = list(Replicas.placed.values())
+    running = [one for replicas in placed for one in list(replicas.running.values())]
     arrays = [array for one in running for array in one._data or ()]
     for array in [*arrays, *(array for one in session.trained() for array in one._grad)]:
         _native.watch(str(array.ctx), [array])
