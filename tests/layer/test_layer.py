@@ -14,6 +14,7 @@ from environments import ended
 from internals import WHY_CUSTOM, core, exchange_of, replicas_of
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from nets import Twice
 from places import SUPPORT
 from poolings import POOLINGS, specification
 from replicas import (
@@ -267,15 +268,6 @@ def test_a_channel_axis_that_turns_out_to_be_the_first(contexts, rng):
         layer(nd.ones((5, 4))).asnumpy()
 
 
-class Twice(nn.HybridBlock):
-    def __init__(self, norm):
-        super().__init__()
-        self.norm = norm
-
-    def hybrid_forward(self, F, x):
-        return self.norm(F.tanh(self.norm(x)))
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pooling", ["sync", "local, 2 slots", "shuffle, 2 slots", "groups of 2"])
 def test_a_layer_that_is_used_often(contexts, rng, pooling, way):
@@ -300,14 +292,13 @@ def test_a_layer_that_is_used_often(contexts, rng, pooling, way):
         for call, batch in enumerate(batches):
             number = turn * len(batches) + call
             draws = [{"call": 2 * number + use} if way == "eager" else {"call": number, "node": use} for use in (0, 1)]
-            between = batch._replace(shards=[np.tanh(y) for y in specification(layer, batch, **draws[0]).outputs])
-            second = specification(layer, between, **draws[1])
-            inner = [dx * (1 - t**2) for dx, t in zip(second.dxs, between.shards)]
-            first = specification(layer, batch._replace(heads=inner), **draws[0])
-            for i in range(4):
-                np.testing.assert_allclose(ys[call, i].asnumpy(), second.outputs[i], rtol=0, atol=1e-10)
-                np.testing.assert_allclose(xs[call][i].grad.asnumpy(), first.dxs[i], rtol=0, atol=1e-9)
-            dgamma = dgamma + first.dgamma + second.dgamma
+            second = batch._replace(shards=[2 * x * x for x in batch.shards])
+            uses = [specification(layer, one, **draw) for one, draw in zip((batch, second), draws)]
+            for i, x in enumerate(batch.shards):
+                y, dx = uses[0].outputs[i] + uses[1].outputs[i], uses[0].dxs[i] + 4 * x * uses[1].dxs[i]
+                np.testing.assert_allclose(ys[call, i].asnumpy(), y, rtol=0, atol=1e-10)
+                np.testing.assert_allclose(xs[call][i].grad.asnumpy(), dx, rtol=0, atol=1e-9)
+            dgamma = dgamma + uses[0].dgamma + uses[1].dgamma
         np.testing.assert_allclose(sum(g.asnumpy() for g in layer.gamma.list_grad()), dgamma, rtol=1e-9)
 
 

@@ -9,6 +9,7 @@ import pytest
 from gate import Gate
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from nets import filled
 from poolings import specification
 from replicas import (
     WAYS,
@@ -69,24 +70,18 @@ def make_convolutional(norm):
     return net
 
 
-def twins(contexts, rng, way, norm=SyncBatchNorm):
-    net, plain = make_convolutional(norm), make_convolutional(nn.BatchNorm)
-    plain.initialize(mx.init.Xavier(), ctx=contexts[:1])
-    net.initialize(ctx=contexts)
-    for p, q in zip(net.collect_params().values(), plain.collect_params().values()):
-        if p.name.endswith("gamma"):
-            q.set_data(nd.array(rng.rand(*q.shape) + 0.5))
-        p.set_data(q.data())
-    if WAYS[way] is not None:
-        net.hybridize(**WAYS[way])
-    return net, plain
+def twins(contexts, norm=SyncBatchNorm):
+    nets = (make_convolutional(norm), contexts), (make_convolutional(nn.BatchNorm), contexts[:1])
+    return [filled(net, places, "float32") for net, places in nets]
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_convolutional_net_is_right_every_time(contexts, rng, way):
     """Convolutions hand over arrays in oneDNN's layout, whose plain copies MXNet frees too early: 25 runs for each way,
     100 in all, each with new data."""
-    net, plain = twins(contexts[:4], rng, way)
+    net, plain = twins(contexts[:4])
+    if WAYS[way] is not None:
+        net.hybridize(**WAYS[way])
     for _ in range(25):
         sizes = [2, 1, 3, 2]
         shards = [(i + 1) * rng.randn(n, 3, 16, 16) + i for i, n in enumerate(sizes)]
@@ -110,7 +105,7 @@ def test_parameters_are_put_where_they_are(rng, contexts):
 def test_one_kvstore_for_gradients_and_statistics(contexts, rng):
     store = mx.kv.create("device")
     norm = functools.partial(SyncBatchNorm, kvstore=store)
-    net, plain = twins(contexts[:2], rng, "eager", norm)
+    net, plain = twins(contexts[:2], norm)
     settings = {"optimizer": "sgd", "optimizer_params": {"learning_rate": 0.1}}
     trainers = [
         gluon.Trainer(net.collect_params(), kvstore=store, update_on_kvstore=False, **settings),
