@@ -20,15 +20,7 @@ from gate import Gate
 from internals import core, exchange_of
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from replicas import (
-    WAYS,
-    forward_and_backward,
-    in_threads,
-    make_batch,
-    on_devices,
-    prepare,
-    short_waits,
-)
+from replicas import WAYS, forward_and_backward, in_threads, make_batch, on_devices, prepare, short_waits
 
 import gluon_syncbn
 from gluon_syncbn import StepError, SyncBatchNorm
