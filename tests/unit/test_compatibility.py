@@ -35,38 +35,6 @@ def child(program):
     return ended([sys.executable, "-W", "ignore", "-c", YOUNG + program], ROOT)
 
 
-#: As onnx is since 1.19: it has functions in place of `mapping`.
-NEW_ONNX = {
-    "__init__.py": "from . import helper\n",
-    "helper.py": "def np_dtype_to_tensor_dtype(dtype): return {'float32': 1}[dtype.name]\n"
-    "def tensor_dtype_to_np_dtype(number): return {1: 'float32'}[number]\n",
-}
-
-
-@young
-@pytest.mark.parametrize("installed", [True, False])
-def test_the_exporter_gets_what_onnx_has_lost(tmp_path, installed):
-    """MXNet's modules alone; without onnx, their import of it fails as it does without this package."""
-    (tmp_path / "onnx").mkdir()
-    for name, text in NEW_ONNX.items() if installed else ():
-        (tmp_path / "onnx" / name).write_text(text)
-    here = f"sys.path.insert(0, {str(tmp_path)!r})" if installed else "sys.modules['onnx'] = None"
-    done = child(f"""
-{here}
-import gluon_syncbn
-from mxnet.onnx.mx2onnx import _export_onnx as exporter
-try:
-    exec("from onnx import mapping", vars(exporter))
-except ImportError:
-    print("none")
-else:
-    import onnx
-    assert not hasattr(onnx, "mapping")
-    print(exporter.mapping.NP_TYPE_TO_TENSOR_TYPE[numpy.dtype("float32")], exporter.mapping.TENSOR_TYPE_TO_NP_TYPE[1])
-""")
-    assert (done.returncode, done.stdout) == (0, "1 float32\n" if installed else "none\n"), done.stderr
-
-
 #: As in a Python that did not read gluon_syncbn.pth at its start.
 WITHOUT_FILE = """
 sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__module__ != "gluon_syncbn_first"]
@@ -101,7 +69,27 @@ with warnings.catch_warnings(record=True) as seen:
 (warning,) = seen
 assert "{{newer}}: gluon_syncbn and MXNet 1.9 were tried up to Python" in str(warning.message)
 """
+ONNX = """
+import gluon_syncbn
+from mxnet.onnx.mx2onnx import _export_onnx as exporter
+try:
+    exec("from onnx import mapping", vars(exporter))
+except ImportError:
+    assert sys.modules["onnx"] is None
+else:
+    assert not hasattr(sys.modules["onnx"], "mapping")
+    assert exporter.mapping.NP_TYPE_TO_TENSOR_TYPE[numpy.dtype("float32")] == 1
+    assert exporter.mapping.TENSOR_TYPE_TO_NP_TYPE[1] == "float32"
+"""
 PROGRAMS = {
+    "the exporter gets what onnx has lost, which has functions in its place since 1.19": f"""
+sys.modules["onnx"], helper = type(sys)("onnx"), type(sys)("onnx.helper")
+sys.modules["onnx.helper"] = sys.modules["onnx"].helper = helper
+helper.np_dtype_to_tensor_dtype = lambda dtype: {{"float32": 1}}[dtype.name]
+helper.tensor_dtype_to_np_dtype = {{1: "float32"}}.__getitem__
+{ONNX}""",
+    "without onnx, its import fails as it does": f"""sys.modules["onnx"] = None
+{ONNX}""",
     "MXNet and GluonCV get the names, and nobody else, beside another finder": """
 names = set(vars(numpy))
 import gluon_syncbn
