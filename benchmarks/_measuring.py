@@ -29,35 +29,23 @@ GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "6553
 def options(
     doc: Optional[str],
     arguments: Sequence[str],
-    quick: str,
-    devices: Sequence[int] = (),
-    processes: bool = False,
-    python: str = "",
-    eager: str = "",
+    child: Optional[Callable[[Any], None]] = None,
+    more: Optional[Dict[str, Dict[str, Any]]] = None,
 ) -> argparse.Namespace:
-    """Parses the command line of a benchmark.
+    """Parses the command line of a benchmark, which may have `more` options.
 
-    `quick` describes the short run. `devices` are the default numbers of devices. `processes`
-    adds an option to measure processes instead. `python` names what another Python may have. `eager` is the help of an
-    option to measure eager nets instead.
+    A process that ``--child`` started measures its cells with `child`, and ends.
     """
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--quick", action="store_true", help="a smoke test, whose figures mean nothing")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
-    # An empty group breaks --help of Python 3.11.
-    places = parser.add_mutually_exclusive_group() if devices or processes else parser
-    if devices:
-        places.add_argument("--devices", type=int, nargs="+", default=devices, help=f"how many ({devices})")
-    if processes:
-        places.add_argument("--processes", type=int, help="how many processes meet over MPI, with a CPU device each")
-    if eager:
-        parser.add_argument("--eager", action="store_true", help=eager)
-    if python:
-        parser.add_argument("--python", default=sys.executable, help=f"the Python that has {python} (this one)")
+    for name, settings in (more or {}).items():
+        parser.add_argument(name, **settings)
     parser.add_argument("--child", help=argparse.SUPPRESS)  # the cells to measure, as JSON
     parsed = parser.parse_args(arguments)
-    if processes and parsed.processes is not None and parsed.processes < 2:
-        parser.error(f"--processes {parsed.processes}: a meeting takes 2 or more")
+    if parsed.child and child:
+        child(json.loads(parsed.child))
+        sys.exit()
     return parsed
 
 

@@ -40,9 +40,6 @@ of the gradients."""
 
 
 def main(script: str, options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    if options.child:
-        child(json.loads(options.child))
-        return 0
     env = _results.environment(["benchmarks/models.py", *arguments])
     effort = {**EFFORT, "rounds": 3} if options.quick else EFFORT
     samples = []

@@ -33,10 +33,7 @@ go over TCP, as between machines. With more processes than cores, a wait is most
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = _measuring.options(__doc__, arguments, quick="few calls on two processes: a smoke test")
-    if options.child:
-        child(json.loads(options.child))
-        return 0
+    options = _measuring.options(__doc__, arguments, child)
     env = {**_results.environment(["benchmarks/exchange.py", *arguments]), "processes over": _measuring.library()}
     processes, rounds = ([2], 50) if options.quick else (PROCESSES, ROUNDS)
     samples: List[_measuring.Cell] = []

@@ -85,9 +85,8 @@ def of_the_kernels(options: Any) -> Dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = _measuring.options(
-        __doc__, arguments, quick="small shapes and few rounds: a smoke test", python="CuPy and PyTorch"
-    )
+    python = {"default": sys.executable, "help": "the Python that has CuPy and PyTorch (this one)"}
+    options = _measuring.options(__doc__, arguments, more={"--python": python})
     env, names = _results.occasion(["benchmarks/gpu.py", *arguments]), []
     absent: List[str] = []
     of_kernels: List[_measuring.Cell] = []

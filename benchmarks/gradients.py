@@ -39,11 +39,7 @@ context."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    quick = "one model, two processes, three rounds"
-    options = _measuring.options(__doc__, arguments, quick)
-    if options.child:
-        child(json.loads(options.child))
-        return 0
+    options = _measuring.options(__doc__, arguments, child)
     env = {**_results.environment(["benchmarks/gradients.py", *arguments]), "processes over": _measuring.library()}
     effort = {"rounds": 3, "budget_s": 10} if options.quick else EFFORT
     models = MODELS[2:] if options.quick else [*MODELS, WHOLE]

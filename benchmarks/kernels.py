@@ -43,7 +43,7 @@ cache. On one thread; medians over interleaved rounds. *Moments* is one pass, *n
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = _measuring.options(__doc__, arguments, quick="one small shape: a smoke test")
+    options = _measuring.options(__doc__, arguments)
     env = _results.environment(["benchmarks/kernels.py", *arguments])
     shapes, effort = (QUICK, (3, 1.0)) if options.quick else (SHAPES, (15, 15.0))
     cases: List[_measuring.Cell] = [

@@ -46,11 +46,8 @@ on arrays of the same sizes. *With ReLU* compares nets in which ReLU stands behi
 
 
 def main(arguments: Sequence[str]) -> int:
-    quick = "small shapes and few rounds: a smoke test"
-    options = _measuring.options(__doc__, arguments, quick=quick, eager="only what it costs to issue eager calls")
-    if options.child:
-        child(json.loads(options.child))
-        return 0
+    eager = {"action": "store_true", "help": "only what it costs to issue eager calls"}
+    options = _measuring.options(__doc__, arguments, child, {"--eager": eager})
     if options.eager:
         cell = {**EAGER, "contrib": False, **({"layers": 5, "rounds": 2} if options.quick else {})}
         taken = _measuring.figures(__file__, cell, 150)

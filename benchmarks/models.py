@@ -64,14 +64,13 @@ four."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = _measuring.options(
-        __doc__, arguments, quick="one small case: a smoke test", devices=DEVICES, processes=True
-    )
+    places: Dict[str, Dict[str, Any]] = {
+        "--devices": {"type": int, "nargs": "+", "default": DEVICES, "help": f"how many ({DEVICES})"},
+        "--processes": {"type": int, "help": "how many processes meet over MPI, in place of devices"},
+    }
+    options = _measuring.options(__doc__, arguments, child, places)
     if options.processes:
         return _models_processes.main(__file__, options, arguments)
-    if options.child:
-        child(json.loads(options.child))
-        return 0
 
     env = _results.environment(["benchmarks/models.py", *arguments])
     models, devices = (QUICK, [2]) if options.quick else (MODELS, options.devices)
@@ -129,8 +128,11 @@ def figure(cell: _measuring.Cell, environment: Optional[Dict[str, str]] = None, 
     return _measuring.figures(__file__, {**cell, **what}, 240, environment)["figure"]
 
 
-def child(cells: Sequence[_measuring.Cell]) -> None:
-    """Measures the cells in turn and prints one line of JSON for each."""
+def child(cells: Any) -> None:
+    """Measures the cells in turn and prints one line of JSON for each; or one cell, in this process of a job."""
+    if isinstance(cells, dict):
+        _models_processes.child(cells)
+        return
     if "share_of" in cells[0]:
         os.environ["MXNET_EXEC_BULK_EXEC_TRAIN"] = "0"  # else the profiler sees many operators as one
     import gluon_syncbn

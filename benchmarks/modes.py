@@ -33,10 +33,7 @@ cost what V=1 does."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = _measuring.options(__doc__, arguments, quick="one small shape: a smoke test")
-    if options.child:
-        child(json.loads(options.child))
-        return 0
+    options = _measuring.options(__doc__, arguments, child)
     env = _results.environment(["benchmarks/modes.py", *arguments])
     shapes, replicas = (QUICK_SHAPES, QUICK_REPLICAS) if options.quick else (SHAPES, REPLICAS)
     effort = {"rounds": 3, "budget_s": 2} if options.quick else {"rounds": 15, "budget_s": 15}

@@ -32,10 +32,7 @@ SyncBatchNorm in eager mode. *Recomputed* are all residual units of the ResNet, 
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = _measuring.options(__doc__, arguments, quick="one small case: a smoke test")
-    if options.child:
-        print(json.dumps(measured(*json.loads(options.child))))
-        return 0
+    options = _measuring.options(__doc__, arguments, child)
     env = _results.environment(["benchmarks/recompute.py", *arguments])
     cases = QUICK if options.quick else CASES
     results = []
@@ -63,7 +60,8 @@ def row(result: Dict[str, Any]) -> List[str]:
     return texts + [f"{one['step_s']:.1f}" for one in (kept, recomputed)]
 
 
-def measured(cell: _measuring.Cell) -> Dict[str, float]:
+def child(cells: Sequence[_measuring.Cell]) -> None:
+    """Measures the only cell, and prints a line of JSON."""
     import mxnet as mx
     from gluoncv.model_zoo import get_model
     from gluoncv.model_zoo.pspnet import PSPNet
@@ -71,6 +69,7 @@ def measured(cell: _measuring.Cell) -> Dict[str, float]:
 
     import gluon_syncbn
 
+    (cell,) = cells
     mx.random.seed(0)
     crop, images = cell["crop"], cell["images"]
     if cell["model"] == "ResNet-50":
@@ -99,7 +98,7 @@ def measured(cell: _measuring.Cell) -> Dict[str, float]:
         mx.nd.waitall()
         seconds = time.perf_counter() - begin
     peak = _measuring.peak_mib()
-    return {"before_mib": before, "peak_mib": peak - before, "step_s": seconds}
+    print(json.dumps({"before_mib": before, "peak_mib": peak - before, "step_s": seconds}))
 
 
 if __name__ == "__main__":
