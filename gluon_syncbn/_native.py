@@ -253,9 +253,7 @@ def _forget(key: int) -> int:
 
 
 def python_exchange(store: Any, processes: int = 0) -> int:
-    """Returns an exchange that calls ``store.add(contexts, rows, timeout, call)``: see `DeviceExchange`, or
-    `JobExchange` for so many processes.
-    """
+    """Returns an exchange that calls ``store.add(contexts, rows, timeout, call)``, of a process or of so many."""
     number, array = ctypes.c_int64, ctypes.POINTER(ctypes.c_double)
     numbers = ctypes.POINTER(number), ctypes.c_double, number, number
 
@@ -287,10 +285,8 @@ def addresses(file: str, names: Sequence[str]) -> List[int]:
 
 
 def bytes_of(processes: int, ranks: int, key: int, what: str, own: Sequence[bytes]) -> List[np.ndarray]:
-    """Sends bytes to all ranks, of which there are so many. Returns those of each, this one included.
-
-    ``own`` has bytes for each rank, or once for all. The key identifies the messages, ``what`` is for errors.
-    MXNetError: some rank does not come, or has failed.
+    """Sends bytes to all ranks, one for each or the same, under a key. Returns those of each, this one included.
+    MXNetError, with ``what``: some rank does not come, or has failed.
     """
     found = np.frombuffer(_core.syncbn_bytes_of(processes, key, what, list(map(len, own)), b"".join(own)), np.uint8)
     return np.split(found[8 * ranks :], np.cumsum(found[: 8 * ranks].view(np.int64))[:-1])
@@ -304,10 +300,7 @@ def merge_moments(total: np.ndarray, part: np.ndarray) -> np.ndarray:
 
 
 def summands(names: Sequence[str], arrays: List[List[NDArray]]) -> Tuple[Any, ...]:
-    """Returns the arrays of some sums as ``sum`` of the core takes them. They have to live as long.
-
-    For each sum there are a name, for messages, and as many dense arrays of float type on CPUs as for the others.
-    """
+    """Returns the arrays of some sums, equally many for each, as ``sum`` of the core takes them. They live as long."""
     count, contexts = len(names), len(arrays[0]) if arrays else 1
     types, sizes = (ctypes.c_int * count)(), (ctypes.c_size_t * count)()
     lines = ""

@@ -26,9 +26,7 @@ Constructor = TypeVar("Constructor", bound=Callable[..., None])
 
 
 def _checked_names(construct: Constructor) -> Constructor:
-    """Checks the names of arguments, and positional ones: contrib's layer begins with ``(in_channels, num_devices)``,
-    ``nn.BatchNorm`` and this layer with ``(axis, momentum)``.
-    """
+    """Checks names and positions: contrib's first are ``(in_channels, num_devices)``, ours ``(axis, momentum)``."""
 
     @functools.wraps(construct)
     def looking(layer: Any, *given: Any, **named: Any) -> None:

@@ -171,9 +171,8 @@ _NOT_COMPARED = ("masks", "fuses", "num_devices", "exchange", "timeout")
 
 
 def _groups(name: str, value: Any) -> Groups:
-    """Checks groups as an argument. ValueError: a rank is no whole number, stands there twice or is left out.
-
-    Groups and ranks are sorted, because their order means nothing.
+    """Checks groups, and sorts them and their ranks, because their order means nothing. ValueError: a rank is no whole
+    number, stands there twice or is left out.
     """
     expected = "a list of groups, each a list of at least one rank of a replica"
     if not _is_list(value) or not all(_is_list(ranks) for ranks in value):

@@ -21,10 +21,8 @@ _CUDNN_OFF = ("gluoncv.nn.block", "BatchNormCudnnOff")  # which changes no resul
 
 
 def iterate(value: Any, seen: Optional[Set[int]] = None) -> Iterator[Block]:
-    """Yields every block of a net once, the net first.
-
-    These are children, and blocks in lists, tuples, sets or dictionaries of an attribute, which Gluon does not
-    register.
+    """Yields every block of a net once, the net first, also those in lists, tuples, sets or dictionaries of an
+    attribute, which Gluon does not register.
     """
     seen = set() if seen is None else seen
     if id(value) in seen:

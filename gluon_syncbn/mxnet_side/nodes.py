@@ -20,9 +20,8 @@ Entry = List[int]  # an output: its node, its number there, and the version of t
 
 
 def walk(graph: Json, numbers: Optional[Iterator[int]] = None) -> Iterator[Tuple[int, Json, Json]]:
-    """Yields each node, its number in the walk, and the graph that it is in.
-
-    The body of a loop or a condition is a graph in the node that runs it. Its nodes come before that node.
+    """Yields each node, its number in the walk, and the graph that it is in: the body of a loop or a condition is a
+    graph in the node that runs it, and comes before it.
     """
     numbers = itertools.count() if numbers is None else numbers
     for node in graph["nodes"]:

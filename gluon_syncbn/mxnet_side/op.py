@@ -48,10 +48,7 @@ ARRAYS = Operators(mx.nd, _make_ndarray_function)
 def sync_batch_norm(
     F: Any, replicas: Replicas, data: List[Any], parameters: Iterable[Any], mask: Any = None, frozen: bool = False
 ) -> Any:
-    """Normalises the first of ``data``, before an addend; ``F`` is ``mx.nd`` or ``mx.sym``.
-
-    ``parameters``: gamma, beta and the running statistics. ``frozen`` selects the latter, in training too.
-    """
+    """Normalises the first of ``data``, before an addend, by gamma, beta and, if ``frozen``, the running statistics."""
     eager, (settings, calls) = F is mx.nd, replicas.now()
     masks = mask is not None and not frozen
     call = calls.get((frozen, masks)) if eager else None  # it lives until MXNet has its node

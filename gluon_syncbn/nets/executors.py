@@ -72,9 +72,7 @@ def _layer(node: Json) -> SyncBatchNorm:
 
 
 def _synchronised(symbol: mx.sym.Symbol, contexts: List[Context]) -> Tuple[mx.sym.Symbol, List[_Node]]:
-    """Returns the graph with a layer for each node, or the same object if there is no such node; and its synchronised
-    nodes.
-    """
+    """Returns the graph with a layer for each node, or the same object without such a node; and those nodes."""
     recorded = json_of(symbol)
     names = {node["name"] for node in recorded["nodes"]}
     chosen: Dict[int, SyncBatchNorm] = {}

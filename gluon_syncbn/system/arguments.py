@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import numbers
-import re
 import sys
 from typing import Any, List, NoReturn, Sequence
 
@@ -106,13 +105,10 @@ def some(texts: Sequence[str], separator: str) -> str:
 
 
 def value_of(text: Any) -> Any:
-    """Returns the number, truth value, tuple or None that MXNet reads in a text. Other text stays.
-
-    MXNet takes ``true`` as ``True``. Files of Python 2 have tuples such as ``(3L, 3L)``.
-    """
+    """Returns the number, truth value or None that MXNet reads in a text, ``true`` as ``True``. Other text stays."""
     if not isinstance(text, str):
         return text
     try:
-        return ast.literal_eval(re.sub(r"(?<=\d)l", "", text.strip().capitalize()))
+        return ast.literal_eval(text.strip().capitalize())
     except (ValueError, SyntaxError):
         return text

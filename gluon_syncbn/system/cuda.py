@@ -46,9 +46,7 @@ def driver_version() -> Tuple[int, int]:
 
 
 def check_architecture(device_id: int) -> None:
-    """Raises ValueError if MXNet's own operators cannot run on ``mx.gpu(device_id)``, and says which GPU would do.
-
-    Raises OSError if the driver is missing or has no such GPU.
+    """ValueError: MXNet's own operators cannot run on ``mx.gpu(device_id)``. OSError: the driver has no such GPU.
 
     ``GLUON_SYNCBN_ANY_ARCHITECTURE=1`` in the environment turns the check off. Copies, NCCL and kernels that are
     compiled at run time, such as this layer's, do not depend on it. An MXNet built from source may support more GPUs.

@@ -36,10 +36,8 @@ DRIVER = "libcuda.so.1"
 
 
 def load() -> None:
-    """Loads the library of the MXNet on ``sys.path``, after those that it needs and the packages contain.
-
-    Raises ImportError if libraries or the driver are missing; the text names them and the packages that contain
-    them. If a library exists and cannot be loaded, it raises OSError, in the dynamic loader's own words.
+    """Loads the library of the MXNet on ``sys.path``, after those that it needs and the packages contain. ImportError:
+    some are missing. OSError, in the dynamic loader's words: one exists and cannot be loaded.
     """
     if "mxnet.base" in sys.modules:  # which loads MXNet's library
         return

@@ -8,9 +8,8 @@ from typing import Any, Callable
 
 
 def give(owner: Any, **made: Callable[[], Any]) -> None:
-    """Gives an object attributes that are made like this, and again in the child of a fork.
-
-    The thread that forks leaves a lock that it holds as it has entered it.
+    """Gives an object attributes that are made like this, and again in the child of a fork, where the thread that forks
+    leaves a lock that it holds as it has entered it.
     """
     reference = weakref.ref(owner)
 

@@ -69,9 +69,8 @@ def warn() -> None:
 
 
 class Finder:
-    """Finds the modules of the served packages as Python does, and has them loaded with other builtins.
-
-    ``instead`` holds the results of their imports. ``changes`` holds functions that are called with a loaded module.
+    """Finds the modules of the served packages as Python does. Their imports give what is in ``instead``, and the
+    functions in ``changes`` are called with a loaded module.
     """
 
     def __init__(self, instead: Mapping[str, Any], changes: Mapping[str, Change]) -> None:
