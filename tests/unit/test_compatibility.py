@@ -124,7 +124,7 @@ else:
 {ENDS}""",
     "a script gives NumPy the names by itself, before it imports MXNet": f"""{WITHOUT_FILE}
 from gluon_syncbn_first.mxnet_side.compatibility import older_numpy, release
-vars(numpy).update((name, value) for name, value in older_numpy.supplied().items() if not hasattr(numpy, name))
+vars(numpy).update((name, value) for name, value in older_numpy.VALUES.items() if not hasattr(numpy, name))
 sys.modules["distutils"] = sys.modules["distutils.version"] = versions = type(sys)("distutils")
 versions.LooseVersion = versions.StrictVersion = release
 import mxnet

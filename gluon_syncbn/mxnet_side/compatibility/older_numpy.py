@@ -46,15 +46,10 @@ def modules() -> Dict[str, ModuleType]:
     """Returns what imports give instead; the modules themselves stay as they are."""
     numpy = Names("numpy", np.__doc__)
     own = {name: value for name, value in vars(np).items() if name.startswith("__") and name != "__getattr__"}
-    vars(numpy).update(own, **supplied())
+    vars(numpy).update(own, **VALUES)
     # Without onnx, its import fails as it does.
     onnx = sys.modules.get("onnx") if "onnx" in sys.modules else importlib.util.find_spec("onnx")
     return {"numpy": numpy, "onnx": _Onnx("onnx")} if onnx else {"numpy": numpy}
-
-
-def supplied() -> Dict[str, Any]:
-    """Returns the names that this NumPy lacks or has changed, with their values."""
-    return {name: value for name, value in VALUES.items() if vars(np).get(name, np) is not value}
 
 
 def _array(object: Any, dtype: Any = None, **rest: Any) -> np.ndarray:
