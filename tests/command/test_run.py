@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import environments
 import pytest
 from mxnet import autograd, gluon, nd
-from mxnet.gluon import nn
+from nets import Operates
 from places import PACKAGE, SUPPORT
 
 import gluon_syncbn
@@ -194,26 +194,15 @@ def test_a_script_in_two_processes(job, kvstore):
         assert errors.count("gluon_syncbn: This is one of 2 processes (PMI_SIZE), but its layers meet no replica") == 2
 
 
-class Calls(nn.HybridBlock):
-    def __init__(self, names, **kwargs):
-        super().__init__(**kwargs)
-        for name, own in zip(("gamma", "beta", "mean", "var"), names):
-            req = "null" if name in ("mean", "var") else "write"
-            setattr(self, name, self.params.get(own, shape=(3,), init="ones", grad_req=req))
-
-    def hybrid_forward(self, F, x, gamma, beta, mean, var):
-        return F.BatchNorm(x, gamma, beta, mean, var, fix_gamma=False, name="bare")
-
-
 def test_nets_that_call_the_operator(contexts, monkeypatch):
     """One is eager, and its parameters tell; one is hybridized, and its graph tells."""
     for name, empty in (("unsynchronised", {}), ("ran", Counter()), ("stores", [])):
         monkeypatch.setattr(session, name, empty)
     gluon_syncbn.install(convert=True)
     try:
-        nets = Calls(("gamma", "beta", "running_mean", "running_var"), prefix="named_"), Calls("gbmv", prefix="other_")
+        nets = Operates(prefix="named_"), Operates("gbmv", prefix="other_")
         nets[1].hybridize()
-        for net, name in zip(nets, ("named", "other_bare")):
+        for net, name in zip(nets, ("named", "other_called")):
             net.initialize(ctx=contexts[:2])
             trainer = gluon.Trainer(net.collect_params(), "sgd")
             with autograd.record():
@@ -226,7 +215,7 @@ def test_nets_that_call_the_operator(contexts, monkeypatch):
     finally:
         gluon_syncbn.uninstall()
     (text,) = run._what_met("train.py", True)
-    assert text.endswith("these blocks call an operator: call a layer there (named, other_bare)")
+    assert text.endswith("these blocks call an operator: call a layer there (named, other_called)")
 
 
 def test_the_script_finds_what_it_finds_by_itself(job):

@@ -7,11 +7,11 @@ import pytest
 from mxnet import gluon, nd
 from mxnet.gluon import nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
+from nets import Operates
 from replicas import forward_and_backward
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, assert_synchronised, convert, freeze, summary
-from gluon_syncbn.mxnet_side import blocks
 
 
 def rows(capsys, net):
@@ -116,21 +116,17 @@ def test_recorded_graphs(contexts, capsys):
     assert rows(capsys, convert(net))[1] == "Layers of batch normalisation: 2, synchronised: 2"
 
 
-class Calling(nn.HybridBlock):
+class Calling(Operates):
     """One layer, and one operator of its own."""
 
-    def __init__(self, loops, **kwargs):
-        super().__init__(**kwargs)
-        self.loops = loops
+    def __init__(self, loops):
+        super().__init__(prefix="net_")
         with self.name_scope():
-            self.bn = nn.BatchNorm(in_channels=3)
-            for name in blocks.PARAMETERS:
-                kind = {"grad_req": "null"} if name.startswith("running") else {}
-                setattr(self, name, self.params.get(f"own_{name[-4:]}", shape=(3,), init="ones", **kind))
+            self.loops, self.bn = loops, nn.BatchNorm(in_channels=3)
 
-    def hybrid_forward(self, F, x, gamma, beta, running_mean, running_var):
+    def hybrid_forward(self, F, x, **parameters):
         def call(x, state):
-            return F.BatchNorm(self.bn(x), gamma, beta, running_mean, running_var, name="called"), state
+            return Operates.hybrid_forward(self, F, self.bn(x), **parameters), state
 
         return F.contrib.foreach(call, x, F.zeros((1,)))[0] if self.loops else call(x, None)[0]
 
@@ -138,7 +134,7 @@ class Calling(nn.HybridBlock):
 @pytest.mark.parametrize("loops", [False, True])
 def test_an_operator_that_a_hybrid_forward_calls(contexts, capsys, loops):
     net = nn.HybridSequential(prefix="outer_")
-    net.add(Calling(loops, prefix="net_"))
+    net.add(Calling(loops))
     convert(net).initialize(ctx=contexts[:2])
     net.hybridize()
     net(nd.ones((4, 2, 3) if loops else (2, 3)))

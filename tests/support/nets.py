@@ -15,6 +15,7 @@ from replicas import assert_near, on_devices, step_of_net
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
+from gluon_syncbn.mxnet_side.blocks import PARAMETERS
 from gluon_syncbn.mxnet_side.nodes import json_of
 
 #: Nets whose layers have recorded a graph that lives.
@@ -94,6 +95,19 @@ class Twice(nn.HybridBlock):
 
     def hybrid_forward(self, F, x):
         return self.block(x) + self.block(2 * x * x)
+
+
+class Operates(nn.HybridBlock):
+    """Calls MXNet's operator on parameters of its own, and holds no layer."""
+
+    def __init__(self, names=PARAMETERS, **kwargs):
+        super().__init__(**kwargs)
+        for attribute, name in zip(PARAMETERS, names):
+            given = {"shape": (3,), "init": "ones", "differentiable": not attribute.startswith("running")}
+            setattr(self, attribute, self.params.get(name, **given))
+
+    def hybrid_forward(self, F, x, gamma, beta, running_mean, running_var):
+        return F.BatchNorm(x, gamma, beta, running_mean, running_var, fix_gamma=False, name="called")
 
 
 def within(block, hybrid):
