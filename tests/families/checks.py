@@ -24,6 +24,7 @@ import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
 from gluon_syncbn.mxnet_side import blocks
 from gluon_syncbn.nets import graphs
+from gluon_syncbn.system.kinds import arrays_of
 
 from .models import Model
 
@@ -145,7 +146,7 @@ def _step(model: Model, net: Block, split: List[List[int]], dtype: str, batched:
     for x in (x for shard in inputs for x in shard):
         x.attach_grad()
     with autograd.record():
-        outputs = [list(_flat(model.forward(net, *shard))) for shard in shards]
+        outputs = [arrays_of(model.forward(net, *shard)) for shard in shards]
     if len(split) == 1:
         size = len(split[0])
         batched = [i for i, y in enumerate(outputs[0]) if y.shape[0] % size == 0 and np.dtype(y.dtype).kind == "f"]
@@ -225,7 +226,7 @@ def exported(model: Model, net: Block, folder: Path) -> str:
         graph = gluon.SymbolBlock.imports(
             str(folder / "net-symbol.json"), sorted(_names(folder)), str(folder / "net-0000.params"), ctx=CONTEXTS[0]
         )
-    return _different(list(_flat(graph(*_arrays(model.inputs, [0], CONTEXTS[0])))), want, SAME)
+    return _different(arrays_of(graph(*_arrays(model.inputs, [0], CONTEXTS[0]))), want, SAME)
 
 
 def onnx(model: Model, net: Block, folder: Path) -> str:
@@ -276,7 +277,7 @@ def _opset(onnx: Any, version: int) -> Iterator[None]:
 
 def predict(model: Model, net: Block, dtype: str = "float32") -> List[np.ndarray]:
     net.hybridize()
-    return [y.asnumpy() for y in _flat(net(*_arrays(model.inputs, [0], CONTEXTS[0], dtype)))]
+    return [y.asnumpy() for y in arrays_of(net(*_arrays(model.inputs, [0], CONTEXTS[0], dtype)))]
 
 
 def _names(folder: Path) -> List[str]:
@@ -291,16 +292,6 @@ def _different(got: Sequence[Any], want: Sequence[np.ndarray], limit: float) -> 
         return f"shapes {[y.shape for y in got]}, expected {[y.shape for y in want]}"
     away = max(np.abs(one - other).max() / (np.abs(other).max() or 1) for one, other in zip(got, want))
     return "" if away <= limit else f"outputs differ by {away:.0e} of the largest"
-
-
-def _flat(outputs: Any) -> Iterator[Any]:
-    if isinstance(outputs, dict):
-        outputs = list(outputs.values())
-    if isinstance(outputs, (list, tuple)):
-        for one in outputs:
-            yield from _flat(one)
-    else:
-        yield outputs
 
 
 def _arrays(
