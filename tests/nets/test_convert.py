@@ -328,47 +328,34 @@ def test_a_subclass_that_computes_something_else_is_left_and_named():
 
 
 class Held(nn.HybridBlock):
-    """No layer but the first is a child; no block holds the last."""
-
     __slots__ = ("kept",)
-
-    def __init__(self):
-        super().__init__()
-        inner = nn.HybridSequential()
-        inner.add(nn.BatchNorm(in_channels=3))
-        self.first, self.kept = nn.BatchNorm(in_channels=3), [nn.BatchNorm(in_channels=3)]
-        self.plain = [(nn.BatchNorm(in_channels=3), {"deep": nn.BatchNorm(in_channels=3)})]
-        self.named = {"one": nn.BatchNorm(in_channels=3), "net": {"inner": inner}}
-        self.named["itself"] = self.named
-        self.holder = SimpleNamespace(norm=nn.BatchNorm(in_channels=3, prefix="held_"))
-
-    def within(self):
-        ((second, deep),) = self.plain
-        return [self.first, *self.kept, second, deep["deep"], self.named["one"], self.named["net"]["inner"][0]]
-
-    def forward(self, x):
-        for layer in (*self.within(), self.holder.norm):
-            x = layer(x)
-        return x
 
 
 @pytest.mark.filterwarnings('ignore:"Held.* is an unregistered container:UserWarning')
 def test_layers_that_gluon_does_not_register(contexts):
-    net = Held()
-    for layer in (*net.within(), net.holder.norm):
-        layer.initialize(ctx=contexts[:2])
+    """No layer but the first is a child; no block holds the last."""
+    net, inner, last = Held(), nn.HybridSequential(), nn.BatchNorm(in_channels=3, prefix="held_")
+    within = [nn.BatchNorm(in_channels=3) for _ in range(6)]
+    net.first, net.kept, *others = within[0], within[1:2], *within[2:]
+    net.plain = [(others[0], {"deep": others[1]})]
+    inner.add(others[2])
+    net.named = {"one": others[3], "net": {"inner": inner}}
+    net.named["itself"] = net.named
+    net.holder = SimpleNamespace(norm=last)
     for change, cls in ((convert, SyncBatchNorm), (revert, nn.BatchNorm), (convert, SyncBatchNorm)):
         change(net)
-        assert {type(layer) for layer in net.within()} == {cls}
-    assert type(net.holder.norm) is nn.BatchNorm  # nothing tells of it but its parameters
-    trainer = gluon.Trainer({**net.collect_params(), **net.holder.norm.collect_params()}, "sgd")
-    with autograd.record():
-        losses = [net(nd.random.normal(shape=(4, 3), ctx=context)).sum() for context in contexts[:2]]
-    autograd.backward(losses)
+        assert {type(layer) for layer in within} == {cls}
+    assert type(last) is nn.BatchNorm  # nothing tells of it but its parameters
+
+    for layer in (*within, last):
+        layer.initialize(ctx=contexts[:2])
+    trainer = gluon.Trainer({**net.collect_params(), **last.collect_params()}, "sgd")
+    xs = [nd.random.normal(shape=(4, 3), ctx=context) for context in contexts[:2]]
+    forward_and_backward(lambda x: functools.reduce(lambda x, layer: layer(x), (*within, last), x), xs)
     with pytest.warns(UserWarning, match="these are not: held. gluon_syncbn.convert") as warned:
         trainer.step(8)
     assert len(warned) == 1
-    assert type(convert(net.holder.norm)) is SyncBatchNorm
+    assert type(convert(last)) is SyncBatchNorm
 
 
 def test_a_selection_by_name():
