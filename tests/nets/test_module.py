@@ -13,8 +13,7 @@ from gate import Gate
 from internals import core
 from mxnet import nd
 from mxnet.gluon import nn
-from nets import body as net_body
-from nets import drawn, filled
+from nets import body, drawn, filled, symbols
 
 import gluon_syncbn
 from gluon_syncbn.mxnet_side.nodes import json_of
@@ -25,15 +24,8 @@ CLASSES = 3
 INPUTS = "data", "softmax_label"
 
 
-def body(norm, data="data", **settings):
-    y = mx.sym.Convolution(mx.sym.var(data), num_filter=4, kernel=(3, 3), no_bias=True, name="conv0")
-    y = norm(y, name="bn0", eps=1e-4, momentum=0.7, fix_gamma=False, **settings)
-    y = mx.sym.Convolution(mx.sym.relu(y), num_filter=5, kernel=(2, 2), no_bias=True, name="conv1")
-    return norm(y, name="bn1", fix_gamma=True, **settings)
-
-
 def classifier(norm, **settings):
-    y = mx.sym.FullyConnected(mx.sym.relu(body(norm, **settings)), num_hidden=CLASSES, name="fc")
+    y = mx.sym.FullyConnected(mx.sym.relu(symbols(norm, **settings)), num_hidden=CLASSES, name="fc")
     return mx.sym.SoftmaxOutput(y, name="softmax")
 
 
@@ -137,7 +129,7 @@ def stepped(norm, contexts, grad_req="write", **given):
     """Of two steps on uneven shards: output, gradients of data and parameters, running statistics."""
     heads = nd.array(np.random.RandomState(3).randn(12, 5, 4, 4), dtype="float64")
     given["work_load_list"] = [3, 1, 2][: len(contexts)]
-    module = bound(body(norm), contexts, labels=False, inputs_need_grad=True, grad_req=grad_req, given=given)
+    module = bound(symbols(norm), contexts, labels=False, inputs_need_grad=True, grad_req=grad_req, given=given)
     for _ in range(2):
         module.forward(batch_of(1), is_train=True)
         module.backward([heads])
@@ -154,7 +146,7 @@ def stepped(norm, contexts, grad_req="write", **given):
 
 def of_a_gluon_net(norm, contexts):
     """Its own layers are elsewhere, and stay."""
-    net = filled(net_body(nn.BatchNorm if norm is PLAIN else gluon_syncbn.SyncBatchNorm), [mx.cpu(3), mx.cpu(4)])
+    net = filled(body(nn.BatchNorm if norm is PLAIN else gluon_syncbn.SyncBatchNorm), [mx.cpu(3), mx.cpu(4)])
     y = mx.sym.FullyConnected(net(mx.sym.var("data")), num_hidden=CLASSES, name="fc")
     return train(ready(mx.sym.SoftmaxOutput(y, name="softmax"), contexts), range(3))
 
@@ -238,7 +230,7 @@ def test_it_is_plain_on_one_context(name, contexts, monkeypatch):
 
 
 def test_a_net_of_gluon_that_is_gone(contexts):
-    symbol = net_body(gluon_syncbn.SyncBatchNorm)(mx.sym.var("data"))
+    symbol = body(gluon_syncbn.SyncBatchNorm)(mx.sym.var("data"))
     gc.collect()
     with pytest.raises(mx.MXNetError, match=r"the SyncBatchNorm of 'net_one.*' no longer exists.*keep the net"):
         bound(symbol, contexts[:2], labels=False)
@@ -306,7 +298,7 @@ def test_a_file_keeps_the_settings(settings, contexts, tmp_path):
 def sequence(norm, contexts):
     """Two modules, one behind the other; what goes between is float32."""
     rest = mx.sym.FullyConnected(norm(mx.sym.var("data"), name="bn2", fix_gamma=False), num_hidden=CLASSES, name="fc")
-    both = body(norm), mx.sym.SoftmaxOutput(rest, name="softmax")
+    both = symbols(norm), mx.sym.SoftmaxOutput(rest, name="softmax")
     chain = mx.mod.SequentialModule()
     chain.add(mx.mod.Module(both[0], label_names=None, context=contexts))
     chain.add(mx.mod.Module(both[1], context=contexts), take_labels=True, auto_wiring=True)

@@ -77,13 +77,17 @@ def recorded(norm=nn.BatchNorm, dtype="float64", **kwargs):
     return graph
 
 
-def written(norm=mx.sym.BatchNorm, dtype="float64", prefix="", **settings):
-    """A graph that was written with symbols, which have no prefix."""
-    data = mx.sym.var("data", dtype=dtype)
-    y = mx.sym.Convolution(data, num_filter=4, kernel=(3, 3), no_bias=True, name="conv0")
+def symbols(norm=mx.sym.BatchNorm, **settings):
+    """As somebody writes them. The gamma of the second layer does not count."""
+    y = mx.sym.Convolution(mx.sym.var("data"), num_filter=4, kernel=(3, 3), no_bias=True, name="conv0")
     y = norm(y, name="bn0", eps=1e-4, momentum=0.7, fix_gamma=False, **settings)
     y = mx.sym.Convolution(mx.sym.relu(y), num_filter=5, kernel=(2, 2), no_bias=True, name="conv1")
-    return gluon.SymbolBlock(norm(y, name="bn1", **settings), data)
+    return norm(y, name="bn1", fix_gamma=True, **settings)
+
+
+def written(norm=mx.sym.BatchNorm, prefix="", **settings):
+    """A graph of symbols, which have no prefix."""
+    return gluon.SymbolBlock(symbols(norm, **settings), mx.sym.var("data", dtype="float64"))
 
 
 class Twice(nn.HybridBlock):
