@@ -6,24 +6,11 @@ import mxnet as mx
 import pytest
 from mxnet import gluon, nd
 from mxnet.gluon import nn
-from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
-from nets import Operates
+from nets import Operates, contrib
 from replicas import forward_and_backward
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, assert_synchronised, convert, freeze, summary
-
-
-def rows(capsys, net):
-    """{layer: the cells behind it}, and the last count."""
-    said = summary(net)
-    assert capsys.readouterr().out == f"{said}\n" and summary(net, show=False) == said
-    assert not capsys.readouterr().out
-    lines = str(said).splitlines()
-    assert repr(said) == lines[-2] and [row.layer for row in said] == [re.split("  +", x)[0] for x in lines[3:-3]]
-    assert [set(line) for line in (lines[0], lines[2], lines[-3], lines[-1])] == [{"-"}, {"="}, {"="}, {"-"}]
-    cells = [re.split("  +", line) for line in lines[3:-3]]
-    return {name: rest for name, *rest in cells}, lines[-2]
 
 
 class Own(nn.BatchNorm):
@@ -31,58 +18,59 @@ class Own(nn.BatchNorm):
         return super().forward(x, *args)
 
 
-def test_every_normalisation_layer_has_a_row(contexts, capsys):
-    alone = "plain, because each group has one device"
-    table = [
-        (SyncBatchNorm(prefix="sync_"), "sync", "1", "synchronised"),
-        (SyncBatchNorm(group_size=2, virtual_devices=4, prefix="groups_"), "sync, groups of 2", "4", "synchronised"),
-        (SyncBatchNorm(groups=[[1], [0]], prefix="named_"), "sync, 2 named groups", "1", alone),
-        (SyncBatchNorm(group_size=1, prefix="alone_"), "sync, groups of 1", "1", alone),
-        (SyncBatchNorm(mode="local", prefix="local_"), "local", "1", "plain, because mode 'local' shares nothing"),
-        (freeze(SyncBatchNorm(prefix="frozen_")), "sync", "1", "plain, because it is frozen: use_global_stats"),
-        (nn.BatchNorm(prefix="plain_"), "-", "-", "plain, because it is BatchNorm; convert(net) changes it"),
-        (
-            ContribSyncBatchNorm(num_devices=2, prefix="c_"),
-            "-",
-            "-",
-            "plain, because it is contrib's; convert(net) changes it",
-        ),
-        (Own(prefix="own_"), "-", "-", "plain, because it has a forward of its own"),
-        (nn.InstanceNorm(prefix="each_"), "-", "-", "plain, because it normalises each sample by itself"),
-    ]
-    net = nn.HybridSequential()
-    net.add(*[layer for layer, *_ in table], nn.Dense(3), table[0][0])
-    for layer, *_ in table[::2]:
-        for parameter in layer.collect_params().values():
-            parameter.shape = (3,)
+ALONE = "plain, because each group has one device"
+#: A layer, the number of its contexts, and of its row the mode, the slots, and how the statistics begin.
+ROWS = {
+    "sync": (lambda: SyncBatchNorm(), 2, "sync", 1, "synchronised"),
+    "groups": (lambda: SyncBatchNorm(group_size=2, virtual_devices=4), 2, "sync, groups of 2", 4, "synchronised"),
+    "named": (lambda: SyncBatchNorm(groups=[[1], [0]]), 2, "sync, 2 named groups", 1, ALONE),
+    "alone": (lambda: SyncBatchNorm(group_size=1), 2, "sync, groups of 1", 1, ALONE),
+    "local": (lambda: SyncBatchNorm(mode="local"), 2, "local", 1, "plain, because mode 'local' shares nothing"),
+    "frozen": (lambda: freeze(SyncBatchNorm()), 2, "sync", 1, "plain, because it is frozen: use_global_stats"),
+    "one replica": (lambda: SyncBatchNorm(), 1, "sync", 1, "plain, because it has one replica"),
+    "uninitialised": (lambda: SyncBatchNorm(), 0, "sync", 1, "not known before it is initialised"),
+    "an error": (
+        lambda: SyncBatchNorm(group_size=2),
+        3,
+        "sync, groups of 2",
+        1,
+        "an error in training: group_size: 2 was",
+    ),
+    "plain": (lambda: nn.BatchNorm(), 2, None, None, "plain, because it is BatchNorm; convert(net) changes it"),
+    "contrib's": (contrib, 2, None, None, "plain, because it is contrib's; convert(net) changes it"),
+    "own": (lambda: Own(), 2, None, None, "plain, because it has a forward of its own"),
+    "each": (lambda: nn.InstanceNorm(), 2, None, None, "plain, because it normalises each sample by itself"),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_normalisation_layer_has_a_row(name, contexts):
+    make, count, mode, slots, said = ROWS[name]
+    layer = make()
+    if count:
+        layer.initialize(ctx=contexts[:count])
+    (row,) = summary(layer, show=False)
+    assert row.layer == f"{layer.name} ({type(layer).__name__})" and row.channels is None
+    assert (list(row.contexts), row.mode, row.slots) == (contexts[:count], mode, slots)
+    assert row.statistics.startswith(said) and row.synchronised == (said == "synchronised")
+
+
+def test_its_text_is_a_table(contexts, capsys):
+    net = nn.HybridSequential(prefix="")
+    net.add(SyncBatchNorm(in_channels=3, prefix="sync_"), nn.InstanceNorm(prefix="each_"), nn.Dense(3))
+    net.add(net[0])
     net.initialize(ctx=contexts[:2])
-    got, count = rows(capsys, net)
-    assert got == {
-        f"{layer.name} ({type(layer).__name__})": ["-" if i % 2 else "3", mode, slots, "[cpu(0), cpu(1)]", "-", said]
-        for i, (layer, mode, slots, said) in enumerate(table)
-    }
-    assert count == "Layers of batch normalisation: 9, synchronised: 2"
-    first, *_, last = summary(net, show=False)
-    assert (first.channels, first.contexts, first.synchronised) == (3, contexts[:2], True)
-    assert (first.mode, first.slots, last.mode, last.slots) == ("sync", 1, None, None)
-    assert (last.channels, last.contexts, last.synchronised) == (None, contexts[:2], False)
-
-
-def test_before_it_is_initialised_and_where_it_cannot_train(contexts, capsys):
-    layer = SyncBatchNorm(group_size=2, prefix="sync_")
-
-    def said():
-        ((_, cells),), count = rows(capsys, layer)[0].items(), rows(capsys, layer)[1]
-        assert count.endswith("1, synchronised: 0")
-        return cells
-
-    assert said() == ["-", "sync, groups of 2", "1", "-", "-", "not known before it is initialised"]
-    layer.initialize(ctx=contexts[:3])
-    assert said()[-1].startswith("an error in training: group_size: 2 was given, expected a divisor")
-    layer = SyncBatchNorm(prefix="sync_")
-    layer.initialize(ctx=contexts[0])
-    layer(nd.ones((2, 3)))
-    assert said() == ["3", "sync", "1", "[cpu(0)]", "-", "plain, because it has one replica"]
+    said = summary(net)
+    assert capsys.readouterr().out == f"{said}\n" and summary(net, show=False) == said
+    assert not capsys.readouterr().out
+    above, _, behind, *rows, below, count, end = str(said).splitlines()
+    assert [set(line) for line in (above, behind, below, end)] == [{"-"}, {"="}, {"="}, {"-"}]
+    assert count == repr(said) == "Layers of batch normalisation: 1, synchronised: 1"
+    both = "[cpu(0), cpu(1)]"
+    assert [re.split("  +", row) for row in rows] == [
+        ["sync (SyncBatchNorm)", "3", "sync", "1", both, "-", "synchronised"],
+        ["each (InstanceNorm)", "-", "-", "-", both, "-", "plain, because it normalises each sample by itself"],
+    ]
 
 
 def test_that_all_layers_are_synchronised_is_asserted(contexts):
@@ -102,18 +90,18 @@ def test_that_all_layers_are_synchronised_is_asserted(contexts):
 
 
 @pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments:UserWarning")
-def test_recorded_graphs(contexts, capsys):
+def test_recorded_graphs(contexts):
     body = nn.HybridSequential(prefix="net_")
     body.add(nn.BatchNorm(in_channels=3, prefix="net_plain_"), SyncBatchNorm(in_channels=3, prefix="net_sync_"))
     body.initialize(ctx=contexts[:2])
     data = mx.sym.var("data")
     net = gluon.SymbolBlock(body(data), data, params=body.collect_params())
-    got, count = rows(capsys, net)
-    (plain,) = [rest for name, rest in got.items() if name == "net_plain_fwd (BatchNorm)"]
-    assert plain[-1].startswith("plain, because it is in the recorded graph")
-    assert sum(rest[-1] == "synchronised, in a recorded graph" for rest in got.values()) == 1
-    assert count == "Layers of batch normalisation: 2, synchronised: 1"
-    assert rows(capsys, convert(net))[1] == "Layers of batch normalisation: 2, synchronised: 2"
+    plain, ours = summary(net, show=False)
+    assert plain.layer == "net_plain_fwd (BatchNorm)"
+    assert plain.statistics.startswith("plain, because it is in the recorded graph")
+    assert ours.statistics == "synchronised, in a recorded graph"
+    assert repr(summary(net, show=False)) == "Layers of batch normalisation: 2, synchronised: 1"
+    assert repr(summary(convert(net), show=False)) == "Layers of batch normalisation: 2, synchronised: 2"
 
 
 class Calling(Operates):
@@ -132,16 +120,14 @@ class Calling(Operates):
 
 
 @pytest.mark.parametrize("loops", [False, True])
-def test_an_operator_that_a_hybrid_forward_calls(contexts, capsys, loops):
-    net = nn.HybridSequential(prefix="outer_")
-    net.add(Calling(loops))
-    convert(net).initialize(ctx=contexts[:2])
+def test_an_operator_that_a_hybrid_forward_calls(contexts, loops):
+    net = convert(Calling(loops))
+    net.initialize(ctx=contexts[:2])
     net.hybridize()
     net(nd.ones((4, 2, 3) if loops else (2, 3)))
-    got, count = rows(capsys, net)
-    ((said, *_),) = [rest[::-1] for name, rest in got.items() if name.endswith("called (BatchNorm)")]
-    assert said.startswith("plain, because a hybrid_forward calls the operator")
-    assert count == "Layers of batch normalisation: 2, synchronised: 1"
+    layer, operator = summary(net, show=False)
+    assert layer.synchronised and operator.layer.endswith("called (BatchNorm)") and not operator.synchronised
+    assert operator.statistics.startswith("plain, because a hybrid_forward calls the operator")
 
 
 # ---- what training warns of ------------------------------------------------------------------------------------
