@@ -45,7 +45,7 @@ help:
 	make slow     the tests that take minutes each
 	make nightly  what CI leaves out: all of slow, test-custom, test-openmpi, test-horovod, test-torch, test-dist, soak, mutants and stress (hours)
 	make soak     3,000 random layers in random ways, each step checked by reference.py (about 5 minutes);
-	              then random nets in two and three processes, of which one raises, stops or is killed (MINUTES=10)
+	              then random exchanges of two and three processes, of which one raises, stops or is killed (MINUTES=10)
 	make mutants  puts more than a hundred faults into a copy of the sources, of which the tests named for them find each (an hour)
 	make stress   the tests of threads, races, forks and processes 3 times, with 1 to 8 engine threads, beside a busy loop (an hour)
 	make clean    remove what was built and .venv; results in runs/ stay

@@ -7,40 +7,25 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from environments import ended
-from mpi_job import Job
+from mpi_job import Job, failure_of
 from places import SUPPORT
 
-TOGETHER = [
-    "equals_the_specification",
-    "same_bits_on_repetition",
-    "refuses_what_it_cannot_send",
-    "averages_running_stats",
-    "updates_bn_stats",
-    "recomputed",
-    "gathers",
-    "gradients_in_any_order",
-    "shuffled_keys",
-    "initialised_at_different_speeds",
-    "prepares_otherwise",
-    "configures_after_the_trainer",
-    "calls_stay_in_the_engine",
-    "trained_alone_before",
-]
+JOBS = {
+    2: (
+        "averages_running_stats+updates_bn_stats+recomputed+prepares_otherwise+configures_after_the_trainer+"
+        "calls_stay_in_the_engine+trained_alone_before+modules_of_other_channels+a_batch_that_is_not_finite+"
+        "broadcasts_parameters+gathers_other_rows"
+    ),
+    3: "equals_the_specification+gathers+gradients_in_any_order+shuffled_keys+fails_beside_two",
+}
 WAYS_TO_LEAVE = ["raises", "exits", "left_the_scope"]
-# These end in an error, with which the store ends and the processes go on.
-FAILING = [
-    "another_net",
-    "modules_of_other_channels",
-    "a_batch_that_is_not_finite",
-    "broadcasts_parameters",
-    "gathers_other_rows",
-]
 
 
-@pytest.fixture(scope="module")
-def together():
-    """One job of two processes that does all of this."""
-    return Job(2, "+".join([*TOGETHER, *(f"!{scenario}" for scenario in FAILING)]), limit=250)
+@pytest.mark.parametrize("processes", JOBS)
+def test_processes(processes):
+    """With 1 and 2 devices in turn, and names of layers that differ."""
+    job = Job(processes, JOBS[processes], limit=250)
+    assert job.succeeded(processes), job.output
 
 
 @pytest.fixture(scope="module")
@@ -51,73 +36,11 @@ def failed():
         return dict(zip(jobs, pool.map(lambda arguments: Job(2, *arguments.split()), jobs)))
 
 
-@pytest.mark.parametrize("scenario", TOGETHER)
-def test_two_processes(scenario, together):
-    assert all(f"DONE {rank} {scenario}" in together.output for rank in range(2)), together.output
-
-
-def test_two_processes_end_well(together):
-    assert together.succeeded(2), together.output
-
-
-ROWS = "gathers+gradients_in_any_order+shuffled_keys"
-NUMBERS = "equals_the_specification+same_bits_on_repetition"
-
-
-@pytest.mark.parametrize(
-    "processes, scenarios",
-    [
-        (3, f"{NUMBERS}+{ROWS}+!fails_beside_two"),
-        (5, f"same_bits_on_repetition+{ROWS}+!one_does_not_come"),
-    ],
-)
-def test_more_processes(processes, scenarios):
-    """All modes, types and ways of running, 1 and 2 devices in turn, names that differ; the same bits on all ranks."""
-    job = Job(processes, scenarios, limit=250)
-    assert job.succeeded(processes), job.output
-    for rank in range(processes):
-        if "one_does_not_come" in scenarios and rank != processes % 2:
-            _, error = job.failure_of(rank, "one_does_not_come")
-            assert re.search(f"waits for rank {processes % 2}[ ,].*in the forward of call 2", error), error
-    if processes == 3:
-        seconds, error = job.failure_of(0, "fails_beside_two")
-        assert "rank 2 of 3 has failed: the disk is full (rank 0 was in the forward of call 2 of SyncBatchNorm" in error
-        assert seconds < 30  # the time limit is 60 s
-
-
-@pytest.mark.parametrize("scenario, name", [("another_net", "first"), ("modules_of_other_channels", "bn")])
-def test_another_net(scenario, name, together):
-    for rank in range(2):
-        _, error = together.failure_of(rank, scenario)
-        assert f"the processes disagree about the net: layer 1 is SyncBatchNorm '{name}' (" in error
-        assert f"'{name}' (5 channels" in error and f"'{name}' (6 channels" in error
-
-
-def test_a_batch_that_is_not_finite(together):
-    for rank in range(2):
-        _, error = together.failure_of(rank, "a_batch_that_is_not_finite")
-        assert "'front' on cpu(1): the batch is not finite" in error
-
-
-def test_the_same_parameters(together):
-    """Each rank's in turn, and in the end another net on each."""
-    for rank in range(2):
-        _, error = together.failure_of(rank, "broadcasts_parameters")
-        told = [f"'net_weight' of shape ({4 + k}, 3) and type float32 on rank {k}" for k in (rank, 1 - rank)]
-        assert f"the processes disagree about the parameters: number 1 is {told[0]} and {told[1]}" in error
-
-
-def test_rows_of_another_shape(together):
-    for rank in range(2):
-        _, error = together.failure_of(rank, "gathers_other_rows")
-        assert f"gather 'features': rank {rank} came with rows of shape ({3 + rank},) and type float32" in error
-
-
 @pytest.mark.parametrize("way", WAYS_TO_LEAVE)
 def test_a_process_that_leaves(way, failed):
     """Rank 0 gets an error that names layer, rank and step, at once, and saves its work. Both say why the job ends."""
     job = failed[f"saves_its_work {way}"]
-    seconds, error = job.failure_of(0)
+    seconds, error = failure_of(0, job.output)
     assert seconds < 20
     if way == "left_the_scope":
         why = "rank 1 of 2 has failed: OSError left the recorded step (the disk is full)"
@@ -144,7 +67,7 @@ def test_a_process_that_has_ended_when_another_one_fails(failed):
 
 def test_interrupt_while_another_process_is_late(failed):
     job = failed["interrupted"]
-    seconds, error = job.failure_of(0)
+    seconds, error = failure_of(0, job.output)
     assert seconds < 20  # the time limit is 60 s
     assert "asked to end" in error or "KeyboardInterrupt" in error
     assert job.code != 0

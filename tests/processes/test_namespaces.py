@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from environments import shell
-from mpi_job import BIN, failure_of
+from mpi_job import BIN
 from places import PACKAGE, SUPPORT
 
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
@@ -155,14 +155,11 @@ def test_a_link_that_is_cut(hosts):
             assert time.monotonic() < end, hosts.output()
             time.sleep(0.05)
 
-    files = [[hosts.folder / f"{name}{rank}" for rank in (0, 1)] for name in ("running ", "")]
+    files = [[hosts.folder / f"{name} {rank}" for rank in (0, 1)] for name in ("running", "told")]
     until(lambda: all(path.exists() for path in files[0]))
     processes = [Path("/proc", path.read_text(), "cmdline") for path in files[0]]  # empty as soon as it has ended
     ip("-n", hosts.names[1], "link", "set", "eth0", "down")
     cut = time.monotonic()
     until(lambda: all(path.exists() for path in files[1]))
     assert time.monotonic() < cut + 30
-    for rank, path in enumerate(files[1]):
-        _, error = failure_of(rank, path.read_text())
-        assert re.search(f"rank {1 - rank}.* of (SyncBatchNorm '|trainer)", error), error
     until(lambda: not any(path.exists() and path.read_bytes() for path in processes))

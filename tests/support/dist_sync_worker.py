@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from reports import leave, report
+from ranks import leave, report
 
 import gluon_syncbn
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import random
 import re
 
 LIMIT = 1  # seconds that a rank waits for the others
@@ -32,43 +33,64 @@ EXCHANGES = {
     "update": ["third_weight", "samples of an update", "the weights of trainer 3"],
 }
 FAULTS = ["skipped", "twice", "other order"]
+SIGNALS = ["SIGKILL", "SIGTERM", "SIGINT", "SIGSTOP"]
 
 
-def program(name, fault=None):
-    """What a rank calls. Most exchanges come twice, and the next one of the table between."""
+def case(calls, at, fault, rank, when):
+    """What all ranks call, and what the one does that has the fault: a signal, or another call. ``when``: at once, or
+    when each exchange has been made once.
+    """
+    name, own = calls[at], list(calls)
+    if fault == "skipped":
+        del own[at]
+    elif fault == "twice":
+        own.insert(at, name)
+    elif fault == "other order":
+        own[at : at + 2] = reversed(own[at : at + 2])
+    elif fault == "raises":
+        own.insert(at, "raises")
+    title = f"{'+'.join(calls)} {at} {fault} {rank} {when}"
+    return {"title": title, "name": name, "calls": calls, "own": own, "fault": fault, "rank": rank, "when": when}
+
+
+def program(name):
+    """Most exchanges come twice, and the next one of the table between."""
     names = list(EXCHANGES)[:-2]
     if name in names:
-        calls = [name, names[(names.index(name) + 1) % len(names)], name]
-    else:
-        calls = ["backward", "allreduce_grads", "update"] * 2
-    at = calls.index(name)
-    if fault == "skipped":
-        del calls[at]
-    elif fault == "twice":
-        calls.insert(at, name)
-    elif fault == "other order":
-        calls[at : at + 2] = reversed(calls[at : at + 2])
-    return calls
+        return [name, names[(names.index(name) + 1) % len(names)], name]
+    return ["backward", "allreduce_grads", "update"] * 2
 
 
 def cases(ranks, *whens):
-    """Each exchange, each fault, of each of these ranks; at once, or when all have been called once before."""
-    return list(map("/".join, itertools.product(EXCHANGES, FAULTS, map(str, ranks), whens)))
+    """Each exchange, each fault, of each of these ranks."""
+    every = itertools.product(EXCHANGES, FAULTS, ranks, whens)
+    return [case(program(name), program(name).index(name), *others) for name, *others in every]
+
+
+def drawn(seed, ranks, ends=False):
+    """A random one; ``ends``: with a signal, after which a process is gone."""
+    rng = random.Random(seed)
+    calls = rng.choices(list(EXCHANGES)[:-2], k=rng.randint(2, 8))
+    fault = rng.choice(SIGNALS if ends else ["", "raises", *FAULTS])
+    found = case(calls, rng.randrange(len(calls)), fault, rng.randrange(ranks), rng.choice(("now", "later")))
+    return {**found, "title": f"{seed} {found['title']}", "delay": rng.choice((0, 0.001, 0.005, 0.02, 0.1))}
 
 
 def assert_sound(output, ranks, asked):
-    """Each rank has come to its end in each case."""
+    """Each rank has come to its end in each case, but where one is killed."""
     told = {}
     for text in re.findall("^TOLD (.*)$", output, re.MULTILINE):
         one = json.loads(text)
-        told.setdefault(one["case"], {})[one["rank"]] = one
+        told.setdefault(one["title"], {})[one["rank"]] = one
     for case in asked:
-        assert set(told.get(case, ())) == set(range(ranks)), f"{case}: {output}"
-        name, fault, _, _ = case.split("/")
-        named = [text for call in program(name) for text in EXCHANGES.get(call, ())]
-        problems = [one["problem"] for one in told[case].values()]
-        for one in told[case].values():
+        found, fault, named = told.get(case["title"], {}), case["fault"], ["the disk is full"]
+        assert fault in SIGNALS or set(found) == set(range(ranks)), f"{case}: {output}"
+        for call in (*case["calls"], *case["own"]):
+            named += EXCHANGES.get(call, ())
+        for one in found.values():
             assert one["seconds"] < LIMIT + 10, one
             assert not one["problem"] or any(text in one["problem"] for text in named), one
-        # Both exchanges of a step of their own may come in another order.
-        assert any(problems) is bool(EXCHANGES[name]) or fault == "other order", told[case]
+        if fault not in SIGNALS:
+            # Both exchanges of a step of their own may come in another order.
+            wrong = fault == "raises" or bool(fault and EXCHANGES[case["name"]])
+            assert any(one["problem"] for one in found.values()) is wrong or fault == "other order", found

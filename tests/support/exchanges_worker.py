@@ -1,13 +1,16 @@
 """One process of a job in which a rank leaves out an exchange, repeats it, or makes it before another one.
 
-``exchanges_worker.py CASE ...``: in each case, all ranks make the calls of `program` with a store of its own. Each rank
-leaves a line of JSON with what it got.
+``exchanges_worker.py FILE``: in each case of the list in this file of JSON, all ranks make calls with a store of its
+own. Each rank leaves a line of JSON with what it got.
 """
 
 import faulthandler
 import json
+import os
+import signal
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -19,11 +22,11 @@ import gluon_syncbn
 CONTEXT = gluon_syncbn.cpu_devices(1)[0]
 
 import mxnet as mx  # noqa: E402
-from exchanges import EXCHANGES, LIMIT, program  # noqa: E402
+from exchanges import EXCHANGES, LIMIT, SIGNALS  # noqa: E402
 from moments import moments  # noqa: E402
 from mxnet import autograd, gluon, nd  # noqa: E402
 from mxnet.gluon import nn  # noqa: E402
-from reports import leave  # noqa: E402
+from ranks import leave, meet  # noqa: E402
 
 from gluon_syncbn import contrastive  # noqa: E402
 from gluon_syncbn.training.session import session  # noqa: E402
@@ -36,7 +39,7 @@ class Calls:
     """What each method gives is known: of the k-th call in each rank, whatever is called between."""
 
     def __init__(self, kv):
-        self.kv, self.counts = kv, dict.fromkeys([*EXCHANGES, "backward"], 0)
+        self.kv, self.counts = kv, dict.fromkeys([*EXCHANGES, "backward", "raises"], 0)
         names = "first", "second", "third", "fourth"
         self.nets = [nn.Dense(1, use_bias=False, in_units=3, prefix=f"{name}_") for name in names]
         for net in self.nets:
@@ -50,7 +53,7 @@ class Calls:
             block.initialize(ctx=CONTEXT)
             block.cast("float64")
         # Their first steps are to come. What a rank leaves out does not number the next one otherwise.
-        self.fresh = [self.trainer_of(net) for net in self.nets[:1] * 16]
+        self.fresh = [self.trainer_of(net) for net in self.nets[:1] * 24]
         self.states = str(Path(tempfile.mkdtemp(), "states"))
         self.nets[0](nd.ones((1, 3), dtype="float64"))
         gluon.Trainer(self.nets[0].collect_params(), "sgd", kvstore=None).save_states(self.states)
@@ -75,6 +78,10 @@ class Calls:
             want = 1 - sum(sum(self.of_all(k + 1)) for k in range(self.counts[name]))
             got = net.weight.data().asnumpy()
             assert (got == want).all(), (name, got, want)
+
+    def raises(self, _):
+        with autograd.record():
+            raise OSError("the disk is full")
 
     # ---- a Trainer
 
@@ -180,49 +187,39 @@ class Calls:
     def update_bn_stats(self, k):
         layer, everyone = self.parts[1], [self.batch(k, rank) for rank in range(self.kv.num_workers)]
         gluon_syncbn.update_bn_stats(layer, [[nd.array(everyone[self.kv.rank], dtype="float64")]], kvstore=self.kv)
-        assert np.allclose(layer.running_mean.data().asnumpy(), moments(everyone)[0], rtol=1e-5)
-
-
-def new_store():
-    """One that no failure has reached."""
-    earlier.extend(session.stores)
-    session.stores.clear()
-    gluon_syncbn.configure(timeout=100)  # the other ranks come from their last case
-    kv = gluon_syncbn.kvstore("mpi")
-    gluon_syncbn.configure(kvstore=kv)
-    return kv
+        for got, want in zip((layer.running_mean, layer.running_var), moments(everyone)):
+            assert np.allclose(got.data().asnumpy(), want, rtol=1e-5)
 
 
 def run(case):
-    """``when``: at once, or when all have been called once."""
-    name, fault, faulty, when = case.split("/")
-    kv = new_store()
+    earlier.extend(session.stores)
+    kv = meet()
+    gluon_syncbn.configure(kvstore=kv)
     calls = Calls(kv)
-    if when == "later":
-        for one in dict.fromkeys(program(name)):
+    if case["when"] == "later":
+        for one in dict.fromkeys(case["calls"]):
             calls(one)
         nd.waitall()
     kv.allgather("all are ready", np.ones(1))
     gluon_syncbn.configure(timeout=LIMIT)
     faulthandler.dump_traceback_later(HANGS, exit=True)
-    start, problem = time.monotonic(), ""
+    start, problem, is_faulty = time.monotonic(), "", kv.rank == case["rank"]
+    if is_faulty and case["fault"] in SIGNALS:
+        threading.Timer(case["delay"], os.kill, [os.getpid(), getattr(signal, case["fault"])]).start()
     try:
-        for one in program(name, fault if kv.rank == int(faulty) else None):
+        for one in case["own" if is_faulty else "calls"]:
             calls(one)
         calls.end()
-    except (mx.MXNetError, ValueError, UserWarning) as error:
+        time.sleep(2 * (case["fault"] in SIGNALS))  # of which one comes behind the calls
+    except (mx.MXNetError, ValueError, UserWarning, OSError) as error:
         problem = str(error).strip().splitlines()[-1]
-    told = {"case": case, "rank": kv.rank, "problem": problem, "seconds": time.monotonic() - start}
-    leave(f"{case.replace('/', ' ')} {kv.rank}", f"TOLD {json.dumps(told)}\n")
-
-
-def main(*cases):
-    for case in cases:
-        run(case)
-        gluon_syncbn.reset()
-        faulthandler.cancel_dump_traceback_later()
-    session.stores[:0] = earlier  # all end as after a failure: in MPI_Finalize, some would wait for what has not come
+    told = {**case, "rank": kv.rank, "problem": problem, "seconds": time.monotonic() - start}
+    leave(f"{case['title']} {kv.rank}"[-200:], f"TOLD {json.dumps(told)}\n")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    for one in json.loads(Path(sys.argv[1]).read_text()):
+        run(one)
+        faulthandler.cancel_dump_traceback_later()
+    gluon_syncbn.reset()
+    session.stores[:0] = earlier  # all end as after a failure: in MPI_Finalize, some would wait for what has not come

@@ -24,7 +24,6 @@ from mpi_worker import (
     devices_of,
     equals_the_specification,
     kv,
-    main,
     make_layer,
     own,
     specified,
@@ -33,6 +32,7 @@ from mpi_worker import (
 from mxnet import autograd, gluon, nd
 from places import TESTS
 from poolings import POOLINGS, fits
+from ranks import main
 from replicas import assert_same, make_batch, on_devices, prepare, step
 
 sys.path.append(str(TESTS))
@@ -49,7 +49,7 @@ def leaving_another_gpu(method):
     return call
 
 
-kv.exchange = leaving_another_gpu(kv.exchange)
+type(kv).exchange = leaving_another_gpu(type(kv).exchange)
 
 
 def wanted(layer, batch, *, devices=None, **settings):

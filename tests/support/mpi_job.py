@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from environments import ended, shell
+from environments import shell
 from places import PACKAGE, SUPPORT
 
 WORKER = SUPPORT / "mpi_worker.py"
@@ -20,9 +20,9 @@ needs_horovod = pytest.mark.skipif(
 )
 
 
-def failure_of(rank, output, case=""):
-    """(seconds from the beginning of the step, text) of the error that this process got; ``case``: of several."""
-    found = re.search(rf"FAILED {case and case + ' '}rank {rank} after ([0-9.]+) s: (.*)", output)
+def failure_of(rank, output):
+    """(seconds from the beginning of the step, text) of the error that this process got."""
+    found = re.search(rf"FAILED rank {rank} after ([0-9.]+) s: (.*)", output)
     assert found, output
     return float(found[1]), found[2]
 
@@ -35,20 +35,27 @@ def assert_no_strange_error(output, known="OSError"):
 
 class Programs:
     """What runs side by side, each ended by its process id at the end of the block. Their output, and what they leave
-    by reports.py, is in one folder.
+    by ranks.py, is in one folder.
     """
 
     def __init__(self):
         self._stack = contextlib.ExitStack()
         self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
+        self._stack.callback(self._remove_memory)
 
     def start(self, name, command, environment):
         output = self._stack.enter_context(open(self.folder / name, "w"))  # noqa: SIM115
-        own = shell(SUPPORT, PACKAGE.parent, OMP_NUM_THREADS=1, MPI_WORKER_REPORTS=self.folder, **environment)
+        common = {"OMP_NUM_THREADS": 1, "MPI_WORKER_REPORTS": self.folder}
+        own = shell(SUPPORT, PACKAGE.parent, **{**common, **environment})
         process = subprocess.Popen(list(map(str, command)), env=own, stdout=output, stderr=subprocess.STDOUT)
         self._stack.callback(process.wait)
         self._stack.callback(process.kill)
         return process
+
+    def _remove_memory(self):
+        for path in self.folder.glob(".memory of *"):
+            for name in path.read_text().split():
+                Path(name).unlink(missing_ok=True)
 
     def __enter__(self):
         return self
@@ -73,19 +80,10 @@ class Job:
 
     def __init__(self, processes, *arguments, limit=100, worker=WORKER, environment=()):
         command = [BIN / "mpiexec", "-n", processes, sys.executable, worker, *arguments]
-        with tempfile.TemporaryDirectory() as reports:
-            own = {"OMP_NUM_THREADS": "1", "MPI_WORKER_REPORTS": reports}
-            done = ended(command, SUPPORT, timeout=limit, **{**own, **dict(environment)})
-            self.code = done.returncode
-            for path in Path(reports).glob("memory of *"):
-                for name in path.read_text().split():
-                    Path(name).unlink(missing_ok=True)
-                path.unlink()
-            self.output = done.stdout + done.stderr + "".join(p.read_text() for p in sorted(Path(reports).iterdir()))
+        with Programs() as programs:
+            (self.code,) = programs.wait([programs.start("job", command, dict(environment))], limit)
+            self.output = programs.output()
         assert_no_strange_error(self.output)
 
     def succeeded(self, processes):
         return self.code == 0 and all(f"OK {rank}" in self.output for rank in range(processes))
-
-    def failure_of(self, rank, case=""):
-        return failure_of(rank, self.output, case)

@@ -4,8 +4,6 @@
 """
 
 import atexit
-import contextlib
-import gc
 import itertools
 import os
 import sys
@@ -21,14 +19,14 @@ import gluon_syncbn
 CONTEXTS = gluon_syncbn.cpu_devices(4)
 
 import mxnet as mx  # noqa: E402
-import reports  # noqa: E402
+import pytest  # noqa: E402
 from allreduce import sent  # noqa: E402
 from gate import Gate  # noqa: E402
 from internals import WHY_CUSTOM, core_count  # noqa: E402
-from moments import moments  # noqa: E402
 from mxnet import autograd, gluon, nd  # noqa: E402
 from mxnet.gluon import nn  # noqa: E402
 from poolings import POOLINGS, fits, specification  # noqa: E402
+from ranks import learns, leave, main, meet, path_of, report, wait_for  # noqa: E402
 from replicas import (  # noqa: E402
     TOLERANCE,
     WAYS,
@@ -41,42 +39,13 @@ from replicas import (  # noqa: E402
     prepare,
     step,
 )
-from reports import leave, leave_memory, path_of, report, wait_for  # noqa: E402
 
 from gluon_syncbn import _native, contrastive  # noqa: E402
 from gluon_syncbn.exchange import mpi  # noqa: E402
-from gluon_syncbn.training.replicas import Replicas  # noqa: E402
-from gluon_syncbn.training.session import session  # noqa: E402
 
 if os.environ.get("GLUON_SYNCBN_TEST_DEVICE") == "gpu":
     CONTEXTS = [mx.gpu(i) for i in range(mx.context.num_gpus())]
-
-
-def meet():
-    """Takes a store that no failure has reached."""
-    global kv
-    session.stores.clear()
-    Replicas.placed.clear()  # of the scenarios before, which a rank may have alone
-    gluon_syncbn.configure(kvstore=None, timeout=300, seed=0, nonfinite="propagate")
-    session.chosen = False  # as where a script has chosen nothing
-    kv = gluon_syncbn.kvstore("mpi")
-    leave_memory()
-    sys.modules["__main__"].kv = kv  # of a worker that has it from here
-
-
-meet()
-
-
-@contextlib.contextmanager
-def reporting(others=(), kind=gluon_syncbn.StepError):
-    """Reports the error of this kind that ends this process. Before that, these ranks have something to report."""
-    since = time.monotonic()
-    try:
-        yield
-    except kind as error:
-        report(kv.rank, since, error)
-        wait_for(others)
-        raise SystemExit(3) from None
+kv = meet()
 
 
 def devices_of(rank):
@@ -125,149 +94,97 @@ def summed(got):
 
 
 def equals_the_specification(poolings=POOLINGS):
-    """Two calls. Replicas that share statistics have the same bits, and others do not."""
-    rng = np.random.RandomState(0)
+    """Two calls. Replicas that share statistics have the same bits, and others do not; so have all ways of running, in
+    any order of arrival.
+    """
+    rng, pause = np.random.RandomState(0), np.random.RandomState(os.getpid())
     fitting = [(name, pooling) for name, pooling in poolings.items() if fits(pooling, DEVICES)]
     for dtype, (name, pooling) in itertools.product(("float64", "float16"), fitting):
         batch = make_batch(rng, DEVICES, dtype=dtype)
-        part = own(batch)
-        for way in WAYS:
-            layer = make_layer(part, dtype, way, **pooling)
-            for call in range(2):
-                got = summed(step(layer, part, OWN, dtype))
-                want = part_of(specified(layer, batch, call=call, node=-1 if way == "eager" else 0))
-                if call == 1:  # the specification begins with the running statistics of a new layer
-                    got, want = (one._replace(running_mean=[], running_var=[]) for one in (got, want))
-                else:
-                    running = got.running_mean, got.running_var
-                assert_same(got, want, TOLERANCE[dtype], f"{name}, {dtype}, {way}: ")
-            for statistic in running if pooling.get("mode", "sync") == "sync" else ():
-                of_all = np.concatenate(kv.allgather("running", np.array(statistic), equal=False))
-                size = pooling.get("group_size", DEVICES)
-                for group in pooling.get("groups", np.arange(DEVICES).reshape(-1, size)):
-                    others = np.delete(of_all, group, axis=0)
-                    assert (of_all[group] == of_all[group[0]]).all(), (name, of_all)
-                    assert (others != of_all[group[0]]).any(axis=1).all(), (name, of_all)
+        part, firsts = own(batch), []
+        for way, call in itertools.product(WAYS, range(2)):
+            if call == 0:
+                layer = make_layer(part, dtype, way, **pooling)
+            time.sleep(0.01 * pause.rand())
+            got = step(layer, part, OWN, dtype)
+            firsts += [got] * (way == "eager")
+            if pooling.get("mode") != "shuffle":  # each layer draws an order of its own
+                assert_same_bits(got, firsts[call])
+            got = summed(got)
+            want = part_of(specified(layer, batch, call=call, node=-1 if way == "eager" else 0))
+            if call == 1:  # the specification begins with the running statistics of a new layer
+                got, want = (one._replace(running_mean=[], running_var=[]) for one in (got, want))
+            else:
+                running = got.running_mean, got.running_var
+            assert_same(got, want, TOLERANCE[dtype], f"{name}, {dtype}, {way}: ")
+        for statistic in running if pooling.get("mode", "sync") == "sync" else ():
+            of_all = np.concatenate(kv.allgather("running", np.array(statistic), equal=False))
+            size = pooling.get("group_size", DEVICES)
+            for group in pooling.get("groups", np.arange(DEVICES).reshape(-1, size)):
+                others = np.delete(of_all, group, axis=0)
+                assert (of_all[group] == of_all[group[0]]).all(), (name, of_all)
+                assert (others != of_all[group[0]]).any(axis=1).all(), (name, of_all)
 
 
-def same_bits_on_repetition():
-    part = own(make_batch(np.random.RandomState(1), DEVICES, dtype="float32"))
-    pause = np.random.RandomState(os.getpid())
-    for pooling in ({}, {"mode": "shuffle"}):
-        layer = make_layer(part, "float32", **pooling)
-        results = []
-        for _ in range(5):
-            gluon_syncbn.configure(seed=0)
-            time.sleep(0.01 * pause.rand())  # another order of arrival
-            results.append(step(layer, part, OWN, "float32")._replace(running_mean=[], running_var=[]))
-        for result in results[1:]:
-            assert_same_bits(result, results[0])
-
-
-def refuses_what_it_cannot_send():
-    """Before anything is sent, so that the exchanges behind it are right."""
-    import pytest
-
-    for value in (1.0, [1, 2], nd.ones(3), np.array([object()])):
-        with pytest.raises(ValueError, match=r"array: .* was given, expected a NumPy array"):
-            kv.allgather("a test", value)
-    for value in (1.0, [1, 2], np.ones(3), []):
-        with pytest.raises(ValueError, match=r"value: .* was given, expected an array of MXNet's"):
-            kv.pushpull("sum", value)
-        with pytest.raises(ValueError, match=r"out: .* was given, expected an array of MXNet's"):
-            kv.broadcast("sum", nd.ones(3), out=value)
-    assert [int(array[0]) for array in kv.allgather("a test", np.array([kv.rank]))] == list(range(kv.num_workers))
-
-
-def assert_everywhere(parameter, value, tolerance):
+def assert_everywhere(parameter, value):
     """All replicas of all processes have this one, to the bit."""
     here = [parameter.data(context).asnumpy() for context in OWN]
     first = kv.allgather("a test", here[0])[0]
     assert all((one == first).all() for one in here), "other bits"
-    np.testing.assert_allclose(first, value, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(first, value, 1e-12, 1e-12)
 
 
 def updates_bn_stats():
-    """Two layers, the second of which sees what the first normalises; 1 and 2 devices, uneven shards."""
-    import pytest  # which the other scenarios do not wait for
-
-    gluon_syncbn.configure(kvstore=kv)
-    batches = [make_batch(np.random.RandomState(k), DEVICES, offset=10 * k) for k in range(3)]
-    net, alone = nn.HybridSequential(), nn.HybridSequential()
-    net.add(gluon_syncbn.SyncBatchNorm(in_channels=5), nn.Activation("tanh"), nn.BatchNorm(in_channels=5))
-    alone.add(nn.BatchNorm(in_channels=5), nn.Activation("tanh"))
-    for block, on in ((net, OWN), (alone, CONTEXTS[3:])):
-        block.initialize(ctx=on)
-        block.cast("float64")
-        block.hybridize()
-    seen = [[np.concatenate(batch.shards) for batch in batches]]
-    with autograd.train_mode():
-        seen.append([alone(nd.array(x, ctx=CONTEXTS[3], dtype="float64")).asnumpy() for x in seen[0]])
-    here = [on_devices(batch.shards[HERE], OWN, "float64") for batch in batches]
-    gluon_syncbn.update_bn_stats(net, here)
-    before = [array.asnumpy().tolist() for array in net[2].running_mean.list_data()]
+    """One rank has another number of batches, and nothing changes."""
+    layer = gluon_syncbn.SyncBatchNorm(in_channels=5)
+    layer.initialize(ctx=OWN)
+    xs = on_devices(make_batch(np.random.RandomState(0), len(OWN)).shards, OWN, "float32")
     with pytest.raises(
         ValueError, match=f"batches: rank 0 of {kv.num_workers} gave 2, expected as many as the other ranks"
     ):
-        gluon_syncbn.update_bn_stats(net, iter(here[: 2 + (kv.rank > 0)]))
-    assert before == [array.asnumpy().tolist() for array in net[2].running_mean.list_data()]
-    for layer, inputs in zip((net[0], net[2]), seen):
-        mean, var, _ = moments(inputs)
-        for parameter, value in ((layer.running_mean, mean), (layer.running_var, var)):
-            assert_everywhere(parameter, value, 1e-10)
+        gluon_syncbn.update_bn_stats(layer, [xs] * (2 + (kv.rank > 0)), kvstore=kv)
+    assert not layer.running_mean.data(OWN[0]).asnumpy().any()
 
 
 def averages_running_stats():
     """Weighted and not; the store as an argument, as a default, and as the layers name it."""
     rng = np.random.RandomState(4)
-    for weights, way in itertools.product((None, [1 + 3 * k for k in range(DEVICES)]), ("given", "default", "named")):
+    cases = (None, "given"), ([1 + 3 * k for k in range(DEVICES)], "default"), ([3, *[1] * (DEVICES - 1)], "named")
+    for weights, way in cases:
         means, variances = 5 * rng.randn(DEVICES, 5), rng.rand(DEVICES, 5) + 0.5
         mean = np.average(means, axis=0, weights=weights)
-        want = mean, np.average(variances + (means - mean) ** 2, axis=0, weights=weights)
         net = nn.HybridSequential()
         net.add(gluon_syncbn.SyncBatchNorm(in_channels=5, mode="local", kvstore=kv if way == "named" else None))
         net.add(nn.BatchNorm(in_channels=5))
         net.initialize(ctx=OWN)
         net.cast("float64")
-        for layer in net:
-            for context, one, other in zip(OWN, means[HERE], variances[HERE]):
-                layer.running_mean.data(context)[:], layer.running_var.data(context)[:] = one, other
+        for layer, context, one, other in [(a, *b) for a in net for b in zip(OWN, means[HERE], variances[HERE])]:
+            layer.running_mean.data(context)[:], layer.running_var.data(context)[:] = one, other
         gluon_syncbn.configure(kvstore=kv if way == "default" else None)
         weights_here = None if weights is None else weights[HERE]
         gluon_syncbn.average_running_stats(net, weights_here, kvstore=kv if way == "given" else None)
         for layer in net:
-            for parameter, value in zip((layer.running_mean, layer.running_var), want):
-                assert_everywhere(parameter, value, 1e-12)
+            assert_everywhere(layer.running_mean, mean)
+            assert_everywhere(layer.running_var, np.average(variances + (means - mean) ** 2, axis=0, weights=weights))
 
 
 def broadcasts_parameters():
     """Of every type, those of each rank in turn, also if no layer names the store. Another net is an error."""
-    for _ in range(3 * kv.rank):
-        nn.BatchNorm()  # so that Gluon's counters differ among the processes
-    for root, dtype in itertools.product(range(kv.num_workers), ("float16", "float32", "float64")):
+    types = ("float16", "float32", "float64", np.dtype([("bfloat16", np.uint16)]))
+    for root, dtype in itertools.product(range(kv.num_workers), types):
+        for _ in range(kv.rank):
+            nn.Dense(1)  # so that Gluon's counters differ among the processes
         net = nn.HybridSequential()
         net.add(nn.Dense(4, in_units=3), gluon_syncbn.SyncBatchNorm(in_channels=4, kvstore=kv if root else None))
         net.cast(dtype)
-        net.initialize(ctx=OWN)
-        values = [
-            [np.random.RandomState(rank).rand(*p.shape).astype(p.dtype) for p in net.collect_params().values()]
-            for rank in range(kv.num_workers)
-        ]
-        for parameter, value in zip(net.collect_params().values(), values[kv.rank]):
-            for k, array in enumerate(parameter.list_data()):
-                array[:] = value + k
+        net.initialize(mx.init.Constant(1 + kv.rank), ctx=OWN)
         gluon_syncbn.broadcast_parameters(net if root else net.collect_params(), root_rank=root)
-        for parameter, value in zip(net.collect_params().values(), values[root]):
-            for array in parameter.list_data():
-                assert (array.asnumpy() == value).all(), (root, dtype, parameter.name)
-    net = nn.Dense(4, in_units=3)
-    net.cast(np.dtype([("bfloat16", np.uint16)]))
-    net.initialize(mx.init.Constant(1 + kv.rank), ctx=OWN)
-    gluon_syncbn.broadcast_parameters(net, kvstore=kv)
-    assert all((array.astype("float32").asnumpy() == 1).all() for array in net.weight.list_data())
+        for array in net[0].weight.list_data():
+            assert (array.astype("float32").asnumpy() == 1 + root).all(), (root, dtype)
     net = nn.Dense(4 + kv.rank, in_units=3, prefix="net_")
     net.initialize(ctx=OWN)
-    with reporting(range(kv.num_workers)):
+    told = [rf"'net_weight' of shape \({4 + k}, 3\) and type float32 on rank {k}" for k in (kv.rank, 1 - kv.rank)]
+    with learns(f"the processes disagree about the parameters: number 1 is {told[0]} and {told[1]}"):
         gluon_syncbn.broadcast_parameters(net, kvstore=kv)
 
 
@@ -369,15 +286,9 @@ def a_batch_that_is_not_finite():
     for context in layer.running_var.list_ctx():
         assert (layer.running_var.data(context).asnumpy() != 1).all()
     gluon_syncbn.configure(nonfinite="error")
-    since = time.monotonic()
-    try:
+    with learns(r"'front' on \wpu\(1\): the batch is not finite|rank 1 of 2 has failed"):
         forward(spoil=True)
-    except gluon_syncbn.StepError as error:
-        report(kv.rank, since, error)
-        gluon_syncbn.reset()  # tells the others, as the end does
-        if CONTEXTS[0].device_type == "cpu":  # on GPUs the others hear of it in their next step
-            wait_for(range(kv.num_workers))
-        raise SystemExit(3) from None
+        forward(spoil=False)  # in which the ranks of others' GPUs hear of it
 
 
 def recomputed():
@@ -532,7 +443,8 @@ def shuffled_keys():
 
 
 def gathers_other_rows():
-    with reporting(range(2)), autograd.record():
+    text = rf"gather 'features': rank {kv.rank} came with rows of shape \({3 + kv.rank},\) and type float32"
+    with learns(text), autograd.record():
         contrastive.gather(nd.ones((2, 3 + kv.rank)), name="features", kvstore=kv).asnumpy()
 
 
@@ -573,6 +485,7 @@ def saves_its_work():
         if way != "exits":
             save()
         raise SystemExit(3) from None
+    sys.exit()
 
 
 def fails_beside_two():
@@ -586,11 +499,10 @@ def fails_beside_two():
     kv._job._comm.Barrier()  # nobody waits in it any more
     if kv.rank == 2:
         kv.fail("the disk is full")
-    with reporting(), autograd.record():
-        if kv.rank == 0:
-            layer(x).asnumpy()
-    wait_for([0])
-    raise SystemExit(3)
+    elif kv.rank == 0:
+        with learns(r"rank 2 of 3 has failed: the disk is full \(rank 0 was in the forward of call 2 of SyncBatchNorm"):
+            with autograd.record():
+                layer(x).asnumpy()
 
 
 def fails_after_another_has_ended():
@@ -608,28 +520,6 @@ def fails_after_another_has_ended():
             time.sleep(0.01)
         kv.fail("the disk is full")
     raise SystemExit(kv.rank == 0)
-
-
-def one_does_not_come():
-    """Each of the others names it. What they send is too long for MPI to take it before its reader comes."""
-    missing = kv.num_workers % 2
-    gluon_syncbn.configure(timeout=60, kvstore=kv)
-    layer = gluon_syncbn.SyncBatchNorm(in_channels=20_000)
-    layer.initialize(ctx=OWN)
-
-    def train():
-        with autograd.record():
-            ys = [layer(nd.ones((2, 20_000), ctx=context)) for context in OWN]
-        for y in ys:
-            y.asnumpy()
-
-    train()
-    gluon_syncbn.configure(timeout=3)
-    if kv.rank != missing:
-        with reporting():
-            train()
-    wait_for([rank for rank in range(kv.num_workers) if rank != missing])
-    raise SystemExit(3)
 
 
 def trained_alone_before():
@@ -653,34 +543,9 @@ def modules_of_other_channels():
     module = mx.mod.Module(symbol, label_names=None, context=CONTEXTS[:1])
     module.bind([("data", (2, 5 + kv.rank))])
     module.init_params()
-    with reporting():
+    others = rf"'bn' \({5 + kv.rank} channels.*'bn' \({6 - kv.rank} channels"
+    with learns(f"the processes disagree about the net: layer 1 is SyncBatchNorm {others}"):
         module.forward(mx.io.DataBatch([nd.ones((2, 5 + kv.rank))]), is_train=True)
-
-
-def another_net():
-    gluon_syncbn.configure(kvstore=kv)
-    layer = gluon_syncbn.SyncBatchNorm(in_channels=5 + kv.rank, prefix="first_")
-    layer.initialize(ctx=CONTEXTS[:1])
-    with reporting(), autograd.record():
-        layer(nd.ones((2, 5 + kv.rank))).asnumpy()
-
-
-def initialised_at_different_speeds():
-    """Rank 0 has initialised all layers when the processes agree on them, and rank 1 the first."""
-    gluon_syncbn.configure(timeout=60, kvstore=kv)
-    layers = [gluon_syncbn.SyncBatchNorm(prefix=f"layer{i}_", in_channels=5 * (kv.rank == 0)) for i in range(3)]
-    for layer in layers:
-        layer.initialize(ctx=CONTEXTS[:1])
-        layer.cast("float64")
-    rng = np.random.RandomState(5)
-    shards = [(r + 1) * rng.randn(r + 2, 5, 3) + r for r in range(kv.num_workers)]
-    with autograd.record():
-        y = nd.array(shards[kv.rank], dtype="float64")
-        for layer in layers:
-            y = layer(y)
-    mean, var = (f(np.concatenate(shards), axis=(0, 2), keepdims=True) for f in (np.mean, np.var))
-    want = (shards[kv.rank] - mean) / np.sqrt(var + 1e-5)
-    np.testing.assert_allclose(y.asnumpy(), want, atol=1e-4)
 
 
 def interrupted():
@@ -698,28 +563,6 @@ def interrupted():
     except (mx.MXNetError, KeyboardInterrupt) as error:
         report(kv.rank, start, repr(error))
         raise SystemExit(3) from None
-
-
-def main(scenarios):
-    """Runs those that were asked for. ``scenarios`` has them by name. '!' stands before one that ends in an error, with
-    which a store ends. Reports name the scenario."""
-    for scenario in sys.argv[1].split("+"):
-        if scenario[0] == "!":
-            reports.case = f"{scenario[1:]} "
-            try:
-                scenarios[scenario[1:]]()
-                raise AssertionError(f"{scenario} has not failed")
-            except SystemExit:
-                reports.case = ""
-                gluon_syncbn.reset()
-        else:
-            scenarios[scenario]()
-        print(f"DONE {kv.rank} {scenario}", flush=True)
-        gluon_syncbn.configure(kvstore=None)
-        gc.collect()  # so that the replicas of this one are gone
-        if scenario[0] == "!":
-            meet()
-    print(f"OK {kv.rank}", flush=True)
 
 
 if __name__ == "__main__":

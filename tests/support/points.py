@@ -23,6 +23,16 @@ def _found() -> Dict[Path, List[str]]:
 NATIVE = list(dict.fromkeys(name for path, names in _found().items() if path.parent.name != "cuda" for name in names))
 GPU = list(dict.fromkeys(name for path, names in _found().items() if path.parent.name == "cuda" for name in names))
 
+#: Where a replica that is hit in the forward keeps the others from a total.
+BEFORE_THE_TOTAL = {"before_join", "before_contribution", "before_reduce", "after_reduce"}
+#: Whether a call is handed to a worker is a matter of time.
+NOT_ALWAYS = {"before_worker"}
+BY_KVSTORE = {"before_exchange", "after_exchange"}
+BETWEEN = {"before_post", "after_post", "after_collect", "before_copy_in", "before_add_part", "before_copy_out"}
+WITHIN = [point for point in NATIVE if point not in BY_KVSTORE | BETWEEN]
+assert set(NATIVE) >= BEFORE_THE_TOTAL | NOT_ALWAYS | BY_KVSTORE | BETWEEN
+HANGS = 30  # seconds, of a step; nothing here takes long
+
 
 def package() -> Path:
     """A folder for PYTHONPATH, with this package around such a core, which is compiled where it is too old.

@@ -1,14 +1,13 @@
 """A process with the core of points.py: a step is hit at one point, and the process tells what became of it.
 
-``points_worker.py REPLICAS``: for each case a line of JSON from stdin, and one to stdout.
-``mpiexec -n 2 points_worker.py mpi CASES``: in each, rank 1 is hit in its second step, with a store of its own.
-``mpiexec -n 2 points_worker.py seeds``: each call has a seed of its own.
+``pytest points_worker.py``: of several replicas, one is hit.
+``mpiexec -n 2 points_worker.py is_hit CASES``: in each, rank 1 is hit in its second step, with a store of its own.
+``mpiexec -n 2 points_worker.py has_a_seed_for_each_call``
 """
 
 import ctypes
-import gc
+import functools
 import json
-import os
 import sys
 import time
 
@@ -20,13 +19,14 @@ CONTEXTS = gluon_syncbn.cpu_devices(4)
 
 import mxnet as mx  # noqa: E402
 import numpy as np  # noqa: E402
+import points  # noqa: E402
+import pytest  # noqa: E402
 from mxnet import autograd, gluon, nd  # noqa: E402
+from ranks import leave, main, meet, wait_for  # noqa: E402
 from replicas import Batch, make_batch, on_devices, prepare, truth  # noqa: E402
-from reports import leave, leave_memory, wait_for  # noqa: E402
 
 from gluon_syncbn import _native  # noqa: E402
 from gluon_syncbn.exchange import mpi  # noqa: E402
-from gluon_syncbn.training.session import session  # noqa: E402
 
 _native._core.syncbn_points_arm.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_double]
 
@@ -154,23 +154,62 @@ def _near(a, b):
 # ---- several replicas in one process ---------------------------------------------------------------------------
 
 
-def within_a_process(replicas):
+@functools.lru_cache(None)
+def net_of(replicas):
     gluon_syncbn.configure(timeout=LIMIT)
-    net = Net(make_batch(np.random.RandomState(3), replicas))
-    for line in sys.stdin:
-        print(json.dumps(net.case(**json.loads(line))), flush=True)
+    return Net(make_batch(np.random.RandomState(3), replicas))
+
+
+def result_of(replicas, point, action, times=1, seconds=0.0, limit=60.0, told=True):
+    result = net_of(replicas).case(point=point, action=action, times=times, seconds=seconds, limit=limit)
+    assert result["next"] is True
+    assert "wrong" not in result["statistics"]
+    if result["errors"]:
+        assert result["seconds"] < points.HANGS
+        assert result["parameters kept"]
+    else:
+        assert result["right"]
+        assert set(result["statistics"]) == {"new"}
+    if result["reached"] or point not in points.NOT_ALWAYS:
+        assert result["reached"]
+        assert result["errors"] or not told, f"nobody was told of: {action} {point}"
+    return result
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("point", points.WITHIN)
+def test_a_replica_that_is_hit(replicas, point):
+    """It raises, in the forward and in the backward, when the others have come as far as they can; it is late; of two,
+    it hangs for longer than the time limit, while the other one waits for it, or does not.
+    """
+    result = result_of(replicas, point, "raise", seconds=0.05)
+    if point in points.BEFORE_THE_TOTAL:
+        assert set(result["statistics"]) == {"old"}
+    count = result_of(replicas, point, "none", told=False)["reached"]
+    if (count > replicas or "reduce" in point) and point not in points.NOT_ALWAYS:  # also in the backward
+        result = result_of(replicas, point, "raise", count // 2 + 1, seconds=0.05)
+        # Its own. Another replica on a busy machine may still be in its forward, which fails then.
+        assert "new" in result["statistics"]
+    assert not result_of(replicas, point, "delay", seconds=0.1, told=False)["errors"]
+    if replicas == 2:
+        waited_for = point in ("before_join", "before_contribution")  # elsewhere there is a grace beside the limit
+        result = result_of(replicas, point, "delay", seconds=2.0, limit=0.4, told=waited_for)
+        if waited_for:
+            assert any("missing cpu(" in error and "after 0.4 s" in error for error in result["errors"])
+            assert set(result["statistics"]) == {"old"}
 
 
 # ---- one replica in each of two processes ----------------------------------------------------------------------
 
 
+def is_hit():
+    for one in json.loads(sys.argv[2]):
+        meet()
+        between_processes(**one)
+
+
 def between_processes(point, action, times, seconds, limit):
-    session.stores.clear()
-    gc.collect()  # the layer of the case before, which one rank may still have
-    gluon_syncbn.configure(timeout=LIMIT)
-    kv = gluon_syncbn.kvstore("mpi")
-    leave_memory()
-    gluon_syncbn.configure(kvstore=kv)
+    gluon_syncbn.configure(timeout=LIMIT, kvstore=kv)
     net = Net(make_batch(np.random.RandomState(3), 2), slice(kv.rank, kv.rank + 1), kv)
     errors, outputs, dxs = net.step()
     assert not errors and net.is_right(outputs, dxs), errors
@@ -180,14 +219,12 @@ def between_processes(point, action, times, seconds, limit):
     if action == "raise":
         wait_for([f"told {case} {1 - kv.rank}"])
         arm("", "", 0, 0)
-        gluon_syncbn.reset()
     elif result["errors"]:
         raise SystemExit(3)
 
 
-def with_a_seed_for_each_call():
+def has_a_seed_for_each_call():
     """Rank 1 is late to look for a vector, so that rank 0 has set another seed and sent the next one."""
-    kv = gluon_syncbn.kvstore("mpi")
     gluon_syncbn.configure(kvstore=kv, timeout=LIMIT)
     layer = gluon_syncbn.SyncBatchNorm(in_channels=5)
     layer.initialize()
@@ -201,16 +238,8 @@ def with_a_seed_for_each_call():
             y = layer(nd.array(xs[kv.rank])).asnumpy()
         want = (xs[kv.rank] - mean[:, None]) / np.sqrt(var[:, None] + 1e-5)
         assert np.allclose(y, want, atol=1e-4), f"call {call} of rank {kv.rank}: {np.abs(y - want).max()}"
-    print(f"OK {kv.rank}", flush=True)
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "seeds":
-        with_a_seed_for_each_call()
-    elif sys.argv[1] == "mpi":
-        for one in json.loads(sys.argv[2]):
-            between_processes(**one)
-        session.stores.clear()  # not all have failed in both ranks, which end together
-        print(f"OK {os.environ.get('PMI_RANK', os.environ.get('OMPI_COMM_WORLD_RANK'))}", flush=True)
-    else:
-        within_a_process(int(sys.argv[1]))
+    kv = meet()
+    main(globals())

@@ -24,10 +24,11 @@ CHANNELS = 3
 class Layer:
     """What a store knows of a layer. In a process, each rank has its own."""
 
-    channels, store, key = CHANNELS, None, None
+    store, key = None, None
 
-    def __init__(self, replicas=1, name="bn", **pooling):
-        self.name, self.contexts, self.settings = name, [mx.cpu()] * replicas, Settings(**pooling)
+    def __init__(self, replicas=1, name="bn", channels=CHANNELS, **pooling):
+        self.name, self.channels = name, channels
+        self.contexts, self.settings = [mx.cpu()] * replicas, Settings(**pooling)
 
     def agrees(self, store, key, replicas):
         self.store, self.key = store, key
@@ -118,38 +119,38 @@ def test_groups_that_stay_at_home(replicas, named, messages):
     assert needed == messages
 
 
-@pytest.mark.parametrize(
-    "groups, expected",
-    [
-        (((0, 2),), "expected each of the 4 replicas in one group: no group has rank 2, 3"),
-        (((0, 2), (1, 3), (4,)), "expected each of the 4 replicas in one group: there is no replica of rank 4"),
-    ],
-    ids=str,
-)
-def test_groups_of_other_replicas(groups, expected):
-    for error in agreed([[Layer(2, groups=groups)]] * 2):
-        assert isinstance(error, ValueError)
-        assert expected in str(error)
-
-
-def agreed(layers, calls=((0,), (0,))):
-    """The numbers that the processes agree on, of the layers that each of them calls, or the error of each."""
+def agreed(layers, calls=((0,), (0,)), eager=False):
+    """The numbers that the processes agree on, of the layers that each of them calls, or the error of each. ``eager``:
+    rank 1 initialises a layer when it is called.
+    """
 
     def work(store):
+        own = layers[store.rank]
         for number in calls[store.rank]:
-            while layers[store.rank][number].store is not store:
-                store.agree(layers[store.rank][number], layers[store.rank], False)
-        return [layers[store.rank][number].key for number in calls[store.rank]]
+            placed = own[: number + 1] if eager and store.rank == 1 else own
+            while own[number].store is not store:
+                store.agree(own[number], placed, len(placed) < len(own))
+        return [own[number].key for number in calls[store.rank]]
 
     return everywhere(stores(2), work)
 
 
-def test_other_groups_in_another_process():
-    groups = [((0, 2), (1, 3)), ((0, 3), (1, 2))]
-    for error in agreed([[Layer(2, groups=one)] for one in groups]):
-        assert "the processes disagree about the net" in str(error)
-        for rank, one in enumerate(groups):
-            assert f"groups {one}), number 1 of its kind on rank {rank}" in str(error)
+NETS = [
+    # the settings of the layer of each rank, and what the error has
+    ([{"groups": ((0, 2),)}] * 2, ["expected each of the 4 replicas in one group: no group has rank 2, 3"]),
+    ([{"groups": ((0, 2), (1, 3), (4,))}] * 2, ["of the 4 replicas in one group: there is no replica of rank 4"]),
+    (
+        [{"groups": ((0, 2), (1, 3))}, {"groups": ((0, 3), (1, 2))}],
+        ["disagree about the net", "groups ((0, 2), (1, 3))), number 1 of its kind on rank 0", "(1, 2))), number 1"],
+    ),
+    ([{"channels": 5}, {"channels": 6}], ["disagree about the net", "(5 channels", "(6 channels"]),
+]
+
+
+@pytest.mark.parametrize("settings, expected", NETS, ids=str)
+def test_nets_that_do_not_fit(settings, expected):
+    for error in agreed([[Layer(2, **one)] for one in settings]):
+        assert all(text in str(error) for text in expected), error
 
 
 def test_layers_that_one_process_alone_has(caplog):
@@ -164,6 +165,27 @@ def test_layers_that_one_process_alone_has(caplog):
     for error in agreed(made(), [[0, 1], [1, 0]]):
         assert "the processes disagree about the net: layer 1 is SyncBatchNorm 'bn" in str(error)
         assert "number 1 of its kind" in str(error) and "number 2 of its kind" in str(error)
+
+
+def test_layers_that_one_process_has_earlier():
+    layers = [[Layer(name=f"bn{number}") for number in range(3)] for _ in range(2)]
+    assert agreed(layers, [range(3)] * 2, eager=True) == [[0, 1, 2]] * 2
+
+
+@pytest.mark.parametrize(
+    "send, values, expected",
+    [
+        (lambda store, value: store.allgather("a", value), [mx.nd.ones(3), np.array([object()])], "array: .* a NumPy "),
+        (lambda store, value: store.pushpull("a", value), [np.ones(3), []], "value: .* expected an array of MXNet's"),
+        (lambda store, value: store.broadcast("a", mx.nd.ones(3), value), [np.ones(3), []], "out: .* of MXNet's"),
+    ],
+    ids=["allgather", "pushpull", "broadcast"],
+)
+def test_what_is_no_array(send, values, expected):
+    (store,) = stores(1)
+    for value in (1.0, [1, 2], *values):
+        with pytest.raises(ValueError, match=expected):
+            send(store, value)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int32", "int64"])
@@ -272,25 +294,6 @@ def test_a_trainer_without_a_communicator():
     all_stores = stores(2)
     jobs[-1].fail(0, "MPI_Comm_idup", 16)
     assert everywhere(all_stores, work) == [True] * 2
-
-
-def test_gradients_that_differ():
-    """Each rank learns which is the first, whatever the counters in its name."""
-
-    def work(store):
-        trainer = Trainer()
-        for last in (1, 1 + store.rank // 2):
-            gradients = {f"bn{10 * store.rank}_{i}": [mx.nd.ones(1)] for i in range(3)}
-            gradients["last"] = [mx.nd.ones(last)]
-            store.add_gradients(trainer, gradients)
-            gradients["last"][0].asnumpy()
-
-    told = (
-        r"their arrays in the gradient of 'bn\d+_0' and 3 more, step 2 of trainer 1: the gradient of 'last' \(2 values "
-        r"of float32\) on rank 2 and the gradient of 'last' \(1 values of float32\) on rank 0\. Build"
-    )
-    for error in everywhere(stores(3), work):
-        assert re.search(told, str(error)), error
 
 
 # ---- how a wait ends -----------------------------------------------------------------------------------------
@@ -422,17 +425,54 @@ def test_a_message_that_mpi_refuses():
     jobs[-1].fail(0, "MPI_Isend", 0)
 
 
-@pytest.mark.parametrize("size", [3, 5, 8])
-def test_a_rank_that_does_not_come(size):
-    """Each error names it, also where those who wait for it are some hops away."""
-    all_stores = stores(size)
+def gradients_that_differ(store):
+    trainer = Trainer()
+    for last in (1, 1 + store.rank // 2):
+        gradients = {f"bn{10 * store.rank}_{i}": [mx.nd.ones(1)] for i in range(3)}
+        gradients["last"] = [mx.nd.ones(last)]
+        store.add_gradients(trainer, gradients)
+        gradients["last"][0].asnumpy()
 
-    def work(store):
-        if store.rank != 1:
-            allreduce(store.handle, (0, -1, 0, 0, "bn", 2.0), np.ones(3))
 
-    for rank, error in enumerate(everywhere(all_stores, work)):
-        assert rank == 1 or re.search(r"waits for rank 1(, through rank [0-9, ]+,)? in the forward", str(error)), error
+def a_rank_that_does_not_come(store):
+    """Those who wait for it may be some hops away."""
+    if store.rank != 1:
+        allreduce(store.handle, (0, -1, 0, 0, "bn", 2.0), np.ones(3))
+
+
+def another_length(store):
+    """What another process sends is never read past its end."""
+    allreduce(store.handle, (0, -1, 0, 0, "bn", 60.0), np.ones(7 if store.rank else 11))
+
+
+def another_size_or_type(store):
+    store.allgather(7, np.ones(3, "float32") if store.rank else np.ones(2))
+
+
+WAITS = r"waits for rank 1(, through rank [0-9, ]+,)? in the forward"
+LENGTHS = (
+    r"in the forward of call 1 of SyncBatchNorm 'bn', rank [01] sent (7|11) values where rank [01] has (7|11)\. All "
+    "processes must build the same net"
+)
+DIFFER = (
+    r"their arrays in the gradient of 'bn\d+_0' and 3 more, step 2 of trainer 1: the gradient of 'last' \(2 values of "
+    r"float32\) on rank 2 and the gradient of 'last' \(1 values of float32\) on rank 0\. Build"
+)
+
+
+@pytest.mark.parametrize(
+    "work, sizes, told",
+    [
+        (gradients_that_differ, [3], DIFFER),
+        (a_rank_that_does_not_come, [3, 5, 8], WAITS),
+        (another_length, [2, 5], LENGTHS),
+        (another_size_or_type, [2], "values of float.*All processes must build the same net and cast it alike"),
+    ],
+)
+def test_what_every_rank_learns(work, sizes, told):
+    for size in sizes:
+        for rank, error in enumerate(everywhere(stores(size), work)):
+            assert re.search(told, str(error)) or (work, rank) == (a_rank_that_does_not_come, 1), error
 
 
 def test_an_exchange_has_one_limit():
@@ -454,25 +494,6 @@ def test_an_exchange_has_one_limit():
     assert "rank 2 of 5 waits for rank 4 in the forward of call 1 of SyncBatchNorm 'bn' after 3 s" in str(error)
 
 
-@pytest.mark.parametrize("size", [2, 5])
-def test_another_length(size):
-    """What another process sends is never read past its end."""
-
-    def work(store):
-        return allreduce(store.handle, (0, -1, 0, 0, "bn", 60.0), np.ones(7 if store.rank else 11))
-
-    told = r"in the forward of call 1 of SyncBatchNorm 'bn', rank [01] sent (7|11) values where rank [01] has (7|11)\. "
-    for error in everywhere(stores(size), work):
-        assert re.search(told + "All processes must build the same net", str(error)), error
-
-
-def test_another_size_or_type():
-    parts = [np.ones(2), np.ones(3, "float32")]
-    for error in everywhere(stores(2), lambda store: store.allgather(7, parts[store.rank])):
-        assert "values of float" in str(error)
-        assert "All processes must build the same net and cast it alike" in str(error)
-
-
 def test_a_child_of_a_fork_is_no_member():
     store, _ = stores(2)
     child = os.fork()
@@ -489,15 +510,3 @@ def test_a_child_of_a_fork_is_no_member():
             os._exit(1)
     assert os.waitpid(child, 0)[1] == 5 << 8
     assert not any(_native.fate_of(store.handle, rank) for rank in range(2))
-
-
-def test_merged_moments_are_those_of_all_values():
-    rng = np.random.RandomState(3)
-    parts = [1e6 + rng.randn(n, CHANNELS, 2) for n in (1, 4, 2)]
-    total = packed(parts[0])
-    for part in parts[1:]:
-        total = _native.merge_moments(total, packed(part))
-    np.testing.assert_allclose(total, packed(np.concatenate(parts)), rtol=1e-9)  # 1e6 beside 1 costs 6 digits
-    empty = np.zeros(1 + 2 * CHANNELS)
-    np.testing.assert_array_equal(_native.merge_moments(empty, total), total)
-    np.testing.assert_array_equal(_native.merge_moments(total, empty), total)
