@@ -64,24 +64,6 @@ def a_trainer_whose_store_keeps_the_optimizer():
     trainer.save_states("states")
     assert store.saved == "states"
 
-def parameters_keep_their_class():
-    @dataclasses.dataclass
-    class Noted(gluon.Parameter):
-        label: str
-        def __post_init__(self):
-            super().__init__(self.label, grad_req="null", shape=(1,), init="zeros", differentiable=False)
-        def note(self):
-            return 5
-    net = nn.BatchNorm(in_channels=1)
-    mean = Noted(net.running_mean.name)
-    vars(net)["running_mean"] = net._reg_params["running_mean"] = net.params._params[mean.name] = mean
-    gluon_syncbn.convert(net)
-    net.initialize(ctx=gluon_syncbn.cpu_devices(2))
-    assert type(mean) is Noted and mean.note() == 5
-    assert [row.contexts for row in gluon_syncbn.summary(net, show=False)] == [[mx.cpu(0), mx.cpu(1)]]
-    gluon_syncbn.revert(net)
-    assert type(mean) is Noted and mean.note() == 5 and type(net.running_var) is gluon.Parameter
-
 @mx.operator.register("scaled")
 class Scaled(mx.operator.CustomOpProp):
     def __init__(self, call):
