@@ -12,7 +12,7 @@ from places import SUPPORT
 
 JOBS = {
     2: (
-        "averages_running_stats+updates_bn_stats+recomputed+prepares_otherwise+configures_after_the_trainer+"
+        "updates_bn_stats+recomputed+prepares_otherwise+configures_after_the_trainer+"
         "calls_stay_in_the_engine+trained_alone_before+modules_of_other_channels+a_batch_that_is_not_finite+"
         "broadcasts_parameters+gathers_other_rows"
     ),

@@ -179,10 +179,15 @@ class Calls:
         assert all((p.data().asnumpy() == self.value(k, 0)).all() for p in net.collect_params().values())
 
     def average_running_stats(self, k):
-        layer = self.parts[1]
+        """Weighted, by the store that is the default. The variances are those of all within, and of the means."""
+        layer, values, weights = self.parts[1], self.of_all(k), [1 + rank for rank in range(self.kv.num_workers)]
         layer.running_mean.set_data(nd.full((2,), self.value(k)))
-        gluon_syncbn.average_running_stats(layer, kvstore=self.kv)
-        assert np.allclose(layer.running_mean.data().asnumpy(), np.mean(self.of_all(k)), rtol=1e-6)
+        layer.running_var.set_data(nd.full((2,), self.value(k)))
+        gluon_syncbn.average_running_stats(layer, [1 + self.kv.rank])
+        mean = np.average(values, weights=weights)
+        var = np.average(values + (values - mean) ** 2, weights=weights)
+        assert np.allclose(layer.running_mean.data().asnumpy(), mean, rtol=1e-6)
+        assert np.allclose(layer.running_var.data().asnumpy(), var, rtol=1e-6)
 
     def update_bn_stats(self, k):
         layer, everyone = self.parts[1], [self.batch(k, rank) for rank in range(self.kv.num_workers)]
