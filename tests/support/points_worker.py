@@ -10,6 +10,7 @@ import functools
 import json
 import sys
 import time
+from typing import List, NamedTuple, Set
 
 import light  # noqa: F401
 
@@ -94,12 +95,8 @@ class Net:
         batch = x.mean((0, 2, 3)), x.var((0, 2, 3))
         return [[self.keep * old + (1 - self.keep) * new for old, new in zip(olds, batch)] for olds in before]
 
-    def restore(self):
-        for name in ("gamma", "beta"):
-            getattr(self.layer, name).set_data(nd.array(getattr(self.batch, name), dtype="float64"))
-
-    def hit(self, point, action, times, seconds, limit, here=True, then=lambda: None):
-        """What comes of a step that is hit; ``here``: in this process."""
+    def hit(self, point, action, times=1, seconds=0.0, limit=60.0, here=True, then=lambda: None):
+        """What comes of a step that is hit; ``here``: in this process. If it fails, no parameter changes."""
         gluon_syncbn.configure(timeout=limit)
         nd.waitall()
         running, affine = self.values("running_mean", "running_var"), self.values("gamma", "beta")
@@ -110,31 +107,25 @@ class Net:
         took = time.monotonic() - start
         then()
         after = self.values("running_mean", "running_var")
-        return {
-            "reached": reached(point),
-            "errors": errors,
-            "seconds": took,
-            "parameters kept": _equal(self.values("gamma", "beta"), affine),
-            "statistics": [_kind(*each) for each in zip(after, running, self.tracked(running))],
-            "right": not errors and self.is_right(outputs, dxs),
-        }
-
-    def case(self, **case):
-        """That, and what comes of the next step."""
-        result = self.hit(**case, then=gluon_syncbn.reset)  # whoever sleeps is awake after that
+        hit = Hit(reached(point), errors, {_kind(*each) for each in zip(after, running, self.tracked(running))})
+        assert took < points.HANGS
+        assert hit.statistics <= ({"old", "new"} if errors else {"new"}), hit
+        assert _equal(self.values("gamma", "beta"), affine) if errors else self.is_right(outputs, dxs), hit
         arm("", "", 0, 0)
-        gluon_syncbn.configure(timeout=LIMIT)
-        self.restore()
-        before = self.values("running_mean", "running_var")
-        errors, outputs, dxs = self.step()
-        result["next"] = errors or (
-            self.is_right(outputs, dxs) and _near(self.values("running_mean", "running_var"), self.tracked(before))
-        )
-        self.restore()
-        return result
+        return hit
+
+    def restore(self):
+        for name in ("gamma", "beta"):
+            getattr(self.layer, name).set_data(nd.array(getattr(self.batch, name), dtype="float64"))
 
     def is_right(self, outputs, dxs):
         return _near(outputs, self.want_outputs) and _near(dxs, self.want_dxs)
+
+
+class Hit(NamedTuple):
+    reached: int
+    errors: List[str]
+    statistics: Set[str]  # "old" or "new", of all contexts
 
 
 def _kind(after, before, tracked):
@@ -160,19 +151,16 @@ def net_of(replicas):
     return Net(make_batch(np.random.RandomState(3), replicas))
 
 
-def result_of(replicas, point, action, times=1, seconds=0.0, limit=60.0, told=True):
-    result = net_of(replicas).case(point=point, action=action, times=times, seconds=seconds, limit=limit)
-    assert result["next"] is True
-    assert "wrong" not in result["statistics"]
-    if result["errors"]:
-        assert result["seconds"] < points.HANGS
-        assert result["parameters kept"]
-    else:
-        assert result["right"]
-        assert set(result["statistics"]) == {"new"}
-    if result["reached"] or point not in points.NOT_ALWAYS:
-        assert result["reached"]
-        assert result["errors"] or not told, f"nobody was told of: {action} {point}"
+def hit(replicas, point, action, *how, told=True, **limit):
+    """And the next step is right."""
+    net = net_of(replicas)
+    result = net.hit(point, action, *how, **limit, then=gluon_syncbn.reset)  # whoever sleeps is awake after that
+    if result.reached or point not in points.NOT_ALWAYS:
+        assert result.reached
+        assert result.errors or not told, f"nobody was told of: {action} {point}"
+    net.restore()
+    assert not net.hit("", "", limit=LIMIT).errors
+    net.restore()
     return result
 
 
@@ -182,45 +170,44 @@ def test_a_replica_that_is_hit(replicas, point):
     """It raises, in the forward and in the backward, when the others have come as far as they can; it is late; of two,
     it hangs for longer than the time limit, while the other one waits for it, or does not.
     """
-    result = result_of(replicas, point, "raise", seconds=0.05)
+    result = hit(replicas, point, "raise", 1, 0.05)
     if point in points.BEFORE_THE_TOTAL:
-        assert set(result["statistics"]) == {"old"}
-    count = result_of(replicas, point, "none", told=False)["reached"]
+        assert result.statistics == {"old"}
+    count = hit(replicas, point, "none", told=False).reached
     if (count > replicas or "reduce" in point) and point not in points.NOT_ALWAYS:  # also in the backward
-        result = result_of(replicas, point, "raise", count // 2 + 1, seconds=0.05)
         # Its own. Another replica on a busy machine may still be in its forward, which fails then.
-        assert "new" in result["statistics"]
-    assert not result_of(replicas, point, "delay", seconds=0.1, told=False)["errors"]
+        assert "new" in hit(replicas, point, "raise", count // 2 + 1, 0.05).statistics
+    assert not hit(replicas, point, "delay", 1, 0.1, told=False).errors
     if replicas == 2:
         waited_for = point in ("before_join", "before_contribution")  # elsewhere there is a grace beside the limit
-        result = result_of(replicas, point, "delay", seconds=2.0, limit=0.4, told=waited_for)
+        result = hit(replicas, point, "delay", 1, 2.0, told=waited_for, limit=0.4)
         if waited_for:
-            assert any("missing cpu(" in error and "after 0.4 s" in error for error in result["errors"])
-            assert set(result["statistics"]) == {"old"}
+            assert any("missing cpu(" in error and "after 0.4 s" in error for error in result.errors)
+            assert result.statistics == {"old"}
 
 
 # ---- one replica in each of two processes ----------------------------------------------------------------------
 
 
 def is_hit():
-    for one in json.loads(sys.argv[2]):
+    """``names``: rank 0 learns of rank 1, for sure."""
+    for point, action, limit, names in json.loads(sys.argv[2]):
         meet()
-        between_processes(**one)
-
-
-def between_processes(point, action, times, seconds, limit):
-    gluon_syncbn.configure(timeout=LIMIT, kvstore=kv)
-    net = Net(make_batch(np.random.RandomState(3), 2), slice(kv.rank, kv.rank + 1), kv)
-    errors, outputs, dxs = net.step()
-    assert not errors and net.is_right(outputs, dxs), errors
-    result = net.hit(point, action, times, seconds, limit, here=kv.rank == 1)
-    case = f"{point} {action}"
-    leave(f"told {case} {kv.rank}", f"TOLD {kv.rank} {case} {json.dumps(result)}\n")
-    if action == "raise":
-        wait_for([f"told {case} {1 - kv.rank}"])
-        arm("", "", 0, 0)
-    elif result["errors"]:
-        raise SystemExit(3)
+        gluon_syncbn.configure(timeout=LIMIT, kvstore=kv)
+        net = Net(make_batch(np.random.RandomState(3), 2), slice(kv.rank, kv.rank + 1), kv)
+        errors, outputs, dxs = net.step()
+        assert not errors and net.is_right(outputs, dxs), errors
+        hit = net.hit(point, action, limit=limit, here=kv.rank == 1)
+        if kv.rank == 1:
+            assert action == "none" or (hit.reached and hit.errors), f"{point}: {hit}"
+        elif names:
+            assert any("rank 1" in error for error in hit.errors) or point.startswith("after_"), f"{point}: {hit}"
+            assert hit.statistics == {"old"} or point not in ("before_post", "before_join"), f"{point}: {hit}"
+        leave(f"sound {point} {kv.rank}", f"SOUND {kv.rank} {point}\n")
+        if action == "raise":
+            wait_for([f"sound {point} {1 - kv.rank}"])
+        elif action == "stop":
+            raise SystemExit(3)
 
 
 def has_a_seed_for_each_call():
