@@ -32,10 +32,8 @@ PATIENCE = 10  # seconds for a step to end after Ctrl-C
 KERNELS = "tests/gpu/test_kernels_cuda.py"
 # A forward and a backward of each kernel: with two slots and chunks, so that partial results are merged.
 ONCE = [
-    f"{KERNELS}::test_against_numpy[(3, 1, 5, 77)-float32-2-3-1-1]",
-    f"{KERNELS}::test_under_a_mask[(3, 1, 5, 77)-float32-2-3-1-1]",
-    f"{KERNELS}::test_an_activation[(3, 1, 5, 77)-float32-3-2-32-(0, 0, 1, 0)]",
-    f"{KERNELS}::test_small_kernels",
+    f"{KERNELS}::test_against_the_reference[{ways}-(3, 1, 5, 77)-float32-2-3-1-(1, 1, 1)]"
+    for ways in ("pooled", "masked", "behind")
 ]
 
 

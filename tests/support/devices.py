@@ -63,9 +63,10 @@ class Device:
         self._check("cuCtxSetCurrent", self.context)
         self._check(name, *arguments)
 
-    def empty(self, size, dtype="float32", shift=0):
+    def empty(self, shape, dtype="float32"):
         """Of NaNs."""
-        return self.upload(np.full(size * np.dtype(dtype).itemsize, 0xFF, "uint8").view(dtype), shift)
+        size = np.prod(shape) * np.dtype(dtype).itemsize
+        return self.upload(np.full(size, 0xFF, "uint8").view(dtype).reshape(shape))
 
     def upload(self, values, shift=0):
         return Array(self, np.ascontiguousarray(values), shift)

@@ -1,7 +1,6 @@
-// The four kernels, the slots of a tensor and the conversions of 16-bit types behind C names, for tests/unit/test_kernels.py.
+// The four kernels and the conversions of 16-bit types behind C names, for tests/unit/test_kernels.py.
 #include "cpu/kernels.h"
 #include "cpu/numbers.h"
-#include "tensor.h"
 
 using syncbn::Shape;
 using syncbn::Type;
@@ -42,15 +41,6 @@ void grad_input(const void* dy, const void* x, int type, int64_t outer, int64_t 
                 double ceiling, const double* fed_mean, const double* mean_dz, const double* slope, void* dx, int add) {
     syncbn::cpu::grad_input(Work{Type(type), Shape{outer, channels, inner, block}, threads, mask}, dy, x,
                             {{mean, scale, shift, behind(z_slope, ceiling)}, fed_mean, mean_dz, slope, add != 0}, dx);
-}
-// [outer, channels, inner, block, first value] of each slot.
-void cut(int64_t outer, int64_t channels, int64_t inner, int64_t block, int64_t samples, int64_t slots, int64_t* out) {
-    syncbn::Tensor tensor{Type::kFloat32, {outer, channels, inner, block}, samples, {}};
-    tensor.cut(slots);
-    for (const syncbn::Slot& slot : tensor.slots) {
-        const Shape& shape = slot.shape;
-        for (int64_t value : {shape.outer, shape.channels, shape.inner, shape.block, slot.first}) *out++ = value;
-    }
 }
 void to_half(const float* values, int64_t n, Half* out) {
     for (int64_t i = 0; i < n; ++i) Value<Half>::store(out + i, values[i]);

@@ -5,13 +5,11 @@ import ctypes
 import kernels_library
 import numpy as np
 import pytest
+from kernel_cases import EPSILON, TOLERANCE, WAYS, check, close, drawn
 from replicas import rounded
 
 TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 12}
-TOLERANCE = {"bfloat16": 4e-3, "float16": 1e-3, "float32": 1e-6, "float64": 1e-13}
-
-NOTHING = (1.0, np.inf)  # slope and ceiling
-ACTIVATIONS = {"relu": (0.0, np.inf), "relu6": (0.0, 6.0), "leaky": (0.1, np.inf)}
+NOTHING, RELU, LEAKY = (1.0, np.inf), (0.0, np.inf), (0.1, np.inf)  # slope and ceiling
 
 # (outer, channels, inner): rows longer and shorter than the vectors, one column, many, tiles and blocks
 SHAPES = [(3, 5, 77), (1, 1, 1), (2, 3, 16), (2, 4, 5), (900, 7, 1), (70, 513, 1), (6, 200, 4), (2, 3, 40000)]
@@ -94,116 +92,84 @@ def in_blocks(array, block, at=0):
     return out
 
 
-def close(got, want, tolerance):
-    assert np.abs(got.astype("float64") - want).max() <= tolerance * max(np.abs(want).max(), 1.0)
-
-
-def case(shape, dtype, offset=0.0):
-    random = np.random.RandomState(sum(shape))
-    channels = np.arange(1, shape[1] + 1).reshape(1, -1, 1) % 5 + 0.5
-    x, dy, start = (rounded(random.randn(*shape) * channels + offset, dtype) for _ in range(3))
-    vectors = [random.randn(shape[1]) for _ in range(5)]
-    return x, dy, start, vectors
-
-
 def per_channel(vector):
     return vector.reshape(1, -1, 1)
 
 
-#: What stands behind a normalisation, and whether a mask hides some of x.
-WAYS = [
-    (NOTHING, False),
-    (NOTHING, True),
-    (ACTIVATIONS["leaky"], True),
-    *((one, False) for one in ACTIVATIONS.values()),
-]
+def step_of(library, dtype, block):
+    """A step of `kernel_cases`: the kernels on each slot, and between them what csrc/operator/host_call.cc does."""
+
+    def step(task):
+        way, slots = task.way, len(task.used)
+        masks = task.mask.astype("float32") * -0.5 if way.masked else None
+
+        def cut(array):
+            parts = [None] * slots if array is None else np.array_split(array, slots)
+            return [None if p is None else p.reshape(-1, *p.shape[2:]).copy() for p in parts]
+
+        def pooled(members):
+            """Count, mean and invstd, from the moments of these slots."""
+            counts, means, m2s = (np.array([moments[i][k] for i in members]) for k in range(3))
+            n = counts.sum()
+            if n == 0:
+                return 0, np.zeros(channels), np.zeros(channels)
+            mean = (counts[:, None] * means).sum(0) / n
+            return n, mean, ((m2s + counts[:, None] * (means - mean) ** 2).sum(0) / n + EPSILON) ** -0.5
+
+        channels, behind = task.x.shape[2], (way.slope, way.ceiling)
+        weight = np.ones(channels) if way.fix_gamma else task.gamma.astype("float64")
+        shift, again = task.beta.astype("float64"), NOTHING if way.added else behind
+        of_slot, moments = [], []
+        for hidden, mask in zip(cut(task.hidden), cut(masks)):
+            of_slot.append(Kernels(library, hidden, 1 + way.masked, block, dtype=dtype, mask=mask))
+            mean_and_m2 = of_slot[-1].moments()
+            moments.append((of_slot[-1].returned, *mean_and_m2))
+        used, fed = ([pooled(members) for members in lists] for lists in (task.used, task.fed))
+        ys, heads, sums, dxs = [], cut(task.dy), [], cut(task.start)
+        for i, (kernels, x, addend) in enumerate(zip(of_slot, cut(task.x), cut(task.addend))):
+            (_, mean, invstd), dy, kernels.x = used[i], heads[i], x
+            ys.append(kernels.normalise(mean, weight * invstd, shift, np.empty_like(x), behind, addend))
+            if way.added:
+                heads[i] = np.empty_like(x)
+                sums.append(kernels.grad_sums(dy, mean, invstd, activation=behind, y=ys[i], dz=heads[i]))
+            else:
+                sums.append(kernels.grad_sums(dy, mean, invstd, weight * invstd, shift, behind))
+        for i, kernels in enumerate(of_slot):
+            (_, mean, invstd), (n, fed_mean, fed_invstd) = used[i], fed[i]
+            s1, s2 = np.sum([sums[user] for user in task.users[i]], 0)
+            share = fed_invstd / (n * invstd) if n else np.zeros(channels)
+            constants = mean, weight * invstd, share * s1, share * fed_invstd * s2, dxs[i], way.add
+            kernels.grad_input(heads[i], *constants, shift=shift, activation=again, fed_mean=fed_mean)
+        dbeta, dgamma = np.sum(sums, 0)
+        y, dx = (np.concatenate(parts).reshape(task.x.shape) for parts in (ys, dxs))
+        return y, dx, dgamma * (not way.fix_gamma), dbeta
+
+    return step
 
 
 @layouts([*SHAPES, (70, 9, 3)], TYPES, IN_BLOCKS)
-def test_against_numpy(library, shape, dtype, block):
+def test_against_the_reference(library, shape, dtype, block):
     """What is masked may hold anything, and the statistics of what is left lose no digits beside it."""
-    for activation, masked in WAYS if np.prod(shape) < 50000 else WAYS[:2]:
-        check(library, shape, dtype, block, activation, masked)
-
-
-def check(library, shape, dtype, block, activation, masked):
-    x, dy, start, (scale, shift, mean_dz, slope, fed_mean) = case(shape, dtype, offset=8 * masked)
-    addend, (slope_below, ceiling) = rounded(3 * dy[::-1] + 2, dtype), activation
-    wide, wide_dy, wide_start = (a.astype("float64") for a in (x, dy, start))
-    mask, counts, hidden = None, np.ones(shape, bool), x
-    if masked:
-        mask = (np.random.RandomState(7).rand(shape[0], 1, shape[2]) < 0.5).astype("float32") * -0.5
-        mask.ravel()[0], mask.ravel()[-1] = 0, 3
-        counts = np.broadcast_to(mask != 0, shape)
-        hidden = np.where(counts, x, np.array(np.nan, x.dtype))
-        hidden.ravel()[0] = x.ravel()[0] if counts.ravel()[0] else np.inf
-    kernels = Kernels(library, hidden, threads=1 + masked, block=block, dtype=dtype, mask=mask)
-    mean, m2 = kernels.moments()
-    n = int(counts[:, 0].sum())
-    assert kernels.returned == n
-    centred = wide - per_channel(mean)
-    close(mean, np.where(counts, wide, 0).sum((0, 2)) / n, 1e-13)
-    close(m2, np.where(counts, centred**2, 0).sum((0, 2)), 1e-12)
-
-    kernels.x = x
-    z = centred * per_channel(scale) + per_channel(shift)
-
-    def rectified(z):
-        return np.where(z > 0, np.minimum(z, ceiling), slope_below * z)
-
-    def through(z):
-        return wide_dy * np.where(z > 0, z < ceiling, slope_below)
-
-    def clear(z, edge=20 * TOLERANCE[dtype]):
-        """Where no rounding decides on which side of a kink a value is."""
-        return (np.abs(z) > edge) & (np.abs(z - ceiling) > edge) if activation != NOTHING else np.ones(shape, bool)
-
-    close(kernels.normalise(mean, scale, shift, start.copy(), activation), rectified(z), TOLERANCE[dtype])
-    y = kernels.normalise(mean, scale, shift, start.copy(), activation, addend)
-    close(y, rectified(z + addend), 2 * TOLERANCE[dtype])
-    for add in (False, True):
-        base = wide_start * add
-        of_pool = (wide - per_channel(fed_mean)) * per_channel(slope)
-        want = base + per_channel(scale) * (through(z) - np.where(counts, per_channel(mean_dz) + of_pool, 0))
-        constants = {"shift": shift, "activation": activation, "fed_mean": fed_mean}
-        got = kernels.grad_input(dy, mean, scale, mean_dz, slope, start.copy(), add, **constants)
-        close(got[clear(z)], want[clear(z)], 8 * TOLERANCE[dtype])
-    kernels.mask = None
-
-    sums = kernels.grad_sums(dy, mean, slope, scale, shift, activation)
-    for got, want in zip(sums, (through(z), through(z) * centred * per_channel(slope))):
-        close(got, want.sum((0, 2)), 1e-12 if activation == NOTHING else 10 * TOLERANCE[dtype])
-    if activation != NOTHING:
-        y, dz = kernels.normalise(mean, scale, shift, start.copy(), activation, addend), np.empty_like(dy)
-        sums, wanted = kernels.grad_sums(dy, mean, slope, activation=activation, y=y, dz=dz), dz.astype("float64")
-        for got, want in zip(sums, (wanted, wanted * centred * per_channel(slope))):
-            close(got, want.sum((0, 2)), 1e-11)
-        sure = clear(z + addend)
-        close(dz[sure], through(z + addend)[sure], TOLERANCE[dtype])
-    if masked:
-        kernels.mask = np.ones_like(mask)
-        ones = *kernels.moments(), kernels.grad_input(dy, mean, scale, mean_dz, slope, start.copy(), False)
-        kernels.mask = None
-        none = *kernels.moments(), kernels.grad_input(dy, mean, scale, mean_dz, slope, start.copy(), False)
-        for got, want in zip(ones, none):
-            close(got, want, 2 * TOLERANCE[dtype])
-        kernels.mask = np.zeros_like(mask)
-        assert not any(values.any() for values in kernels.moments()) and kernels.returned == 0
+    pooled, masked, behind = WAYS.values()
+    ways = [pooled[3], masked[0], *([pooled[1], masked[2], behind[1], behind[3]] if np.prod(shape) < 50000 else [])]
+    for way in ways:
+        check(step_of(library, dtype, block), (shape[0], 1, *shape[1:]), dtype, 2, way)
 
 
 @layouts([(1, 1, 32), (40, 1, 1)], ["float32", "bfloat16"], [(1, 16, 5)])
 def test_what_stands_behind_values_that_are_not_finite(library, shape, dtype, block):
     x = np.resize(rounded(np.array([np.nan, -np.inf, np.inf, -1, 1]), dtype), shape)
     zero, one = np.zeros(shape[1]), np.ones(shape[1])
-    for activation, want in (("relu", [np.nan, 0, np.inf, 0, 1]), ("leaky", [np.nan, -np.inf, np.inf, -0.1, 1])):
+    for activation, want in ((RELU, [np.nan, 0, np.inf, 0, 1]), (LEAKY, [np.nan, -np.inf, np.inf, -0.1, 1])):
         kernels = Kernels(library, x, block=block, dtype=dtype)
-        y = kernels.normalise(zero, one, zero, np.empty_like(x), ACTIVATIONS[activation])
+        y = kernels.normalise(zero, one, zero, np.empty_like(x), activation)
         np.testing.assert_allclose(y, np.resize(want, shape), rtol=TOLERANCE[dtype])
 
 
 @layouts([(3, 5, 77), (900, 7, 1)], ["float32", "float64"], [(3, 16, 77), (2, 32, 1507)])
 def test_offset(library, shape, dtype, block):
-    x, _, start, (scale, shift, *_) = case(shape, dtype, offset=1e5)
+    x, start = (a.reshape(shape) for a in drawn((shape[0], 1, *shape[1:]), dtype, 2, offset=1e5))
+    scale, shift = np.random.RandomState(0).randn(2, shape[1])
     kernels = Kernels(library, x, block=block)
     mean, m2 = kernels.moments()
     centred = x.astype("float64") - per_channel(mean)
@@ -214,7 +180,8 @@ def test_offset(library, shape, dtype, block):
 
 @layouts([(3, 5, 40007), (2000, 70, 1), (300, 50, 7)], TYPES, [(3, 16, 2107), (3, 1120, 35), (1, 4800, 25)])
 def test_same_bits_for_any_number_of_threads_and_alignment(library, shape, dtype, block):
-    x, dy, start, (scale, shift, mean_dy, slope, _) = case(shape, dtype)
+    x, dy, start = (a.reshape(shape) for a in drawn((shape[0], 1, *shape[1:]), dtype, 3))
+    scale, shift, mean_dy, slope = np.random.RandomState(0).randn(4, shape[1])
     results = []
     for threads, at in ((1, 0), (2, 1), (3, 3)):
         moved = [np.empty(x.size + at, x.dtype)[at:].reshape(shape) for _ in range(3)]
@@ -226,38 +193,11 @@ def test_same_bits_for_any_number_of_threads_and_alignment(library, shape, dtype
         y = kernels.normalise(mean, scale, shift, moved[2].copy())
         dx = kernels.grad_input(moved[1], mean, scale, mean_dy, slope, moved[2].copy(), True)
         dz = np.empty_like(dx)
-        behind = kernels.grad_sums(moved[1], mean, scale, activation=ACTIVATIONS["relu"], y=y, dz=dz)
+        behind = kernels.grad_sums(moved[1], mean, scale, activation=RELU, y=y, dz=dz)
         results.append((mean, m2, *sums, y, dx, dz, *behind))
     for other in results[1:]:
         for got, want in zip(other, results[0]):
             np.testing.assert_array_equal(got, want)
-
-
-@pytest.mark.parametrize("block", [1, 8, 16])
-def test_empty(library, block):
-    for shape in ((0, 16, 9), (2, 16, 0)):
-        nothing = np.empty(shape, "float32")
-        kernels, ones = Kernels(library, nothing, block=block), np.ones(16)
-        sums = kernels.grad_sums(nothing, ones, ones)
-        kernels.normalise(ones, ones, ones, nothing)
-        kernels.grad_input(nothing, ones, ones, ones, ones, nothing, False)
-        for values in (*kernels.moments(), *sums):
-            assert not values.any()
-        assert kernels.returned == 0
-
-
-@pytest.mark.parametrize("block", [1, 8, 16])
-def test_slots(library, block):
-    shape, samples, slots = (10, 32, 49), 5, 3  # two of the outer extent are a sample
-    x, *_ = case(shape, "float32")
-    lies = in_blocks(x, block) if block > 1 else x
-    cut = np.empty((slots, 5), np.int64)
-    library.cut(*map(ctypes.c_int64, (*shape, block, samples, slots)), cut.ctypes.data_as(ctypes.c_void_p))
-    np.testing.assert_array_equal(cut[:, 0], [4, 4, 2])
-    for (outer, *rest, first), part in zip(cut, (x[:4], x[4:8], x[8:])):
-        assert rest == [*shape[1:], block]
-        got = lies.ravel()[first : first + part.size].reshape(outer, *lies.shape[1:])
-        np.testing.assert_array_equal(got, in_blocks(part, block) if block > 1 else part)
 
 
 def converted(function, values, dtype):
