@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from devices import compiled
 from environments import ended, shell
-from fake_driver import build_driver
 from mxnet import libinfo
 from places import BENCHMARKS, PACKAGE, ROOT
 
@@ -51,22 +50,29 @@ libraries = importlib.import_module("alone.system.cuda_libraries")
 """
 
 
-def link(path, needs=()):
-    """An empty library under its own name, linked against others."""
+# What libmxnet.so takes from the driver.
+DRIVER = """
+void cuDeviceGet() {} void cuDevicePrimaryCtxRetain() {} void cuGetErrorString() {} void cuGraphNodeGetType() {}
+void cuGraphKernelNodeGetParams() {} void cuLaunchKernel() {} void cuModuleGetFunction() {} void cuModuleLoadData() {}
+void cuModuleLoadDataEx() {} void cuModuleUnload() {}
+"""
+
+
+def link(path, needs=(), source=""):
+    """A library under its own name, linked against others."""
     path.parent.mkdir(parents=True, exist_ok=True)
     flags = ["-shared", "-fPIC", f"-Wl,-soname,{path.name}", "-Wl,--no-as-needed", "-Wl,--allow-shlib-undefined"]
     # Not followed further here: that is what is being tested.
     flags.append("-Wl,--unresolved-symbols=ignore-all")
-    command = ["g++", "-x", "c++", "/dev/null", "-x", "none", *flags, *map(str, needs), "-o", str(path)]
-    subprocess.run(command, check=True, env=shell())
+    command = ["g++", "-x", "c", "-", "-x", "none", *flags, *map(str, needs), "-o", str(path)]
+    subprocess.run(command, input=source, text=True, check=True, env=shell())
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A site-packages folder with an MXNet that is linked as mxnet-cu112 is, its libraries, and a driver elsewhere."""
     root = tmp_path_factory.mktemp("whole")
-    (root / "driver").mkdir()
-    build_driver(root / "driver")
+    link(root / "driver" / "libcuda.so.1")
     places = {soname: root / "site" / "nvidia" / folder / "lib" / soname for soname, folder in FOLDERS.items()}
     for soname, place in places.items():
         link(place, [places[other] for other in NEEDS.get(soname, ())])
@@ -185,7 +191,7 @@ def packages(tmp_path_factory):
 @pytest.mark.timeout(3600)
 def test_the_real_mxnet_starts_with_the_packages(packages, tmp_path):
     """Every symbol that MXNet wants is there: ctypes loads with RTLD_NOW. The driver alone is a stand-in."""
-    build_driver(tmp_path)
+    link(tmp_path / "libcuda.so.1", source=DRIVER)
     program = """
 import gluon_syncbn, mxnet
 from gluon_syncbn.system import cuda_libraries
