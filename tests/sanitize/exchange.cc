@@ -1,9 +1,6 @@
-#include "exchange.h"
-
 #include "../support/threads_mpi.h"
-#include "core.h"
+#include "driver.h"
 #include "exchange/processes.h"
-#include "mxnet.h"
 
 namespace driver {
 namespace {

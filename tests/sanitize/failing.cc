@@ -1,6 +1,5 @@
-#include "core.h"
 #include "log.h"
-#include "runs.h"
+#include "step.h"
 
 namespace driver {
 namespace {
@@ -68,7 +67,7 @@ const Fault kFaults[] = {
 
 void check_failure(const Trial& trial, const std::string& reason) {
     const std::string failure = text_of(syncbn_failure());
-    expect(contains(failure, reason), "'" + failure + "' says '" + reason + "'");
+    expect_reason(failure, reason);
     bool told = false;
     trial.step.each([&](Replica& replica) {
         const std::string& error = replica.forward.error;

@@ -1,7 +1,7 @@
 // What stands in for libraries: OpenMP on plain threads, and memory that runs out.
 #include <omp.h>
 
-#include "mxnet.h"
+#include "driver.h"
 
 // ---- memory ----------------------------------------------------------------------------------------------------
 
@@ -28,14 +28,12 @@ bool allocation_has_failed() { return left <= 0; }
 
 }  // namespace driver
 
+// Those of arrays call these. Where the second were inlined, g++ would warn that it frees what `new` has made.
 void* operator new(size_t size) { return driver::allocate(size); }
-void* operator new[](size_t size) { return driver::allocate(size); }
 // Who asks for this one goes on without, as std::stable_sort does.
 void* operator new(size_t size, const std::nothrow_t&) noexcept { return std::malloc(size); }
-void operator delete(void* made) noexcept { std::free(made); }
-void operator delete[](void* made) noexcept { std::free(made); }
-void operator delete(void* made, size_t) noexcept { std::free(made); }
-void operator delete[](void* made, size_t) noexcept { std::free(made); }
+__attribute__((noinline)) void operator delete(void* made) noexcept { std::free(made); }
+__attribute__((noinline)) void operator delete(void* made, size_t) noexcept { std::free(made); }
 
 // ---- OpenMP, of which the core needs no more than `parallel for` with a static schedule ------------------------
 // ThreadSanitizer does not know the barriers of libgomp, which would all be findings.
@@ -46,9 +44,7 @@ constexpr int kProcessors = 16;  // enough for several threads to each of a few 
 thread_local int number = 0, team = 1;
 
 void run_as(int own_number, int own_team, void (*body)(void*), void* data) {
-    const int outer_number = number, outer_team = team;
-    number = own_number;
-    team = own_team;
+    const int outer_number = std::exchange(number, own_number), outer_team = std::exchange(team, own_team);
     body(data);
     number = outer_number;
     team = outer_team;

@@ -1,6 +1,5 @@
 #include "step.h"
 
-#include "core.h"
 #include "meeting/registry.h"
 
 namespace driver {
@@ -62,26 +61,17 @@ Layer::Layer(Random& random, const Spec& spec, const std::string& name)
     }
     if (spec.exchange != nullptr) set_exchange(spec.exchange);
     place(spec.contexts);
-    for (int node = 0; node < kNodes; ++node) graph_[node] = property(node);
 }
 
-std::shared_ptr<Callbacks> Layer::property(int node) const {
-    const auto kept = graph_.find(node);
-    if (kept != graph_.end()) return kept->second;
-    return make_property({{"layer", kProcess + std::to_string(id)},
-                          {"node", std::to_string(node)},
-                          {"axis", spec.channels_last ? "-1" : "1"},
-                          {"eps", "1e-5"},
-                          {"momentum", "0.9"},
-                          {"fix_gamma", spec.fix_gamma ? "1" : "0"},
-                          {"use_global_stats", "0"},
-                          {"unbiased", "0"},
-                          {"masks", "0"},
-                          {"fuses", "0"},
-                          {"on_cpus", "1"},
-                          {"slope", std::to_string(spec.slope)},
-                          {"ceiling", "inf"},
-                          {"adds", spec.adds ? "1" : "0"}});
+syncbn::NodePtr Layer::node(int number) const {
+    syncbn::Node node;
+    node.layer = syncbn::registry().find(id);
+    node.activation = {static_cast<syncbn::Activation::Kind>(spec.slope != 1), spec.slope};
+    node.adds = spec.adds;
+    node.number = number;
+    node.fix_gamma = spec.fix_gamma;
+    node.list_roles();
+    return std::make_shared<const syncbn::Node>(std::move(node));
 }
 
 void Layer::place(int contexts, const char* misplaced) const {
@@ -160,87 +150,71 @@ void Replica::become(Random& random, Type type, int new_channels) {
 }
 
 // MXNet runs the operators that write the same running statistics one after the other.
-void Replica::push(Engine& engine, int callback, std::vector<ArrayP> arrays, std::vector<int> reqs,
-                   Outcome& outcome) const {
-    arrays.insert(arrays.end(), {parameters.running_mean, parameters.running_var});
-    engine.push(parameters.running_mean.get(), [=, &outcome, state = state_, training = training] {
-        ++(callback == kForward ? figures.forwards : figures.backwards);
-        std::vector<void*> handles;
-        for (const ArrayP& array : arrays) handles.push_back(new_handle(array));
-        std::vector<int> tags(handles.size());
+void Replica::push(Engine& engine, bool backward, Given given, Outcome& outcome) const {
+    const std::pair<syncbn::Role, ArrayP> inputs[] = {{syncbn::kX, x},
+                                                      {syncbn::kGamma, parameters.gamma},
+                                                      {syncbn::kBeta, parameters.beta},
+                                                      {syncbn::kAddend, addend},
+                                                      {syncbn::kRunningMean, parameters.running_mean},
+                                                      {syncbn::kRunningVar, parameters.running_var}};
+    for (const auto& [role, array] : inputs) given.emplace(role, std::pair{array, syncbn::kNull});
+    engine.push(parameters.running_mean.get(), [=, &outcome, call = call_, training = training] {
+        syncbn::Arrays arrays;
+        for (const auto& [role, of] : given) {
+            arrays.of[role].handle = of.first.get();
+            arrays.requests[role] = of.second;
+        }
+        const auto in_core = [&](const auto& half) {
+            const Within core(true);
+            return half();
+        };
+        const auto end = [&] { in_core([&] { return call->end(), true; }); };
         try {
-            state->call(callback, static_cast<int>(handles.size()), handles.data(), tags.data(), reqs.data(),
-                        static_cast<int>(training));
-        } catch (const dmlc::Error& error) {
+            if (in_core([&] { return call->begin(backward, arrays, training); }))
+                end();
+            else
+                std::async(std::launch::async, end).get();  // the rest waits, which no thread of the engine may do
+        } catch (const std::exception& error) {
             ++figures.failures;
-            outcome.error = error.what();
+            try {
+                std::rethrow_exception(call->end_step(error));
+            } catch (const std::exception& told) {
+                outcome.error = told.what();
+            }
         }
         outcome.ended = true;
     });
 }
 
 void Replica::issue_forward(Engine& engine) {
-    inputs_ = {x, parameters.gamma, parameters.beta};
-    if (addend) inputs_.push_back(addend);
-    set_training(training);
     try {
-        property_ = layer.property(node);
-        // Of [inputs][output][running statistics]. MXNet knows the data's, and asks for the others.
-        std::vector<int> extents{static_cast<int>(samples), static_cast<int>(channels), static_cast<int>(height)};
-        if (layer.spec.channels_last) std::swap(extents[1], extents[2]);
-        const size_t count = inputs_.size() + 3;
-        std::vector<int> types(count, -1), dims(count, 0);
-        std::vector<int*> shapes(count, extents.data());
-        types[0] = static_cast<int>(x->type);
-        dims[0] = 3;
-        property_->call(kInferShape, static_cast<int>(count), dims.data(), shapes.data());
-        property_->call(kInferType, static_cast<int>(count), types.data());
-        expect(dims[1] == 1 && *shapes[1] == channels && types[1] == static_cast<int>(parameters.gamma->type),
-               "the shape and type of parameters follow from those of the data");
-        std::vector<int> places(1 + inputs_.size() + 1);
-        std::iota(places.begin(), places.end(), 0);
-        const int *dy = places.data(), *inputs = dy + 1, *outputs = inputs + inputs_.size();
-        int size = 0, *needed = nullptr;
-        property_->call(kBackwardDependency, dy, inputs, outputs, &size, &needed);
-        needed_.assign(needed, needed + size);
-        if (!state_) {
-            const auto made = std::make_shared<Callbacks>();
-            std::vector<std::vector<unsigned>> given;
-            std::vector<unsigned*> starts;
-            const auto without_output = [&](auto& of) { of.erase(of.begin() + static_cast<int>(inputs_.size())); };
-            for (size_t i = 0; i < count; ++i) given.emplace_back(shapes[i], shapes[i] + dims[i]);
-            for (auto& shape : given) starts.push_back(shape.data());
-            for (auto* of : {&dims, &types}) without_output(*of);
-            without_output(starts);
-            const int *all_dims = dims.data(), *all_types = types.data();
-            property_->call(kCreate, context.c_str(), static_cast<int>(starts.size()), starts.data(), all_dims,
-                            all_types, &made->list);
-            state_ = made;
-        } else if (training) {
-            const size_t id = static_cast<size_t>(layer.id), number = static_cast<size_t>(node);
+        const Within core(true);
+        const size_t id = static_cast<size_t>(layer.id), number = static_cast<size_t>(node);
+        if (call_ && training) {
             syncbn_begin_graph(context.c_str(), {1, &id}, {1, &number}, {0, nullptr}, false);
             syncbn_end_graph({0, nullptr});
+        } else if (!call_) {
+            syncbn::Shape shape{samples, channels, height};
+            if (layer.spec.channels_last) shape = {samples * height, channels, 1};
+            call_ = syncbn::host_call(layer.node(node), context, {x->type, shape, samples, {}, {}});
+            if (training) call_->issue();
         }
-        y = make_array(x->type, x->size, kBefore);
-        std::vector<ArrayP> arrays = inputs_;
-        arrays.push_back(y);
-        push(engine, kForward, arrays, {req}, forward);
-    } catch (const dmlc::Error& error) {
+    } catch (const std::exception& error) {
         ++figures.failures;
         forward.error = error.what();
         differentiated = false;
+        return;
     }
-    set_training(false);
+    y = make_array(x->type, x->size, kBefore);
+    push(engine, false, {{syncbn::kY, {y, req}}}, forward);
 }
 
 void Replica::issue_backward(Engine& engine, Backward& backward) {
-    std::vector<ArrayP> given{backward.dy};
-    given.insert(given.end(), inputs_.begin(), inputs_.end());
-    given.push_back(y);
-    std::vector<ArrayP> arrays(given.size());
-    for (int place : needed_) arrays[place] = given[place];
-    arrays.insert(arrays.end(), backward.gradients.begin(), backward.gradients.end());
-    push(engine, kBackward, arrays, backward.reqs, backward.outcome);
+    Given given{{syncbn::kDy, {backward.dy, syncbn::kNull}}, {syncbn::kY, {y, syncbn::kNull}}};
+    const syncbn::Role written[] = {syncbn::kDx, syncbn::kDgamma, syncbn::kDbeta, syncbn::kDaddend};
+    for (size_t i = 0; i < backward.gradients.size(); ++i)
+        given[written[i]] = {backward.gradients[i], backward.reqs[i]};
+    push(engine, true, given, backward.outcome);
 }
 
 void Replica::repeat(Random& random, const Replica& earlier) {
@@ -248,14 +222,8 @@ void Replica::repeat(Random& random, const Replica& earlier) {
     parameters = earlier.parameters;
     samples = earlier.samples;
     height = earlier.height;
-    state_ = earlier.state_;
+    call_ = earlier.call_;
     fill(random, x->type, backwards.size());
-}
-
-void Replica::let_go() {
-    property_.reset();
-    state_.reset();
-    inputs_.clear();
 }
 
 // ---- steps -----------------------------------------------------------------------------------------------------

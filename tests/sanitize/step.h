@@ -1,16 +1,14 @@
-// A training step: calls of layers by all of their replicas, and the backwards, as layer.py and op.py have them.
+// A training step: calls of layers by all of their replicas, and the backwards. How calls come from MXNet is left out:
+// they begin and end as native/calls.cc has it.
 #pragma once
 
-#include "exchange.h"
-#include "mxnet.h"
+#include "engine.h"
 #include "operator/call.h"
-#include "random.h"
 
 namespace driver {
 
 using syncbn::Mode;
 
-constexpr double kPatience = 100;       // seconds: more than any right step takes under a sanitizer
 constexpr int kEager = -1, kNodes = 2;  // of each layer in a graph
 constexpr uint64_t kSeed = 20;          // of the permutations
 
@@ -41,8 +39,7 @@ class Layer {
     ~Layer() { drop(); }
     Layer(const Layer&) = delete;
 
-    // An eager call has a property of its own, a node of a graph shares one with all contexts and steps.
-    std::shared_ptr<Callbacks> property(int node) const;
+    syncbn::NodePtr node(int number) const;
     // As the parameters' contexts say.
     void place(int contexts, const char* misplaced = "") const;
     void set_timeout(double seconds) const;
@@ -59,7 +56,6 @@ class Layer {
 
   private:
     mutable std::atomic<bool> replaced_{false};
-    std::map<int, std::shared_ptr<Callbacks>> graph_;
 };
 
 // How a callback ended. Belongs to the engine until that has nothing left to do.
@@ -92,13 +88,13 @@ class Replica {
   public:
     Replica(Random& random, const Layer& layer, size_t context, int node, const Manner& manner, int height);
 
-    // On the thread that issues the call. An error of the operator's creation is the forward's outcome.
+    // On the thread that issues the call. If that fails, it is the forward's outcome.
     void issue_forward(Engine& engine);
     void issue_backward(Engine& engine, Backward& backward);
-    // Executes the state of an earlier call again, on data of the same shape (`static_shape`).
+    // Executes the call of an earlier one again, on data of the same shape (`static_shape`).
     void repeat(Random& random, const Replica& earlier);
-    // What is in flight alone holds on to the state, and may well delete it.
-    void let_go();
+    // What is in flight alone holds on to the call, and may well delete it.
+    void let_go() { call_.reset(); }
     // Data of another type or with other channels than the layer's, and parameters of its own that go with it.
     void become(Random& random, Type type, int channels);
 
@@ -115,13 +111,13 @@ class Replica {
     bool called = true, differentiated = true;  // whether the script gets as far
 
   private:
+    using Given = std::map<syncbn::Role, std::pair<ArrayP, int>>;  // an array, and how it is written
+
     // Random numbers, [samples, channels, height], or with the channels last [samples, height, channels].
     void fill(Random& random, Type type, size_t backwards);
-    void push(Engine& engine, int callback, std::vector<ArrayP> arrays, std::vector<int> reqs, Outcome& outcome) const;
+    void push(Engine& engine, bool backward, Given given, Outcome& outcome) const;
 
-    std::shared_ptr<Callbacks> property_, state_;  // the recorded graph holds on to both
-    std::vector<ArrayP> inputs_;                   // of the forward that was issued
-    std::vector<int> needed_;                      // by the backward, of [gradient of the output][inputs][output]
+    std::shared_ptr<syncbn::Call> call_;  // the recorded graph holds on to it
 };
 
 // A kind of run, as it is under way.
@@ -129,8 +125,8 @@ struct Run {
     Engine engine;
     Random random;
     const double end;
-    Run(uint64_t seed, double seconds) : random(seed), end(now() + seconds) {}
-    bool goes_on() const { return now() < end; }
+    Run(uint64_t seed, double seconds) : random(seed), end(syncbn::seconds() + seconds) {}
+    bool goes_on() const { return syncbn::seconds() < end; }
 };
 
 class Step {
@@ -139,7 +135,7 @@ class Step {
 
     Step(Run& run, const std::vector<Layer*>& layers, const Manner& manner);
 
-    // Executes the states of an earlier step again.
+    // Executes the calls of an earlier step again.
     void repeat(const Step& earlier);
     // Returns as soon as all is issued; the step has to stay until the engine has nothing left to do.
     void issue();
@@ -168,5 +164,32 @@ void check_values(const ArrayP& got, int req, bool failed);
 void check_running_statistics(const Layer& layer);
 // A step by itself, from which everything is right again.
 void right_step(Run& run, Layer& layer);
+
+// ---- the kinds of run: each goes on for its seconds, or for one round where that takes longer --------------------
+
+// One or two layers beside each other, several steps in flight, every result checked.
+void healthy(Run& run);
+// The same with calls that are executed again and again.
+void repeated(Run& run);
+// Layers that Python lets go while their steps are in flight.
+void dropping(Run& run);
+// A step in which something is wrong, and a right one after it.
+void failing(Run& run);
+// A step in which an allocation of the core fails, and a right one after it.
+void starving(Run& run);
+// Settings that change in other threads and make no difference to results.
+void changing(Run& run);
+// Settings that change in other threads and pull the rug from under a step: it ends somehow, and one after it is right.
+void disturbed(Run& run);
+// Handlers of SIGINT that are installed anew while replicas wait, and signals that come.
+void waiting(Run& run);
+// Replicas that wait for one that never comes, until Ctrl-C, the end of the process, a fork or a failure ends that.
+void ended(Run& run);
+// A call that is repeated, and that does not come, until time is up or the step fails.
+void recalling(Run& run);
+// Long sums between ranks, which are threads here: rounds and arrays come in an order of each rank's own.
+void summing(Run& run);
+// The end of the process. Nothing can run after it.
+void closing(Run& run);
 
 }  // namespace driver

@@ -1,8 +1,6 @@
 #include "../support/threads_mpi.h"
 #include "exchange/processes.h"
-#include "figures.h"
-#include "random.h"
-#include "runs.h"
+#include "step.h"
 
 namespace driver {
 namespace {

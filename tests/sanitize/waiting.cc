@@ -2,8 +2,7 @@
 
 #include <csignal>
 
-#include "core.h"
-#include "runs.h"
+#include "step.h"
 
 namespace driver {
 namespace {
@@ -14,8 +13,6 @@ std::atomic<long> taken{0};
 std::atomic<const struct sigaction*> beneath{nullptr};
 
 void plain(int) { ++taken; }
-
-void with_information(int, siginfo_t*, void*) { ++taken; }
 
 // Calls what was there before it: the core's handler, perhaps.
 void chaining(int signal, siginfo_t* information, void* context) {
@@ -35,15 +32,15 @@ struct sigaction current_handler() {
 
 template <typename Condition>
 void until(const Condition& condition, const char* what) {
-    const double begin = now();
-    while (!condition() && now() < begin + kPatience) continue;
+    const double end = syncbn::seconds() + kPatience;
+    while (!condition() && syncbn::seconds() < end) continue;
     expect(condition(), what);
 }
 
 // As long as it lives, SIGINT does not end the process. Somebody has to wait in the core while one of these works.
 class Interrupts {
   public:
-    enum Handler { kPlain, kWithInformation, kChaining };
+    enum Handler { kPlain, kChaining };
 
     Interrupts() : before_(current_handler()) { set(kPlain); }  // whatever chains has something beneath
     ~Interrupts() { sigaction(SIGINT, &before_, nullptr); }
@@ -71,7 +68,7 @@ class Interrupts {
             handler.sa_handler = plain;
         } else {
             handler.sa_flags = SA_SIGINFO;
-            handler.sa_sigaction = which == kChaining ? chaining : with_information;
+            handler.sa_sigaction = chaining;
         }
         sigaction(SIGINT, &handler, nullptr);
         return handler;
@@ -117,8 +114,7 @@ void waiting(Run& run) {
     do {
         std::deque<Wait> waits;
         for (int i = 0; i < 3; ++i) waits.emplace_back(run);
-        for (auto handler :
-             {Interrupts::kChaining, Interrupts::kPlain, Interrupts::kWithInformation, Interrupts::kChaining}) {
+        for (auto handler : {Interrupts::kChaining, Interrupts::kPlain, Interrupts::kChaining}) {
             interrupts.install(handler);
             interrupts.send();
         }
@@ -153,9 +149,7 @@ void ended(Run& run) {
             end.happens();
             run.engine.wait_for_all();
             wait.step.each([&](Replica& replica) {
-                const std::string& error = replica.forward.error;
-                expect(&replica == &wait.missing || contains(error, end.reason),
-                       "'" + error + "' says '" + end.reason + "'");
+                if (&replica != &wait.missing) expect_reason(replica.forward.error, end.reason);
             });
             ++figures.steps;
             syncbn_forking(0);
@@ -176,13 +170,12 @@ void recalling(Run& run) {
             const syncbn::Memo memo;
             syncbn::Wait wait(0.2, "recalling", "it does not come", "Do something.");
             end.happens();
-            std::string error;
             try {
                 memo.result(wait);
+                expect(false, "a call that does not come is an error");
             } catch (const syncbn::Failure& failure) {
-                error = failure.what();
+                expect_reason(failure.what(), end.reason);
             }
-            expect(contains(error, end.reason), "'" + error + "' says '" + end.reason + "'");
             syncbn_reset();
         }
     } while (run.goes_on());
@@ -196,10 +189,8 @@ void closing(Run& run) {
         if (i == 1) syncbn_close();
     }
     run.engine.wait_for_all();
-    steps.back().each([](Replica& replica) {
-        const std::string& error = replica.forward.error;
-        expect(contains(error, "the process has run its exit handlers"), "'" + error + "' says that the process ends");
-    });
+    steps.back().each(
+        [](Replica& replica) { expect_reason(replica.forward.error, "the process has run its exit handlers"); });
 }
 
 }  // namespace driver
