@@ -1,9 +1,6 @@
-#include "copies.h"
+#include "emulator.h"
 
 #include <cstring>
-
-#include "device.h"
-#include "memory.h"
 
 namespace emulator {
 namespace {
@@ -67,19 +64,6 @@ Status compute(const StreamPointer& stream, const std::string& name, const std::
 
 Status fill(void* to, int value, size_t size, const StreamPointer& stream) {
     return compute(stream, "memset", {}, {to, size}, [=] { std::memset(to, value, size); });
-}
-
-Status add(double* to, const std::vector<const double*>& from, size_t size, const StreamPointer& stream) {
-    count(device_of(*stream), kLaunches);
-    std::vector<Bytes> reads;
-    for (const double* one : from) reads.push_back({one, size * sizeof(double)});
-    return compute(stream, "sum", reads, {to, size * sizeof(double)}, [=] {
-        for (size_t i = 0; i < size; ++i) {
-            double sum = from[0][i];
-            for (size_t j = 1; j < from.size(); ++j) sum += from[j][i];
-            to[i] = sum;
-        }
-    });
 }
 
 }  // namespace emulator

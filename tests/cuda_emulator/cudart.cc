@@ -2,16 +2,8 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
-#include <map>
-#include <mutex>
-#include <string>
-#include <vector>
 
-#include "copies.h"
-#include "device.h"
-#include "launch.h"
-#include "memory.h"
-#include "streams.h"
+#include "emulator.h"
 
 using namespace emulator;
 
@@ -72,6 +64,20 @@ struct Matrix {  // mshadow's Plan of a Tensor; that of a sum holds those of its
     double* data;
     int stride;
 };
+// `to` may be one of the parts.
+Status add(double* to, const Matrix* parts, size_t count, size_t size, const StreamPointer& stream) {
+    emulator::count(device_of(*stream), kLaunches);
+    const std::vector<Matrix> from(parts, parts + count);
+    std::vector<Bytes> reads;
+    for (const Matrix& one : from) reads.push_back({one.data, size * sizeof(double)});
+    return compute(stream, "sum", reads, {to, size * sizeof(double)}, [=] {
+        for (size_t i = 0; i < size; ++i) {
+            double sum = from[0].data[i];
+            for (size_t j = 1; j < count; ++j) sum += from[j].data[i];
+            to[i] = sum;
+        }
+    });
+}
 
 }  // namespace
 
@@ -80,7 +86,7 @@ extern "C" {
 // ---- devices -------------------------------------------------------------------------------------------------
 
 Status cudaGetDeviceCount(int* count) {
-    *count = device_count();
+    *count = kDevices;
     return kSuccess;
 }
 Status cudaGetDevice(int* device) {
@@ -128,11 +134,11 @@ Status cudaFree(void* pointer) {
 }
 Status cudaHostAlloc(void** out, size_t size, unsigned) { return answer(allocate(kPinnedHost, size, out)); }
 Status cudaFreeHost(void* pointer) {
-    for (int device = 0; device < device_count(); ++device) synchronize_device(device);
+    for (int device = 0; device < kDevices; ++device) synchronize_device(device);
     return answer(release(pointer, true));
 }
 Status cudaMemGetInfo(size_t* free, size_t* total) {
-    *total = memory_per_device();
+    *total = kMemoryOfDevice;
     *free = *total - bytes_in_use(current_device);
     return kSuccess;
 }
@@ -197,11 +203,8 @@ Status cudaLaunchKernel(const void* host, Dimensions, Dimensions, void** argumen
             fill(*static_cast<void**>(arguments[1]), 0, size * *static_cast<int*>(arguments[0]), find_stream(stream)));
     if (const size_t count = summands(name)) {  // (Matrix to, int, int shape[2], Matrix from[count]), without gaps
         const int* const shape = static_cast<int*>(arguments[2]);
-        const Matrix* const matrices = static_cast<Matrix*>(arguments[3]);
-        std::vector<const double*> from;
-        for (size_t i = 0; i < count; ++i) from.push_back(matrices[i].data);
-        return answer(add(static_cast<Matrix*>(arguments[0])->data, from, static_cast<size_t>(shape[0]) * shape[1],
-                          find_stream(stream)));
+        return answer(add(static_cast<Matrix*>(arguments[0])->data, static_cast<Matrix*>(arguments[3]), count,
+                          static_cast<size_t>(shape[0]) * shape[1], find_stream(stream)));
     }
     report(-1, kNoKernelImage, "MXNet's own kernel cannot run here: " + name.substr(0, 300));
     return answer(kNoKernelImage);

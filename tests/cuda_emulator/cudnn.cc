@@ -2,10 +2,8 @@
 // holds. The algorithm is always the first, and needs no workspace.
 #include <array>
 #include <cstdint>
-#include <vector>
 
-#include "copies.h"
-#include "device.h"
+#include "emulator.h"
 
 using namespace emulator;
 

@@ -1,4 +1,4 @@
-#include "device.h"
+#include "emulator.h"
 
 #include <atomic>
 #include <cstdio>
@@ -7,7 +7,7 @@
 namespace emulator {
 namespace {
 
-std::atomic<long long> counts[kMaxDevices][kCounted];
+std::atomic<long long> counts[kDevices][kCounted];
 
 }  // namespace
 
@@ -30,6 +30,7 @@ void count(int device, Counted what) {
 
 }  // namespace emulator
 
+// `out` has room for all of them, in the order of `Counted`, of one device since the last reset.
 extern "C" void cuda_emulator_counts(int device, long long* out) {
     for (int what = 0; what < emulator::kCounted; ++what) out[what] = emulator::counts[device][what];
 }

@@ -1,52 +1,47 @@
 // The driver API: modules and launches, and what a test needs that uses no MXNet.
 #include <dlfcn.h>
-#include <unistd.h>
 
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <functional>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <string>
 #include <tuple>
 #include <utility>
-#include <vector>
 
-#include "copies.h"
-#include "device.h"
-#include "launch.h"
-#include "memory.h"
-#include "streams.h"
+#include "emulator.h"
 
 using namespace emulator;
 
 namespace {
 
-struct Function;
 struct Module {
     int device;
-    std::string library;
-    void* handle;
-    std::map<std::string, std::unique_ptr<Function>> functions;
+    const Kernel* kernels;
 };
 struct Function {
-    Module* module;
-    const EmulatedKernel* kernel;
-    std::string name;
+    int device;
+    const Kernel* kernel;
 };
 
-// The values behind a launch's parameters, which the caller may change as soon as the launch is enqueued.
-struct Arguments {
-    std::vector<std::unique_ptr<char[]>> values;  // operator new[] aligns for any fundamental type
-    std::vector<void*> pointers;
-};
+// The values of a launch's parameters, which the caller may change as soon as the launch is enqueued.
+using Values = std::vector<std::unique_ptr<char[]>>;  // operator new[] aligns for any fundamental type
 
-std::mutex& modules = *new std::mutex;
+// Why a parameter holds an address that is not for this device; empty if none does.
+std::string problem(const Kernel& kernel, const Values& values, int device) {
+    for (unsigned i = 0; i < kernel.parameters; ++i)
+        for (size_t at = 0; at + sizeof(uintptr_t) <= kernel.sizes[i]; at += sizeof(uintptr_t)) {
+            uintptr_t word;
+            std::memcpy(&word, values[i].get() + at, sizeof word);
+            // No address: numbers are smaller, those of floating point larger, and the rest is padding.
+            if (word >> 44 == 0 || word >> 47 != 0 || (word & 0xffffffff) >> 16 == 0) continue;
+            const void* const pointer = reinterpret_cast<const void*>(word);
+            const std::string wrong =
+                device_of(pointer) == kPageableHost ? "host memory" : emulator::problem(pointer, 1, device);
+            if (!wrong.empty()) return wrong;
+        }
+    return "";
+}
 
 // A context is a device: this many contexts, whose addresses are their handles.
-char contexts[kMaxDevices];
+char contexts[kDevices];
 thread_local std::vector<std::pair<int, bool>> pushed;
 
 }  // namespace
@@ -59,7 +54,7 @@ Status cuDeviceGet(int* device, int ordinal) {
     return good_device(ordinal);
 }
 Status cuDeviceGetCount(int* count) {
-    *count = device_count();
+    *count = kDevices;
     return kSuccess;
 }
 Status cuDriverGetVersion(int* version) {
@@ -81,7 +76,7 @@ Status cuDevicePrimaryCtxRetain(void** context, int device) {
 }
 Status cuCtxSetCurrent(void* context) {
     const ptrdiff_t device = static_cast<char*>(context) - contexts;
-    if (device < 0 || device >= device_count()) return kInvalidContext;
+    if (device < 0 || device >= kDevices) return kInvalidContext;
     current_device = static_cast<int>(device);
     bound = true;
     return kSuccess;
@@ -153,29 +148,23 @@ Status cuModuleLoadData(Module** out, const void* image) {
     if (std::sscanf(static_cast<const char*>(image), ptx, &architecture, library) != 2) return kInvalidImage;
     // PTX runs on its architecture and on later ones.
     if (architecture > capability()) return kNoKernelImage;
+    // It stays: launches may be under way, and errors are to find their lines.
     void* const handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
     if (!handle) return report(-1, kInvalidImage, dlerror());
-    *out = new Module{current_device, library, handle, {}};
+    *out = new Module{current_device, static_cast<const Kernel*>(dlsym(handle, "emulated_kernels"))};
     return kSuccess;
 }
 Status cuModuleLoadDataEx(Module** out, const void* image, unsigned, int*, void**) {
     return cuModuleLoadData(out, image);
 }
 
-// The library stays: launches may be under way, and errors are to find their lines.
 Status cuModuleUnload(Module*) { return kSuccess; }
-
 Status cuModuleGetFunction(Function** out, Module* module, const char* name) {
     if (!bound) return kInvalidContext;
-    std::lock_guard<std::mutex> lock(modules);
-    std::unique_ptr<Function>& function = module->functions[name];
-    if (!function) {
-        const EmulatedKernel* kernel = static_cast<const EmulatedKernel*>(dlsym(module->handle, "emulated_kernels"));
-        while (kernel && kernel->name && std::strcmp(kernel->name, name) != 0) ++kernel;
-        if (!kernel || !kernel->name) return kNotFound;
-        function.reset(new Function{module, kernel, name});
-    }
-    *out = function.get();
+    const Kernel* kernel = module->kernels;
+    while (kernel->name && std::strcmp(kernel->name, name) != 0) ++kernel;
+    if (!kernel->name) return kNotFound;
+    *out = new Function{module->device, kernel};  // for good: there are few
     return kSuccess;
 }
 
@@ -187,42 +176,32 @@ Status cuLaunchKernel(Function* function, unsigned grid_x, unsigned grid_y, unsi
     if (!stream) return kInvalidHandle;
     const int device = device_of(*stream);
     if (const Status status = sticky(device)) return status;
-    const std::string& name = function->name;
-    if (function->module->device != device)
+    const Kernel& kernel = *function->kernel;
+    if (function->device != device)
         return report(device, kInvalidHandle,
                       format("kernel %s of a module loaded on device %d, launched in a stream of device %d",
-                             name.c_str(), function->module->device, device));
+                             kernel.name, function->device, device));
     const unsigned long threads = 1ul * block_x * block_y * block_z;
     if (!grid_x || !grid_y || !grid_z || grid_x > 0x7fffffff || grid_y > 65535 || grid_z > 65535 || !threads ||
-        threads > kMaxThreadsPerBlock || block_z > 64 || shared_bytes || extra)
+        threads > 1024 || block_z > 64 || shared_bytes || extra)
         return kInvalidValue;
-    const EmulatedKernel* const kernel = function->kernel;
-    auto arguments = std::make_shared<Arguments>();
-    for (unsigned i = 0; i < kernel->parameters; ++i) {
-        arguments->values.emplace_back(new char[kernel->sizes[i]]);
-        std::memcpy(arguments->values[i].get(), parameters[i], kernel->sizes[i]);
-        arguments->pointers.push_back(arguments->values[i].get());
+    auto values = std::make_shared<Values>();
+    for (unsigned i = 0; i < kernel.parameters; ++i) {
+        values->emplace_back(new char[kernel.sizes[i]]);
+        std::memcpy(values->back().get(), parameters[i], kernel.sizes[i]);
     }
-    const Launch launch{
-        kernel, name, {grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, device, arguments->pointers.data()};
     count(device, kLaunches);
-    enqueue(stream, [launch, arguments] {
-        const EmulatedKernel& kernel = *launch.kernel;
-        for (unsigned i = 0; i < kernel.parameters; ++i)
-            for (size_t at = 0; at + sizeof(uintptr_t) <= kernel.sizes[i]; at += sizeof(uintptr_t)) {
-                uintptr_t word;
-                std::memcpy(&word, arguments->values[i].get() + at, sizeof word);
-                // No address: numbers are smaller, those of floating point larger, and the rest is padding.
-                if (word >> 44 == 0 || word >> 47 != 0 || (word & 0xffffffff) >> 16 == 0) continue;
-                const void* const pointer = reinterpret_cast<const void*>(word);
-                const std::string wrong =
-                    device_of(pointer) == kPageableHost ? "host memory" : problem(pointer, 1, launch.device);
-                if (wrong.empty()) continue;
-                report(launch.device, kIllegalAddress, "kernel " + launch.name + ", an argument: " + wrong);
-                return;
-            }
-        run(launch);
-    });
+    enqueue(stream,
+            [=, grid = Dimensions{grid_x, grid_y, grid_z}, block = Dimensions{block_x, block_y, block_z}, &kernel] {
+                const std::string wrong = problem(kernel, *values, device);
+                if (!wrong.empty()) {
+                    report(device, kIllegalAddress, std::string("kernel ") + kernel.name + ", an argument: " + wrong);
+                    return;
+                }
+                std::vector<void*> arguments;
+                for (const auto& value : *values) arguments.push_back(value.get());
+                run({&kernel, grid, block, device, arguments.data()});
+            });
     return kSuccess;
 }
 }

@@ -1,42 +1,13 @@
-#include "errors.h"
+#include "emulator.h"
 
 #include <unistd.h>
 
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
-#include <map>
-#include <mutex>
-#include <vector>
 
 namespace emulator {
 namespace {
-
-struct Entry {
-    Status status;
-    const char* text;
-};
-constexpr Entry kEntries[] = {
-    {kSuccess, "no error"},
-    {kInvalidValue, "invalid argument"},
-    {kOutOfMemory, "out of memory"},
-    {kInvalidDevice, "invalid device ordinal"},
-    {kInvalidImage, "device kernel image is invalid"},
-    {kInvalidContext, "invalid device context"},
-    {kNoKernelImage, "no kernel image is available for execution on the device"},
-    {kInvalidHandle, "invalid resource handle"},
-    {kNotFound, "named symbol not found"},
-    {kNotReady, "device not ready"},
-    {kIllegalAddress, "an illegal memory access was encountered"},
-    {kMisalignedAddress, "misaligned address"},
-    {kLaunchFailure, "unspecified launch failure"},
-};
-const Entry& entry(Status status) {
-    for (const Entry& known : kEntries)
-        if (known.status == status) return known;
-    static constexpr Entry kUnknown = {kSuccess, "unknown error"};
-    return kUnknown;
-}
 
 // Never destroyed: threads of streams may still run while the process ends.
 struct Errors {
@@ -66,7 +37,24 @@ struct AtExit {
 
 }  // namespace
 
-const char* status_text(Status status) { return entry(status).text; }
+const char* status_text(Status status) {
+    static const std::map<Status, const char*> texts = {
+        {kSuccess, "no error"},
+        {kInvalidValue, "invalid argument"},
+        {kOutOfMemory, "out of memory"},
+        {kInvalidDevice, "invalid device ordinal"},
+        {kInvalidImage, "device kernel image is invalid"},
+        {kInvalidContext, "invalid device context"},
+        {kNoKernelImage, "no kernel image is available for execution on the device"},
+        {kInvalidHandle, "invalid resource handle"},
+        {kNotFound, "named symbol not found"},
+        {kNotReady, "device not ready"},
+        {kIllegalAddress, "an illegal memory access was encountered"},
+        {kMisalignedAddress, "misaligned address"},
+        {kLaunchFailure, "unspecified launch failure"},
+    };
+    return texts.at(status);
+}
 
 Status report(int device, Status status, const std::string& text) {
     std::lock_guard<std::mutex> lock(errors.mutex);
@@ -96,13 +84,9 @@ std::string format(const char* pattern, ...) {
     return text;
 }
 
-long setting(const char* name, long otherwise) {
-    const char* text = std::getenv(name);
-    return text && *text ? std::strtol(text, nullptr, 10) : otherwise;
-}
-
 }  // namespace emulator
 
+// The number of errors since the last reset; their text, one per line, into `text`. They count as read.
 extern "C" int cuda_emulator_errors(char* text, size_t size) {
     using emulator::errors;
     std::lock_guard<std::mutex> lock(errors.mutex);

@@ -1,4 +1,4 @@
-#include "launch.h"
+#include "emulator.h"
 
 #include <setjmp.h>
 #include <signal.h>
@@ -7,9 +7,7 @@
 
 #include <cstdio>
 #include <cstdlib>
-#include <map>
 #include <utility>
-#include <vector>
 
 namespace emulator {
 namespace {
@@ -53,8 +51,8 @@ Dimensions position(const Dimensions& size, unsigned index) {
     Block* const block = running_block;
     const ThreadIndex& at = block->running->index;
     report(block->launch->device, status,
-           "kernel " + block->launch->name + ", block " + triple(at.block) + ", thread " + triple(at.thread) + ": " +
-               text);
+           "kernel " + std::string(block->launch->kernel->name) + ", block " + triple(at.block) + ", thread " +
+               triple(at.thread) + ": " + text);
     block->failed = true;
     _longjmp(block->scheduler, 1);
 }
@@ -138,9 +136,9 @@ void run_block(Block* block, unsigned number) {
             block->at_barrier = 0;
             for (unsigned i = 0; i < block->size; ++i) block->threads[i]->state = kReady;
         } else if (block->at_barrier > 0) {
-            report(
-                launch.device, kLaunchFailure,
-                "kernel " + launch.name + ", block " + triple(block->running->index.block) + ": " + deadlock(*block));
+            report(launch.device, kLaunchFailure,
+                   "kernel " + std::string(launch.kernel->name) + ", block " + triple(block->running->index.block) +
+                       ": " + deadlock(*block));
             block->failed = true;
             return;
         }

@@ -1,4 +1,4 @@
-#include "memory.h"
+#include "emulator.h"
 
 #include <sys/mman.h>
 
@@ -6,17 +6,13 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <map>
-#include <mutex>
-
-#include "device.h"
 
 namespace emulator {
 namespace {
 
 constexpr size_t kPage = 4096, kAlignment = 16;
 constexpr size_t kSpan = size_t(1) << 40;  // of addresses per device; address space costs nothing
-constexpr int kSpans = kMaxDevices + 1;    // the last one is pinned host memory
+constexpr int kSpans = kDevices + 1;       // the last one is pinned host memory
 
 // A NaN in float16, float32 and float64, a huge index as an integer: a result made from it is seen.
 constexpr unsigned char kPoison = 0xff;
@@ -45,7 +41,7 @@ struct Arena {
 Arena& arena = *new Arena;  // never destroyed: the threads of streams outlive main()
 
 size_t rounded(size_t size, size_t unit) { return (size + unit - 1) / unit * unit; }
-int span_of(int device) { return device == kPinnedHost ? kMaxDevices : device; }
+int span_of(int device) { return device == kPinnedHost ? kDevices : device; }
 
 }  // namespace
 
@@ -54,7 +50,7 @@ Status allocate(int device, size_t size, void** out) {
     const size_t length = rounded(size + 1, kPage);  // at least one byte, for an address of its own
     std::lock_guard<std::mutex> lock(arena.mutex);
     *out = nullptr;
-    if (device != kPinnedHost && arena.in_use[span] + size > memory_per_device()) return kOutOfMemory;
+    if (device != kPinnedHost && arena.in_use[span] + size > kMemoryOfDevice) return kOutOfMemory;
     if (arena.next[span] + length + kPage > kSpan)
         return report(-1, kOutOfMemory, "the emulator has used up its addresses: it hands out none twice");
     char* const pages = arena.data + span * kSpan + arena.next[span];
@@ -89,7 +85,7 @@ int device_of(const void* pointer) {
     const size_t offset = reinterpret_cast<uintptr_t>(pointer) - reinterpret_cast<uintptr_t>(arena.data);
     if (offset >= kSpans * kSpan) return kPageableHost;
     const int span = static_cast<int>(offset / kSpan);
-    return span == kMaxDevices ? kPinnedHost : span;
+    return span == kDevices ? kPinnedHost : span;
 }
 
 size_t bytes_in_use(int device) {

@@ -6,16 +6,9 @@
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <string>
 #include <thread>
-#include <vector>
 
-#include "device.h"
-#include "memory.h"
-#include "streams.h"
+#include "emulator.h"
 
 using namespace emulator;
 
@@ -48,7 +41,8 @@ using Communicator = std::shared_ptr<Rank>;
 
 // On the thread of a stream: the collective with this number.
 void gather(Rank& self, uint64_t number, const void* from, void* to, size_t bytes) {
-    const long seconds = setting("CUDA_EMULATOR_TIMEOUT", 30);
+    const char* const limit = std::getenv("CUDA_EMULATOR_TIMEOUT");
+    const long seconds = limit ? std::atol(limit) : 30;
     const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(seconds);
     Meeting& meeting = *self.meeting;
     std::unique_lock<std::mutex> lock(meeting.mutex);

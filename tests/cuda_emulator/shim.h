@@ -81,7 +81,7 @@ inline bool isfinite(T x) {
     return __builtin_isfinite(x);
 }
 
-// ---- what the emulator needs to know of a kernel, see EmulatedKernel in launch.h -----------------------------------
+// ---- what the emulator needs to know of a kernel, see `Kernel` in emulator.h -----------------------------------
 
 struct EmulatedKernel {
     const char* name;

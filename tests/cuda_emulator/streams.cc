@@ -1,14 +1,9 @@
-#include "streams.h"
+#include "emulator.h"
 
 #include <chrono>
 #include <condition_variable>
 #include <deque>
-#include <map>
-#include <mutex>
 #include <thread>
-#include <vector>
-
-#include "device.h"
 
 namespace emulator {
 
@@ -47,7 +42,7 @@ Completion last(const StreamPointer& stream) {
 struct Streams {
     std::mutex mutex;
     std::map<void*, StreamPointer> all;
-    StreamPointer of_devices[kMaxDevices];  // the default ones
+    StreamPointer of_devices[kDevices];  // the default ones
 };
 Streams& streams = *new Streams;
 

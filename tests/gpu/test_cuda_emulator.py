@@ -9,18 +9,15 @@ import os
 import re
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 from environments import ended
 
-OUT = os.environ.get("CUDA_EMULATOR")
-if not OUT:
+if "CUDA_EMULATOR" not in os.environ:
     pytest.skip("needs the emulator and the CUDA wheel: make test-gpu-emulated", allow_module_level=True)
 
-import mxnet as mx  # noqa: E402
-from devices import Device, DeviceError, errors  # noqa: E402
+from devices import Device, DeviceError, errors
 
 cuda = ctypes.CDLL("libcuda.so.1")
 cudart = ctypes.CDLL("libcudart.so.11.0")
@@ -38,11 +35,6 @@ def take_errors():
     _, text = errors()
     cuda.cuda_emulator_reset()
     return text
-
-
-def test_the_wheel_is_the_cuda_build_and_sees_four_devices():
-    assert Path(mx.__file__).parent == Path(OUT).resolve() / "mxnet"
-    assert mx.context.num_gpus() == 4
 
 
 # ---- faults of kernels -----------------------------------------------------------------------------------------
