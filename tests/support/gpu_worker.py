@@ -21,7 +21,6 @@ from mpi_worker import (
     DEVICES,
     HERE,
     OWN,
-    devices_of,
     equals_the_specification,
     kv,
     make_layer,
@@ -50,13 +49,6 @@ def leaving_another_gpu(method):
 
 
 type(kv).exchange = leaving_another_gpu(type(kv).exchange)
-
-
-def wanted(layer, batch, *, devices=None, **settings):
-    """Of this process; gradients of the parameters are those of its own replicas, which nobody adds here."""
-    want = specified(layer, batch, **settings)
-    mine = HERE if devices is None else devices
-    return want._replace(outputs=want.outputs[mine], dxs=want.dxs[mine], running_mean=[], running_var=[])
 
 
 # ---- numbers and counts ------------------------------------------------------------------------------------
@@ -107,33 +99,15 @@ def cost(layer, part, dtype, launches):
             assert {name: found[name] for name in want} == want, found
 
 
-def short_batches():
-    """In some steps some processes have fewer devices."""
-    rng = np.random.RandomState(3)
-    layer = None
-    for few in (False, True, False, True):
-        here = [1 if few else devices_of(rank) for rank in range(kv.num_workers)]
-        batch = make_batch(rng, sum(here))
-        mine = slice(sum(here[: kv.rank]), sum(here[: kv.rank + 1]))
-        part = batch._replace(shards=batch.shards[mine], heads=batch.heads[mine])
-        layer = layer or make_layer(part)
-        layer.gamma.set_data(nd.array(batch.gamma, dtype="float64"))
-        layer.beta.set_data(nd.array(batch.beta, dtype="float64"))
-        with gluon_syncbn.only_on(OWN[: here[kv.rank]]):
-            got = step(layer, part, OWN, "float64")
-        want = wanted(layer, batch, devices=mine)
-        assert_same(got._replace(dgamma=want.dgamma, dbeta=want.dbeta, running_mean=[], running_var=[]), want, 1e-10)
-    assert_sound()
-
-
 def beside_a_cpu():
     """Rank 0 is on CPUs."""
     batch = make_batch(np.random.RandomState(5), DEVICES)
     part = own(batch)
     contexts = [mx.cpu(i) for i in range(len(OWN))] if kv.rank == 0 else OWN
     layer = prepare(gluon_syncbn.SyncBatchNorm(in_channels=5, kvstore=kv), part, contexts, "float64")
-    got = summed(step(layer, part, contexts, "float64"))
-    assert_same(got._replace(running_mean=[], running_var=[]), wanted(layer, batch), 1e-10)
+    got, want = summed(step(layer, part, contexts, "float64")), specified(layer, batch)
+    want = want._replace(outputs=want.outputs[HERE], dxs=want.dxs[HERE], running_mean=[], running_var=[])
+    assert_same(got._replace(running_mean=[], running_var=[]), want, 1e-10)
 
 
 def gradients():
