@@ -642,7 +642,7 @@ struct Kernels {
         values[channel] = static_cast<V>(momentum * values[channel] + (1 - momentum) * to);
     }
 
-    // Computes the mean over the pools that the replica tracks.
+    // Computes the mean over the pools that the replica tracks, each of which has a value.
     __device__ static void track(const NormaliseArguments& with) {
         const Index channels = with.tiling.channels, length = Moments::length(channels);
         volatile Status* const status = with.status;
@@ -654,25 +654,23 @@ struct Kernels {
             }
         }
         for (Index channel = any_thread(); channel < channels; channel += all_threads()) {
-            double mean = 0, variance = 0, parts = 0;
+            double mean = 0, variance = 0;
             bool finite = true;
             for (int pool = 0; pool < with.pools; ++pool) {
                 const ChannelStatistic part = statistic(with, with.tracked, pool, channel);
-                if (part.share == 0) continue;
                 mean += part.mean;
                 variance += with.unbiased != 0 && part.share < 1 ? part.variance / (1 - part.share) : part.variance;
-                parts += 1;
                 if (with.watch == 0) continue;
                 // Each thread looks by itself: it is rarely requested, and the data is in the cache.
                 each_of(with.tracked, range_of(with.tracked, pool), [&](int slot) {
                     finite = finite && not_finite(with.gathered, slot * length, (slot + 1) * length) < 0;
                 });
             }
-            if (parts > 1) {
-                mean /= parts;
-                variance /= parts;
+            if (with.pools > 1) {
+                mean /= with.pools;
+                variance /= with.pools;
             }
-            if (with.running_mean != nullptr && parts > 0 && finite && !status->given_up) {
+            if (with.running_mean != nullptr && with.pools > 0 && finite && !status->given_up) {
                 move(with.running_mean, channel, with.momentum, mean);
                 move(with.running_var, channel, with.momentum, variance);
             }
