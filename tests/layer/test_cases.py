@@ -104,6 +104,7 @@ def test_replicas_in_threads(check, mode):
 # ---- drawn -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:The .* input to HybridBlock is not used")  # a mask of a frozen layer
 @pytest.mark.parametrize("seed", range(FIRST + DOOR, FIRST + 120, 2))
 def test_random(contexts, seed):
     case = draw(seed)

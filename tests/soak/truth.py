@@ -106,6 +106,12 @@ class Truth:
         sizes = [((np.abs(pool.mean) + np.sqrt(pool.var)) * pool.r + 1) * max(pool.n, 1) for pool in state.pools]
         return self.sums * np.max(sizes, axis=0)
 
+    def _between(self, separate: bool) -> float:
+        """What rounds in MXNet's own operators, with arrays in between."""
+        # Its LeakyReLU multiplies in single precision (`xelu` in src/operator/mshadow_op.h).
+        single = SINGLE if self.case.activation == "leaky" and self.case.fused else 0.0
+        return half_ulp(self.case.dtype) + single if separate else 0.0
+
     def _shaped(self, slack: np.ndarray, value: np.ndarray) -> Near:
         """With a slack for each channel."""
         extents = np.ones(value.ndim, int)
@@ -135,11 +141,9 @@ class Truth:
     def _outputs(
         self, state: reference.Forward, shards: Sequence[np.ndarray], addends: Any, separate: bool, given: Any
     ) -> Forward:
-        """``separate``: MXNet's own operators may do a part of it, with arrays in between."""
+        """``separate``: MXNet's own operators may do a part of it."""
         case = self.case
-        # MXNet's LeakyReLU multiplies in single precision (`xelu` in src/operator/mshadow_op.h).
-        single = SINGLE if separate and case.activation == "leaky" and case.fused else 0.0
-        part = self.elements + single + self._drift(state) + (2 * half_ulp(case.dtype) if separate else 0)
+        part = self.elements + self._drift(state) + 2 * self._between(separate)
         slack = part * (self.weight * (1 + self._normalised(state, shards)) + np.abs(self.beta))
         slack = slack + part * (0 if addends is None else self._largest(addends))
         # A value may lie on the other side of a kink.
@@ -179,8 +183,8 @@ class Truth:
         state, largest = forward.state, self._largest(heads)
         found = reference.backward(shards, heads, self.gamma, state)
         normal, count = self._normalised(state, shards), sum(x.size for x in shards) // len(self.gamma)
-        # The gradient of a sum is an array, and so is what MXNet's own operators leave on their way.
-        between = half_ulp(self.case.dtype) if self.case.separate or self.case.addend else 0.0
+        # The gradient of a sum is an array.
+        between = max(self._between(self.case.separate), half_ulp(self.case.dtype) if self.case.addend else 0.0)
         part = (self.elements + between + count * self.sums + self._drift(state)) * largest
         through = count / min(max(pool.n, 1) for pool in state.pools) * (1 + normal) ** 2
         of_x = self.weight * np.max([pool.r for pool in state.pools], axis=0) * part * (1 + normal + through)
