@@ -305,12 +305,6 @@ def test_names_of_other_layers(name, here):
             make(**{name: 1})
 
 
-def test_arrays_are_described_not_printed():
-    assert arguments.described(nd.ones((2, 3))) == "NDArray of shape (2, 3) and type float32 on cpu(0)"
-    assert arguments.described([nd.ones(2)] * 3) == "list of 3"
-    assert arguments.described(["cpu"]) == "['cpu']"
-
-
 def test_names_that_are_not_there():
     for old, new in {"checkpoint": "recompute", "devices": "only_on"}.items():
         with pytest.warns(DeprecationWarning, match=f"gluon_syncbn.{old} is gluon_syncbn.{new} now"):
