@@ -9,6 +9,7 @@ import pytest
 from gluoncv.utils import parallel as gluoncv
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from nets import SAMPLE, body, filled
 from replicas import WAYS, assert_same, make_batch, prepare, short_waits, step, truth
 
 import gluon_syncbn
@@ -17,49 +18,35 @@ from gluon_syncbn import SyncBatchNorm, parallel
 BOTH = pytest.mark.parametrize("helpers", [gluoncv, parallel], ids=["gluoncv", "ours"])
 
 
-def make_net(rng, contexts, norm=SyncBatchNorm):
-    """The net of GluonCV's own test of its helpers, with normalisation."""
-    net = nn.HybridSequential(prefix="net_")
-    with net.name_scope():
-        net.add(nn.Conv2D(5, 5, in_channels=1), norm(in_channels=5), nn.Activation("relu"), nn.MaxPool2D(2, 2))
-        net.add(nn.Conv2D(5, 5, in_channels=5), norm(in_channels=5), nn.Activation("relu"), nn.MaxPool2D(2, 2))
-        net.add(nn.Flatten(), nn.Dense(8, in_units=80), nn.Activation("relu"), nn.Dense(10, in_units=8))
-    net.initialize(ctx=contexts)
-    for name, p in net.collect_params().items():
-        if not name.endswith(("running_mean", "running_var")):
-            p.set_data(nd.array(rng.randn(*p.shape) * 0.3 + name.endswith("gamma")))
-    return net
+def make_net(contexts, norm=SyncBatchNorm):
+    return filled(body(norm), contexts, "float32")
+
+
+def make_batches(rng, samples=5, count=3):
+    return [(rng.rand(samples, *SAMPLE), rng.randn(samples, 5, 4, 4)) for _ in range(count)]
 
 
 def train(helpers, net, contexts, batches, sync):
     """Losses, and the parameters after a step with each batch."""
     model = helpers.DataParallelModel(net, contexts, sync=sync)
-    criterion = helpers.DataParallelCriterion(gluon.loss.SoftmaxCELoss(axis=1), contexts, sync=sync)
-    losses = []
+    criterion = helpers.DataParallelCriterion(gluon.loss.L2Loss(), contexts, sync=sync)
+    trainer, losses = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.05}), []
     for x, t in batches:
         with autograd.record():
             loss = criterion(model(nd.array(x)), nd.array(t))
             autograd.backward(loss)
         losses.append(np.concatenate([part.asnumpy() for part in loss]))
-        for p in net.collect_params().values():
-            if p.grad_req != "null":
-                gradient = sum(g.asnumpy() for g in p.list_grad())
-                p.set_data(p.data(p.list_ctx()[0]).as_in_context(mx.cpu()) - nd.array(0.05 * gradient, dtype=p.dtype))
+        trainer.step(1, ignore_stale_grad=len(set(contexts)) < len(contexts))
     return losses, {name: p.data(p.list_ctx()[0]).asnumpy() for name, p in net.collect_params().items()}
-
-
-def make_batches(rng, samples=5, count=3):
-    return [(rng.rand(samples, 1, 28, 28), rng.randint(0, 10, samples)) for _ in range(count)]
 
 
 @pytest.mark.parametrize("sync", [True, False])
 @pytest.mark.parametrize("replicas, way", [(1, "hybrid"), (2, "eager"), (2, "static_alloc"), (3, "hybrid")])
 def test_trains_as_gluoncvs_do(contexts, rng, way, sync, replicas):
-    weights, batches, results = rng.randint(2**31), make_batches(rng), []
+    batches, results = make_batches(rng), []
     for helpers in (gluoncv, parallel):
-        net = make_net(np.random.RandomState(weights), contexts[:replicas])
-        net(nd.zeros((2, 1, 28, 28), ctx=contexts[0]))  # GluonCV's threads do not trace a graph at the same time
-        if way != "eager" and helpers is parallel:
+        net = make_net(contexts[:replicas])
+        if way != "eager" and helpers is parallel:  # GluonCV's threads do not trace a graph at the same time
             net.hybridize(**WAYS[way])
         results.append(train(helpers, net, contexts[:replicas], batches, sync))
     (losses, parameters), (got_losses, got_parameters) = results
@@ -71,11 +58,10 @@ def test_trains_as_gluoncvs_do(contexts, rng, way, sync, replicas):
 @BOTH
 def test_contexts_that_are_one(helpers):
     """GluonCV's own test of its helpers names cpu(0) twice, for a net without a layer that waits for another device."""
-    net = make_net(np.random.RandomState(0), [mx.cpu(0)], nn.BatchNorm)
-    train(helpers, net, [mx.cpu(0), mx.cpu(0)], make_batches(np.random.RandomState(0), samples=4), True)
-    net = make_net(np.random.RandomState(0), [mx.cpu(0)])
+    twice, batches = [mx.cpu(0), mx.cpu(0)], make_batches(np.random.RandomState(0), samples=4)
+    train(helpers, make_net(twice[:1], nn.BatchNorm), twice, batches, True)
     with pytest.raises(ValueError, match=r"ctx: .* are on cpu\(0\), cpu\(0\), expected each context once"):
-        train(helpers, net, [mx.cpu(0), mx.cpu(0)], make_batches(np.random.RandomState(0), samples=4), False)
+        train(helpers, make_net(twice[:1]), twice, batches, False)
     gluon_syncbn.reset()
 
 
