@@ -4,16 +4,17 @@ import contextlib
 import copy
 import itertools
 
-import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from nets import SAMPLE, body, filled
 from replicas import WAYS, forward_and_backward
 from thread_transport import Job
 
 import gluon_syncbn
 
+GIVEN = (5, 4, 4)  # the shape of a sample behind the net
 #: The samples of each device in each batch; 0: it takes no part.
 EPOCH = [(4, 3, 2), (2, 1, 5), (3, 2, 0), (3, 1, 2), (2, 4, 1), (0, 5, 0), (2, 3, 1), (1, 0, 3)]
 STORES = [("device", True), ("device", False), ("local", True), ("local", False), ("ours", False), (None, False)]
@@ -25,21 +26,14 @@ CASES = [
 ]
 
 
-def a_net(norm, contexts, values=None):
-    net = nn.HybridSequential(prefix="net_")
-    with net.name_scope():
-        net.add(nn.Conv2D(5, 3, in_channels=2), norm(in_channels=5, prefix="norm_"), nn.Activation("tanh"))
-        net.add(nn.Dense(4, in_units=5 * 4 * 3))
-    net.cast("float64")
-    net.initialize(mx.init.Xavier(), ctx=contexts)
-    if values is not None:
-        for name, parameter in net.collect_params().items():
-            parameter.set_data(values[name])
-    return net
+def a_net(norm, contexts):
+    return filled(body(norm), contexts)
 
 
 def values_of(net, context):
-    return {name: p.data(context).asnumpy() for name, p in net.collect_params().items()}
+    """Without a gamma that does not count."""
+    kept = {name: p for name, p in net.collect_params().items() if p.grad_req != "null" or "running" in name}
+    return {name: p.data(context).asnumpy() for name, p in kept.items()}
 
 
 def assert_values(values, wanted, where=""):
@@ -49,8 +43,14 @@ def assert_values(values, wanted, where=""):
 
 def batches_of(rng, sizes):
     """Of another distribution on each device, with head gradients."""
-    xs = [(i + 1) * rng.randn(n, 2, 6, 5) + i for i, n in enumerate(sizes) if n]
-    return xs, [rng.randn(len(x), 4) for x in xs]
+    xs = [(i + 1) * rng.randn(n, *SAMPLE) + i for i, n in enumerate(sizes) if n]
+    return xs, [rng.randn(len(x), *GIVEN) for x in xs]
+
+
+def drawn_on(places, rng):
+    """A batch with head gradients."""
+    shapes = (SAMPLE, GIVEN)
+    return [[nd.array(rng.randn(2, *shape), ctx=place, dtype="float64") for place in places] for shape in shapes]
 
 
 def add_by_hand(net):
@@ -65,7 +65,7 @@ def add_by_hand(net):
 def test_an_epoch_of_uneven_batches(contexts, rng, tmp_path, store, updates, req, way):
     places = contexts[:3]
     plain = a_net(nn.BatchNorm, places[:1])
-    net = a_net(gluon_syncbn.SyncBatchNorm, places, values_of(plain, places[0]))
+    net = a_net(gluon_syncbn.SyncBatchNorm, places)
     if WAYS[way] is not None:
         net.hybridize(**WAYS[way])
     kvstore = Job(1).stores[0] if store == "ours" else store
@@ -120,16 +120,15 @@ def test_a_first_batch_and_one_without_a_store(contexts, rng, settings):
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.5, "wd": 0.25}, **settings)
     for used in (places[:2], places, places[1:]):
         before = values_of(net, places[0])
-        xs = [nd.array(rng.randn(2, 2, 6, 5), ctx=place, dtype="float64") for place in used]
         with gluon_syncbn.only_on(used):
-            forward_and_backward(net, xs, [nd.array(rng.randn(2, 4), ctx=place, dtype="float64") for place in used])
+            forward_and_backward(net, *drawn_on(used, rng))
         trainer.step(1, ignore_stale_grad=used == places[1:])
     if settings["kvstore"] is None:
         decayed = {name: value if "running" in name else value * (1 - 0.5 * 0.25) for name, value in before.items()}
         now = values_of(net, places[0])
         trained = [name for name in before if name.endswith(("weight", "gamma"))]  # no bias decays
         assert_values({name: now[name] for name in trained}, {name: decayed[name] for name in trained})
-        assert np.abs(values_of(net, places[1])["net_norm_gamma"] - decayed["net_norm_gamma"]).max() > 0.01
+        assert np.abs(values_of(net, places[1])["net_one_gamma"] - decayed["net_one_gamma"]).max() > 0.01
     else:
         assert_values(values_of(net, places[0]), values_of(net, places[1]))
 
@@ -137,26 +136,20 @@ def test_a_first_batch_and_one_without_a_store(contexts, rng, settings):
 @pytest.mark.parametrize("updates", [True, False])
 def test_a_gradient_from_before_the_block(contexts, rng, updates):
     """Of another net, which no short batch has been through: it counts on all contexts."""
-    places, nets = contexts[:3], []
-    for _ in range(2):
-        nets.append(a_net(gluon_syncbn.SyncBatchNorm, places))
+    places = contexts[:3]
+    nets = [a_net(gluon_syncbn.SyncBatchNorm, places) for _ in range(2)]
     trainers = [
         gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, "device", update_on_kvstore=updates)
         for net in nets
     ]
     for inside in (False, True):
-        for net, used in zip(nets, (places, places[:2])):
-            xs = [nd.array(rng.randn(2, 2, 6, 5), ctx=place, dtype="float64") for place in used]
-            heads = [nd.array(rng.randn(2, 4), ctx=place, dtype="float64") for place in used]
-            if net is nets[0]:
-                forward_and_backward(net, xs, heads)
-                before = net[1].gamma.data(places[0]).asnumpy()
-                gradients = [g.asnumpy() for g in net[1].gamma.list_grad()]
-                continue
-            with gluon_syncbn.only_on(used):
-                forward_and_backward(net, xs, heads)
-                if inside:
-                    trainers[0].step(1)
+        forward_and_backward(nets[0], *drawn_on(places, rng))
+        before = nets[0][1].gamma.data(places[0]).asnumpy()
+        gradients = [g.asnumpy() for g in nets[0][1].gamma.list_grad()]
+        with gluon_syncbn.only_on(places[:2]):
+            forward_and_backward(nets[1], *drawn_on(places[:2], rng))
+            if inside:
+                trainers[0].step(1)
         if not inside:
             trainers[0].step(1)
         trainers[1].step(1)
