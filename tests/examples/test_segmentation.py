@@ -1,6 +1,5 @@
 """examples/segmentation: the programs as a user calls them, in one process and in two, and bad input."""
 
-import contextlib
 import csv
 import importlib
 import os
@@ -9,7 +8,6 @@ import shutil
 import signal
 import sys
 import zipfile
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +15,7 @@ import pytest
 from environments import ended
 from PIL import Image
 from places import PACKAGE, SEGMENTATION
+from thread_transport import Job, everywhere
 
 TINY = "--model fastscnn --aux --crop-size 32 --base-size 40 --batch-size 4 --test-batch-size 4 --lr 0.05 --epochs 2"
 TINY = TINY.split()
@@ -374,41 +373,35 @@ def test_a_loss_that_is_not_finite_stops_the_run(data, tmp_path, call):
     assert not (tmp_path / "run/last.ckpt").exists()
 
 
-def one_of_two(rank, others):
-    """A process whose partner answers with these numbers, one after the other."""
+def in_two(work):
+    """What two processes return, or the errors that they raise."""
     from processes import Processes
 
-    processes = Processes()
-    processes.rank, processes.size = rank, 2
-    others = iter(others)
-    processes.gather = lambda own: np.array([own, next(others)] if rank == 0 else [next(others), own])
-    return processes
+    return everywhere(Job(2).stores, lambda store: work(Processes(store)))
 
 
 @pytest.mark.parametrize("bad", [(), (0,), (1,), (0, 1)])
 def test_an_error_in_one_process_is_said_once_and_ends_all(bad):
     from errors import ElsewhereError, NotFiniteError
 
-    def items():
+    def items(rank):
         yield 1
         if rank in bad:
             raise NotFiniteError("the own")
         yield 2
 
-    for rank in range(2):
-        seen, read = [], one_of_two(rank, [0, 3 if 1 - rank in bad else 0, 0]).each(items())
-        error = NotFiniteError if bad[:1] == (rank,) else ElsewhereError
-        with pytest.raises(error) if bad else contextlib.nullcontext() as raised:
-            seen.extend(read)  # to the error
-        assert seen == ([1] if bad else [1, 2]) and (not bad or raised.value.exit_code == 3)
+    ends = in_two(lambda processes: list(processes.each(items(processes.rank))))
+    if bad:
+        kinds = [NotFiniteError if rank == bad[0] else ElsewhereError for rank in range(2)]
+        assert [(type(end), end.exit_code) for end in ends] == [(kind, 3) for kind in kinds]
+    else:
+        assert ends == [[1, 2], [1, 2]]
 
 
 def test_what_is_not_the_same_in_two_processes():
     from errors import ElsewhereError, UserError
 
-    same, other = (zlib.crc32(repr(value).encode()) for value in (0.1, 0.2))
-    one_of_two(0, [same, 0]).check_same("--lr", 0.1)
-    with pytest.raises(UserError, match="--lr: not the same in processes 0 and 1"):
-        one_of_two(0, [other, 0]).check_same("--lr", 0.1)
-    with pytest.raises(ElsewhereError):
-        one_of_two(1, [other, 2]).check_same("--lr", 0.1)
+    assert in_two(lambda processes: processes.check_same("--lr", 0.1)) == [None, None]
+    first, second = in_two(lambda processes: processes.check_same("--lr", 0.1 + processes.rank))
+    assert type(first) is UserError and "--lr: not the same in processes 0 and 1" in str(first)
+    assert type(second) is ElsewhereError
