@@ -10,6 +10,7 @@ import sys
 import time
 import unittest
 import warnings
+from contextlib import nullcontext
 
 import light  # noqa: F401
 import numpy as np
@@ -26,7 +27,7 @@ from internals import WHY_CUSTOM, core_count  # noqa: E402
 from mxnet import autograd, gluon, nd  # noqa: E402
 from mxnet.gluon import nn  # noqa: E402
 from poolings import POOLINGS, fits, specification  # noqa: E402
-from ranks import learns, leave, main, meet, path_of, report, wait_for  # noqa: E402
+from ranks import learns, leave, main, meet, path_of, wait_for  # noqa: E402
 from replicas import (  # noqa: E402
     TOLERANCE,
     WAYS,
@@ -404,7 +405,7 @@ def saves_its_work():
     gluon_syncbn.configure(kvstore=kv)
     layer = gluon_syncbn.SyncBatchNorm(in_channels=5, prefix="layer0_")
     layer.initialize(ctx=CONTEXTS[:1])
-    way, disk, errors = sys.argv[2], OSError("the disk is full"), []
+    way = sys.argv[2]
 
     def save():
         time.sleep(2)  # in which mpiexec would have ended this rank
@@ -412,28 +413,33 @@ def saves_its_work():
         layer.save_parameters(str(path))
         assert (nd.load(str(path))["running_mean"] == layer.running_mean.data()).asnumpy().all()
         path.unlink()
-        report(kv.rank, start, *errors)
+        leave("saved", "SAVED\n")
 
-    if kv.rank == 0 and way == "exits":
-        atexit.register(save)
-    try:
+    def train():
         for k in range(4):
-            start, faulty = time.monotonic(), kv.rank == 1 and k == 2
-            if faulty and way == "raises":
-                raise disk
+            faulty = kv.rank == 1 and k == 2
             if faulty and way == "exits":
-                break
-            with autograd.record():
-                y = layer(nd.array(np.random.randn(2, 5, 3), ctx=CONTEXTS[0]))
+                sys.exit()
+            with nullcontext() if faulty and way == "raises" else autograd.record():
                 if faulty:
-                    raise disk
+                    raise OSError("the disk is full")
+                y = layer(nd.array(np.random.randn(2, 5, 3), ctx=CONTEXTS[0]))
             y.asnumpy()
-    except gluon_syncbn.StepError as error:
-        errors.append(error)
-        if way != "exits":
-            save()
-        raise SystemExit(3) from None
-    sys.exit()
+
+    if kv.rank == 1:
+        train()
+    if way == "exits":
+        atexit.register(save)
+    left = r"rank 1 of 2 has failed: OSError left the recorded step \(the disk is full\)"
+    ended = (
+        r"rank 1 of 2 has ended .*in the forward of call 3 of SyncBatchNorm 'layer0'\)\. The output of rank 1, or the "
+        r"log of its machine, says why\. Give every process the same number of steps, or train within gluon_syncbn\.join"
+    )
+    with learns(left if way == "left_the_scope" else ended):
+        train()
+    if way != "exits":
+        save()
+    raise SystemExit(3)
 
 
 def fails_beside_two():
@@ -504,13 +510,10 @@ def interrupted():
     layer = gluon_syncbn.SyncBatchNorm(in_channels=5)
     layer.initialize(ctx=CONTEXTS[:1])
     interrupt_when_waiting()
-    start = time.monotonic()
-    try:
-        with autograd.record():
-            layer(nd.ones((2, 5))).asnumpy()
-    except (mx.MXNetError, KeyboardInterrupt) as error:
-        report(kv.rank, start, repr(error))
-        raise SystemExit(3) from None
+    with learns("asked to end|^$", (mx.MXNetError, KeyboardInterrupt)), autograd.record():
+        layer(nd.ones((2, 5))).asnumpy()
+    leave("interrupted", "INTERRUPTED\n")
+    raise SystemExit(3)
 
 
 if __name__ == "__main__":
