@@ -47,8 +47,9 @@ class Calls:
             net.cast("float64")
         self.trainers = [self.trainer_of(net) for net in self.nets]
         self.layers = [gluon_syncbn.SyncBatchNorm(in_channels=2, prefix=f"{name}_") for name in ("norm", "another")]
-        self.parts = nn.HybridSequential(), gluon_syncbn.SyncBatchNorm(in_channels=2, prefix="local_", mode="local")
+        self.parts = nn.HybridSequential(), nn.HybridSequential()
         self.parts[0].add(nn.Dense(2, in_units=1))
+        self.parts[1].add(gluon_syncbn.SyncBatchNorm(in_channels=2, mode="local"), nn.BatchNorm(in_channels=2))
         for block in (*self.layers, *self.parts):
             block.initialize(ctx=CONTEXT)
             block.cast("float64")
@@ -180,19 +181,21 @@ class Calls:
 
     def average_running_stats(self, k):
         """Weighted, by the store that is the default. The variances are those of all within, and of the means."""
-        layer, values, weights = self.parts[1], self.of_all(k), [1 + rank for rank in range(self.kv.num_workers)]
-        layer.running_mean.set_data(nd.full((2,), self.value(k)))
-        layer.running_var.set_data(nd.full((2,), self.value(k)))
-        gluon_syncbn.average_running_stats(layer, [1 + self.kv.rank])
+        net, values, weights = self.parts[1], self.of_all(k), [1 + rank for rank in range(self.kv.num_workers)]
+        for sign, layer in zip((1, -1), net):
+            layer.running_mean.set_data(nd.full((2,), sign * self.value(k)))
+            layer.running_var.set_data(nd.full((2,), self.value(k)))
+        gluon_syncbn.average_running_stats(net, [1 + self.kv.rank])
         mean = np.average(values, weights=weights)
         var = np.average(values + (values - mean) ** 2, weights=weights)
-        assert np.allclose(layer.running_mean.data().asnumpy(), mean, rtol=1e-6)
-        assert np.allclose(layer.running_var.data().asnumpy(), var, rtol=1e-6)
+        for sign, layer in zip((1, -1), net):
+            assert np.allclose(layer.running_mean.data().asnumpy(), sign * mean, rtol=1e-6)
+            assert np.allclose(layer.running_var.data().asnumpy(), var, rtol=1e-6)
 
     def update_bn_stats(self, k):
-        layer, everyone = self.parts[1], [self.batch(k, rank) for rank in range(self.kv.num_workers)]
-        gluon_syncbn.update_bn_stats(layer, [[nd.array(everyone[self.kv.rank], dtype="float64")]], kvstore=self.kv)
-        for got, want in zip((layer.running_mean, layer.running_var), moments(everyone)):
+        net, everyone = self.parts[1], [self.batch(k, rank) for rank in range(self.kv.num_workers)]
+        gluon_syncbn.update_bn_stats(net, [[nd.array(everyone[self.kv.rank], dtype="float64")]], kvstore=self.kv)
+        for got, want in zip((net[0].running_mean, net[0].running_var), moments(everyone)):
             assert np.allclose(got.data().asnumpy(), want, rtol=1e-5)
 
 

@@ -433,7 +433,7 @@ def saves_its_work():
     left = r"rank 1 of 2 has failed: OSError left the recorded step \(the disk is full\)"
     ended = (
         r"rank 1 of 2 has ended .*in the forward of call 3 of SyncBatchNorm 'layer0'\)\. The output of rank 1, or the "
-        r"log of its machine, says why\. Give every process the same number of steps, or train within gluon_syncbn\.join"
+        r"log of its machine, says why\. Give every process the same number of steps, or train within gluon_syncbn\."
     )
     with learns(left if way == "left_the_scope" else ended):
         train()

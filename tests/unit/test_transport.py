@@ -167,9 +167,10 @@ def test_layers_that_one_process_alone_has(caplog):
         assert "number 1 of its kind" in str(error) and "number 2 of its kind" in str(error)
 
 
-def test_layers_that_one_process_has_earlier():
+def test_layers_that_one_process_has_earlier(caplog):
     layers = [[Layer(name=f"bn{number}") for number in range(3)] for _ in range(2)]
     assert agreed(layers, [range(3)] * 2, eager=True) == [[0, 1, 2]] * 2
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize(
