@@ -1,6 +1,7 @@
 """Parameters that are the same everywhere; between processes: tests/processes/test_mpi.py."""
 
-import re
+import sys
+from types import SimpleNamespace
 
 import mxnet as mx
 import numpy as np
@@ -8,8 +9,9 @@ import pytest
 from mxnet import gluon, nd
 from mxnet.gluon import nn
 from nets import made
+from pytorch_module import Module
 
-from gluon_syncbn import broadcast_parameters
+from gluon_syncbn import average_running_stats, broadcast_parameters, to_torch
 
 
 @pytest.mark.parametrize("kind", ["a model", "a graph", "shared layers"])
@@ -54,10 +56,18 @@ def test_a_trainer_that_has_begun_takes_them(store, contexts):
     assert all((array.asnumpy() == 7 - 0.25 * (1 + 0.5)).all() for array in net[0].weight.list_data())
 
 
-def test_without_values(contexts):
-    net = nn.Dense(2, prefix="net_")
+def hand_over(net):
+    return to_torch(net, Module({name: np.ones(3) for name in ("weight", "bias", "running_mean", "running_var")}))
+
+
+@pytest.mark.parametrize(
+    "call, argument", [(broadcast_parameters, "params"), (average_running_stats, "net"), (hand_over, "net")]
+)
+def test_without_values(call, argument, contexts, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_numpy=lambda array: array))
+    net = nn.BatchNorm(prefix="net_")
     net.initialize(ctx=contexts[:2])
-    with pytest.raises(ValueError, match=re.escape("params: 'net_weight' without a value was given, expected")):
-        broadcast_parameters(net)
+    with pytest.raises(ValueError, match=rf"^{argument}: 'net_\w+' without a value was given, expected initialised"):
+        call(net)
     net(nd.ones((1, 3)))
-    broadcast_parameters(net)
+    call(net)

@@ -137,9 +137,3 @@ def test_channels_in_another_place(rng):
     layer.initialize()
     with pytest.raises(ValueError, match="with channels on axis 1"):
         from_torch(layer, {"weight": rng.rand(2, 3, 3, 3)})
-
-
-def test_a_net_without_values(rng, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_numpy=lambda array: array))
-    with pytest.raises(ValueError, match="weight' without a value was given, expected initialised parameters"):
-        to_torch(net(), Module(drawn(rng)))

@@ -57,13 +57,6 @@ def test_the_average_is_that_of_the_whole_batch(kind, change, contexts, rng):
     assert arrays == [id(array) for p in running.values() for array in p.list_data()]
 
 
-def test_without_values(contexts):
-    layer = nn.BatchNorm(prefix="norm_")
-    layer.initialize(ctx=contexts[:2])
-    with pytest.raises(ValueError, match=r"^net: 'norm_running_mean' without a value was given, expected"):
-        average_running_stats(layer)
-
-
 # ---- update_bn_stats -----------------------------------------------------------------------------------------
 
 
