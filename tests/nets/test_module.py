@@ -13,10 +13,9 @@ from gate import Gate
 from internals import core
 from mxnet import nd
 from mxnet.gluon import nn
-from nets import body, drawn, filled, symbols
+from nets import body, drawn, filled, operators, symbols
 
 import gluon_syncbn
-from gluon_syncbn.mxnet_side.nodes import json_of
 from gluon_syncbn.symbol import SyncBatchNorm
 
 PLAIN = mx.sym.BatchNorm
@@ -510,26 +509,21 @@ def test_a_failure_in_the_first_of_two_modules_is_one_of_both(contexts):
 # ---- operators of others -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("operator", ["SyncBatchNorm", "BatchNorm"])
-def test_an_operator_stays_where_its_mean_is_used(operator, contexts):
+@pytest.mark.parametrize("norm", [contribs, PLAIN])
+def test_an_operator_stays_where_its_mean_is_used(norm, contexts):
     """A warning names it once, also where a ``Module`` binds one executor for each context."""
+    operator = "BatchNorm" if norm is PLAIN else "_contrib_SyncBatchNorm"
+    said = f"seen ({operator}): MXNet's own operator stays, because the graph uses its mean or variance"
     gluon_syncbn.install(convert=True)
     try:
-        data = mx.sym.var("data")
-        if operator == "BatchNorm":
-            norm, named = mx.sym.BatchNorm(data, output_mean_var=True, name="seen"), "seen (BatchNorm)"
-        else:
-            norm = mx.sym.contrib.SyncBatchNorm(data, output_mean_var=True, ndev=2, key="k", name="seen")
-            named = "seen (_contrib_SyncBatchNorm)"
-        other = mx.sym.BatchNorm(norm[0], name="other")
-        for symbol, converted in ((norm, 0), (mx.sym.Group([other, norm[1]]), 1)):
+        seen = norm(mx.sym.var("data"), output_mean_var=True, name="seen")
+        other = PLAIN(seen[0], name="other")
+        for symbol, converted in ((seen, 0), (mx.sym.Group([other, seen[1]]), 1)):
             module = mx.mod.Module(symbol, label_names=None, context=contexts[:2])
             with pytest.warns(UserWarning, match="stays, because") as warned:
                 module.bind([("data", (4, 3))])
-            said = f"{named}: MXNet's own operator stays, because the graph uses its mean or variance"
             assert [str(warning.message) for warning in warned] == [said]
-            graph = json_of(module._exec_group.execs[1]._symbol)
-            assert [node["op"] for node in graph["nodes"]].count("Custom") == converted
-            assert f'"op": "{named[6:-1]}"' in module.symbol.tojson() and "__gluon" not in module.symbol.tojson()
+            assert operators(module._exec_group.execs[1]._symbol).count("Custom") == converted
+            assert f'"op": "{operator}"' in module.symbol.tojson() and "__gluon" not in module.symbol.tojson()
     finally:
         gluon_syncbn.uninstall()
