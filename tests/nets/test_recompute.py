@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from nets import NETS, Operates, Residual, assert_as_plain, filled, made
+from nets import NETS, Operates, assert_as_plain, filled, made
 from replicas import SIZES, forward_and_backward, in_threads
 
 import gluon_syncbn
@@ -32,7 +32,10 @@ def make_net(contexts, **settings):
     """Two blocks of layers whose order matters; outputs of convolutions are in oneDNN's layout."""
     net = nn.Sequential()
     for _ in range(2):
-        net.add(Residual(functools.partial(SyncBatchNorm, **settings)), nn.Conv2D(3, 1, in_channels=4))
+        inner, unit = nn.HybridSequential(), nn.HybridSequential()
+        inner.add(nn.Conv2D(3, 3, padding=1, in_channels=3), SyncBatchNorm(in_channels=3, **settings))
+        unit.add(inner, nn.Activation("tanh"), nn.Conv2D(3, 1, in_channels=3), SyncBatchNorm(in_channels=3, **settings))
+        net.add(unit)
     return filled(net, contexts, "float32", SHAPE)
 
 
@@ -87,26 +90,25 @@ def test_equals_the_net_without_it(contexts, replicas, way):
     for unit in net:
         assert recompute(unit) is unit
         unit.hybridize(way == "hybrid")
-        recompute(unit.conv, active=way == "within each other") if isinstance(unit, Residual) else None
+        recompute(unit[0], active=way == "within each other")
     step = one_thread_each if way == "one thread each" else forward_and_backward
     assert_close(train(net, contexts, step=step), want)
 
 
-@pytest.mark.parametrize("kind", NETS)
-def test_any_net_converted_before_and_after(kind, contexts):
+BEFORE, AFTER = (recompute, convert), (convert, recompute, recompute)
+
+
+@pytest.mark.parametrize("kind, changes", [*((kind, BEFORE) for kind in NETS), ("a model", AFTER), ("a graph", AFTER)])
+def test_any_net_converted_before_and_after(kind, changes, contexts):
     """It leaves names alone, and a net that is as it was."""
-    for changes in ((convert, recompute), (recompute, recompute, convert)):
-        net = made(kind, contexts[:2])
-        names, before = (
-            list(net._collect_params_with_prefix()),
-            [(one, type(one), set(vars(one))) for one in iterate(net)],
-        )
-        for change in changes:
-            change(net)
-        assert_as_plain(net, kind, contexts)
-        assert "forward" in vars(net) and list(net._collect_params_with_prefix()) == names
-        recompute_no_more(revert(net))
-        assert all(set(vars(one)) == attributes for one, cls, attributes in before if type(one) is cls)
+    net = made(kind, contexts[:2])
+    names, before = list(net._collect_params_with_prefix()), [(one, type(one), set(vars(one))) for one in iterate(net)]
+    for change in changes:
+        change(net)
+    assert_as_plain(net, kind, contexts)
+    assert "forward" in vars(net) and list(net._collect_params_with_prefix()) == names
+    recompute_no_more(revert(net))
+    assert all(set(vars(one)) == attributes for one, cls, attributes in before if type(one) is cls)
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
@@ -119,7 +121,7 @@ def test_every_mode(contexts, pooling):
         gluon_syncbn.configure(seed=3)
         xs, heads = make_data(contexts[:4])
         ys = forward_and_backward(net, xs, heads)
-        found.append([a.asnumpy() for a in [*ys, *[x.grad for x in xs], *net[0].conv.weight.list_grad()]])
+        found.append([a.asnumpy() for a in [*ys, *[x.grad for x in xs], *net[0][0][0].weight.list_grad()]])
     assert_close(*reversed(found))
 
 

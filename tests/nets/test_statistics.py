@@ -8,7 +8,7 @@ import pytest
 from moments import moments
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from nets import NETS, SAMPLE, body, filled, made, recorded
+from nets import NETS, SAMPLE, as_it_is, body, filled, made, recorded
 from replicas import WAYS, forward_and_backward, make_batch, on_devices, short_waits
 
 import gluon_syncbn
@@ -34,8 +34,13 @@ def assert_statistics(layer, contexts, want, tolerance=1e-12):
 # ---- average_running_stats -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("change", [lambda net: net, lambda net: freeze(convert(net))], ids=["as it is", "frozen"])
-@pytest.mark.parametrize("kind", NETS)
+def frozen(net):
+    return freeze(convert(net))
+
+
+@pytest.mark.parametrize(
+    "kind, change", [*((kind, as_it_is) for kind in NETS), *((kind, frozen) for kind in ("a model", "a graph"))]
+)
 def test_the_average_is_that_of_the_whole_batch(kind, change, contexts, rng):
     """Of batches of unlike size and distribution, of which each context has the moments. Whatever holds the layer."""
     net, tolerance = made(kind, contexts[:3]), 1e-10 if NETS[kind].dtype == "float64" else 1e-5

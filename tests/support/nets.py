@@ -148,22 +148,23 @@ def shards(sizes=(2, 3), shape=SAMPLE):
     return [rng.randn(size, *shape) * (1 + k) + k for k, size in enumerate(sizes)]
 
 
-def assert_one_device(net, plain, contexts, dtype="float64", tolerance=1e-9, statistics=True):
-    """A step of `net` on these contexts is that of `plain` on the first, with the whole batch."""
-    xs, found = shards(), []
-    cuts = np.cumsum([len(x) for x in xs])[:-1]
+def step_on(net, contexts, dtype="float64"):
+    """Outputs, gradients and running statistics of a step with the same whole batch, on one context or on two."""
+    xs, cuts = shards(), [len(shards()[0])] if len(contexts) > 1 else []
+    whole = np.concatenate(xs)
 
     def heads(ys):
-        whole = np.random.RandomState(2).randn(sum(map(len, xs)), *ys[0].shape[1:]) + 0.3
-        return on_devices(np.split(whole, cuts) if len(ys) > 1 else [whole], contexts, dtype)
+        drawn = np.random.RandomState(2).randn(len(whole), *ys[0].shape[1:]) + 0.3
+        return on_devices(np.split(drawn, cuts), contexts, dtype)
 
-    for one, arrays in ((net, xs), (plain, [np.concatenate(xs)])):
-        step = step_of_net(one, on_devices(arrays, contexts, dtype), heads)
-        counts = {name for name, p in one.collect_params().items() if name.endswith("gamma") and p.grad_req == "null"}
-        found.append({name: v for name, v in step.items() if name not in counts})
-    if not statistics:  # of a layer that is used twice, whose update comes first is not said
-        found = [{name: value for name, value in one.items() if "running" not in name} for one in found]
-    assert_near(*found, tolerance)
+    found = step_of_net(net, on_devices(np.split(whole, cuts), contexts, dtype), heads)
+    fixed = {name for name, p in net.collect_params().items() if name.endswith("gamma") and p.grad_req == "null"}
+    return {name: value for name, value in found.items() if name not in fixed}
+
+
+def assert_one_device(net, plain, contexts, tolerance=1e-9):
+    """A step of `net` on two contexts is that of `plain` on the first, with the whole batch."""
+    assert_near(step_on(net, contexts[:2]), step_on(plain, contexts[:1]), tolerance)
 
 
 # ---- the table -------------------------------------------------------------------------------------------------
@@ -251,12 +252,21 @@ def made(kind, contexts, plain=False):
         return filled(make(other if plain else norm, prefix="net_"), contexts, dtype)
 
 
-def assert_as_plain(net, kind, contexts, change=lambda plain: plain):
+def as_it_is(net):
+    return net
+
+
+@functools.lru_cache(maxsize=None)
+def plain_step(kind, context, change):
+    return step_on(change(made(kind, [context], plain=True)), [context], NETS[kind].dtype)
+
+
+def assert_as_plain(net, kind, contexts, change=as_it_is):
     """A step of a net on two contexts is that of the plain one of its kind on one of them."""
-    dtype = NETS[kind].dtype
-    tolerance = 1e-9 if dtype == "float64" else 1e-4
-    once = kind not in ("shared layers", "a graph used twice")
-    assert_one_device(net, change(made(kind, contexts[:1], plain=True)), contexts, dtype, tolerance, statistics=once)
+    got, want = step_on(net, contexts[:2], NETS[kind].dtype), plain_step(kind, contexts[0], change)
+    if kind in ("shared layers", "a graph used twice"):  # whose update of running statistics comes first is not said
+        got, want = ({n: v for n, v in one.items() if "running" not in n} for one in (got, want))
+    assert_near(got, want, 1e-9 if NETS[kind].dtype == "float64" else 1e-4)
 
 
 def an_input(kind, context, size=2):
