@@ -7,8 +7,8 @@ from pathlib import Path
 from environments import shell
 from places import TESTS
 
-# Started by a user, or by this helper.
-PROGRAMS = ("families", "cuda_emulator", "support/environments.py")
+# Started by a user, by this helper, or in this environment already.
+PROGRAMS = ("families", "cuda_emulator", "support/environments.py", "support/process_worker.py")
 STARTS = {"Popen", "run", "call", "check_call", "check_output"}
 COPIES = re.compile(r"(\*\*|dict\(|=)os\.environ\b(?![.\[])|\bos\.environ\.copy\(")
 
