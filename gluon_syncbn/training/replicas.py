@@ -187,8 +187,6 @@ class Replicas:
 
     #: Those of this process that still exist.
     by_id: ClassVar[weakref.WeakValueDictionary[int, Replicas]] = weakref.WeakValueDictionary()
-    #: Those with contexts, in the order in which they got the first ones, which is that of the net.
-    placed: ClassVar[weakref.WeakValueDictionary[int, Replicas]] = weakref.WeakValueDictionary()
 
     def __init__(self, name: str, kwargs: Dict[str, Any], settings: Settings) -> None:
         self.name, self.exchange = name, settings.exchange
@@ -200,6 +198,7 @@ class Replicas:
         self.settings = settings
         self.channels = 0
         self.contexts: List[Context] = []
+        self.order = 0  # in which layers got contexts first, which is that of the net; 0: it has none yet
         self.problem = ""  # why these contexts cannot train, at least without other processes
         #: The parameters of the running statistics, by their `id`: their class may define ``==``.
         self.running: weakref.WeakValueDictionary[int, Parameter] = weakref.WeakValueDictionary()
@@ -213,6 +212,11 @@ class Replicas:
         self.key = self.id  # in that store, the same in all processes
         # At exit a daemon thread may still use it.
         weakref.finalize(self, _native.layer_drop, self.id).atexit = False
+
+    @classmethod
+    def placed(cls) -> List[Replicas]:
+        """Returns those with contexts, in the order in which they got them."""
+        return sorted((one for one in list(cls.by_id.values()) if one.order), key=lambda one: one.order)
 
     @classmethod
     def of_node(cls, attributes: Mapping[str, str]) -> Optional[Replicas]:
@@ -279,7 +283,7 @@ class Replicas:
                     "MXNET_GPU_TEMP_COPY and MXNET_CPU_PARALLEL_RAND_COPY are large",
                     stacklevel=2,
                 )
-        self.placed.setdefault(self.id, self)
+        self.order = self.order or 1 + max(one.order for one in list(self.by_id.values()))
         if len(contexts) > 1 and session.first("room for errors"):
             _make_room_for_errors()
         _native.layer_place(self.id, [str(context) for context in contexts], misplaced)
@@ -329,7 +333,7 @@ class Replicas:
         self.ran = how
         while between and meets and self.store is not store:
             more = any(not one.contexts and one.settings.mode != "local" for one in list(self.by_id.values()))
-            counted = [one for one in list(self.placed.values()) if one.settings.mode != "local"]
+            counted = [one for one in self.placed() if one.settings.mode != "local"]
             store.agree(self, [one for one in counted if (one.exchange or session.exchange) is store], more)
         if meets:
             self.store = store

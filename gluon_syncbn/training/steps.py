@@ -97,8 +97,7 @@ def watch() -> None:
 
     These would have written the running statistics, and their backwards gradients.
     """
-    placed = list(Replicas.placed.values())
-    running = [one for replicas in placed for one in list(replicas.running.values())]
+    running = [one for replicas in Replicas.placed() for one in list(replicas.running.values())]
     arrays = [array for one in running for array in one._data or ()]
     for array in [*arrays, *(array for one in session.trained() for array in one._grad)]:
         _native.watch(str(array.ctx), [array])

@@ -145,7 +145,7 @@ def test_a_layer_that_is_gone_leaves_nothing(contexts, channels, hybrid):
     def count():
         mx.nd.waitall()
         gc.collect()
-        return core.layers(), len(Replicas.by_id), len(Replicas.placed)
+        return core.layers(), len(Replicas.by_id), len(Replicas.placed())
 
     before = count()
     first = made()

@@ -51,7 +51,8 @@ def meet():
     gluon_syncbn.configure(kvstore=None, timeout=300, seed=0, nonfinite="propagate")
     session.chosen = False  # as where a script has chosen nothing
     gc.collect()
-    Replicas.placed.clear()  # of the scenarios before, which a rank may have alone
+    for replicas in Replicas.placed():  # of the scenarios before, which a rank may have alone
+        replicas.order = 0
     kv = gluon_syncbn.kvstore("mpi")
     for module in list(sys.modules.values()):
         if before is not None and getattr(module, "__dict__", {}).get("kv") is before:
