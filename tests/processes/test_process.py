@@ -73,7 +73,8 @@ def run(name):
 @pytest.fixture(scope="module")
 def ends(request):
     """Of the processes that were asked for, as many at a time as there are cores."""
-    asked = [item.callspec.params["name"] for item in request.session.items if "ends" in item.fixturenames]
+    here = [item for item in request.session.items if item.path == request.path]
+    asked = [item.callspec.params["name"] for item in here if "ends" in item.fixturenames]
     with ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
         yield {name: pool.submit(run, name) for name in asked}
 
