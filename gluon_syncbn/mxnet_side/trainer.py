@@ -67,11 +67,11 @@ def beginning(begin: Callable, trainer: gluon.Trainer) -> None:
 
 def adding(add: Callable, trainer: gluon.Trainer) -> None:
     """A store of processes gets the gradients of a step together. MXNet gives them one by one, without an end."""
-    session.trainers(trainer).begin_part("allreduce_grads")
+    store, state = trainer._kvstore, session.trainers(trainer)  # which a copy does not have before
+    state.begin_part("allreduce_grads")
     devices.settle_gradients(trainer._params)
     if _watches(trainer):
         steps.watch_gradients(trainer._params)
-    store, state = trainer._kvstore, session.trainers(trainer)  # which a copy does not have before
     if isinstance(store, ProcessStore):
         if state.summed_for is None:
             _compare_beginning(trainer, store)
@@ -89,9 +89,9 @@ def updating(update: Callable, trainer: gluon.Trainer, *args: Any, **kwargs: Any
     """``update`` comes after ``allreduce_grads``, whose sums are there before anybody knows what they will be divided
     by. It sets the divisor, as `step` does before the sums.
     """
-    session.trainers(trainer).begin_part("update")
-    store, divisor = trainer._kvstore, trainer._optimizer.rescale_grad
-    if isinstance(store, ProcessStore) and divisor is not session.trainers(trainer).summed_for:
+    store, state, divisor = trainer._kvstore, session.trainers(trainer), trainer._optimizer.rescale_grad
+    state.begin_part("update")
+    if isinstance(store, ProcessStore) and divisor is not state.summed_for:
         store.compare_divisor(trainer, round(trainer._scale / divisor, 6))
     try:
         with nullcontext() if trainer._update_on_kvstore else _gated(trainer):
