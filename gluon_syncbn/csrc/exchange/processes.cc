@@ -18,7 +18,7 @@ constexpr int kInVain = 30;
 constexpr double kSkippedAfter = 0.5;
 // Up to this number of ranks, each sends its vector to all. More ranks send as many messages as the logarithm of the
 // number.
-constexpr size_t kFew = 4;
+constexpr size_t kFew = 3;
 // A rank waits so many seconds longer in each further hop, so that the one next to the cause reports it.
 constexpr double kLonger = 1;
 
