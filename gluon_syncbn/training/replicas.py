@@ -202,7 +202,8 @@ class Replicas:
         self.problem = ""  # why these contexts cannot train, at least without other processes
         #: The parameters of the running statistics, by their `id`: their class may define ``==``.
         self.running: weakref.WeakValueDictionary[int, Parameter] = weakref.WeakValueDictionary()
-        self.ran = NEVER  # how the last training call came
+        self.ran = NEVER  # how the last training call on these contexts came
+        self._noted: Optional[Tuple[Context, ...]] = None
         self.taken_in = ""  # names the operators that the layer absorbed in the graph that was recorded last
         numbers = MODES.index(settings.mode), settings.virtual_devices, settings.group_size or 0
         handle = None if self.exchange is None else self.exchange.handle
@@ -269,8 +270,10 @@ class Replicas:
                 cuda.check_architecture(context.device_id)
         misplaced = self._placement_problem(contexts)
         self.problem = misplaced or self.settings.problem(len(contexts))
-        if self.contexts != contexts and not self.settings.one_pool:
-            self.store = ...  # whom a replica needs depends on how many each process has: they agree again
+        if self.contexts != contexts:
+            self.ran = NEVER
+            if not self.settings.one_pool:
+                self.store = ...  # whom a replica needs depends on how many each process has: they agree again
         self.contexts, self.channels = list(contexts), channels
         self.on_cpus = any(context.device_type != "gpu" for context in contexts)
         self.settings = self.settings  # calls depend on it
@@ -328,8 +331,7 @@ class Replicas:
             self.check(self.contexts)
         meets = bool(self.contexts) and self.settings.mode != "local" and trains
         between = store is not None and store.spans_processes
-        if self.ran == NEVER:
-            session.notes(self.contexts if meets and not between else ())
+        self._noted = session.notes(tuple(self.contexts) if meets and not between else (), self._noted)
         self.ran = how
         while between and meets and self.store is not store:
             more = any(not one.contexts and one.settings.mode != "local" for one in list(self.by_id.values()))

@@ -64,7 +64,7 @@ class Session:
         self._issuing: DefaultDict[Tuple[int, int], threading.Lock]  # by context
         self.tracing: Any  # held by a thread that records the graph of a net
         locks.give(self, tracing=threading.RLock, _issuing=lambda: defaultdict(threading.Lock))
-        #: How many layers have trained, by the contexts on which they met first; none for several processes.
+        #: How many layers have trained, by the most contexts on which they met; none for several processes.
         self.ran: typing.Counter[Tuple[Context, ...]] = Counter()
         #: The names of the layers and operators that are not synchronised, although others are, or were to be.
         self.unsynchronised: Dict[str, None] = {}
@@ -103,9 +103,13 @@ class Session:
         parameters = {id(one): one for trainer in self.trainers.objects() for one in trainer._params}
         return [one for one in parameters.values() if one._grad is not None]
 
-    def notes(self, contexts: Sequence[Context]) -> None:
-        """Notes that a layer has trained."""
-        self.ran[tuple(contexts)] += 1
+    def notes(self, met: Tuple[Context, ...], before: Optional[Tuple[Context, ...]]) -> Tuple[Context, ...]:
+        """Notes where a layer has trained, in place of what was noted before. Returns what is noted."""
+        if before is None or len(met) > len(before):
+            self.ran.update([met])
+            self.ran.subtract([] if before is None else [before])
+            return met
+        return before
 
     def misses(self, names: Iterable[str]) -> None:
         """Notes which layers and operators do not meet others."""

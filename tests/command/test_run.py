@@ -127,15 +127,17 @@ from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
 mx.random.seed(1)
-contexts = [mx.gpu(0), mx.gpu(1)][: int(sys.argv[1])]
-kv = mx.kv.create(sys.argv[3])
 net = nn.HybridSequential()
 net.add(nn.BatchNorm(in_channels=3), nn.Dense(2, in_units=3))
-net.initialize(ctx=contexts)
-net.hybridize()
-net(mx.nd.ones((2, 3), ctx=contexts[0]))
 frozen = nn.BatchNorm(in_channels=3)
-if sys.argv[2] != "predicts":
+for number in sys.argv[1]:
+    contexts = [mx.gpu(i) for i in range(int(number))]
+    kv = mx.kv.create(sys.argv[3])
+    net.initialize(ctx=contexts, force_reinit=True)
+    net.hybridize()
+    net(mx.nd.ones((2, 3), ctx=contexts[0]))
+    if sys.argv[2] == "predicts":
+        continue
     trainer = gluon.Trainer(net.collect_params(), "sgd", kvstore=kv)
     for _ in range(2):
         with autograd.record():
@@ -152,7 +154,7 @@ if sys.argv[2] == "raises":
 @pytest.mark.parametrize(
     "given, own, printed, said",
     [
-        (["--convert"], ["2", "raises"], "SyncBatchNorm BatchNorm True", [f"{MEET}cpu(0) to cpu(1)"]),
+        (["--convert"], ["12", "raises"], "SyncBatchNorm BatchNorm True", [f"{MEET}cpu(0) to cpu(1)"]),
         (["--convert"], ["1", "trains"], "SyncBatchNorm BatchNorm False", [f"{NOTHING}its layers had one device each"]),
         ([], ["2", "trains"], "BatchNorm BatchNorm True", [f"{NOTHING}try run --convert"]),
         ([], ["2", "predicts"], "BatchNorm BatchNorm False", []),
