@@ -96,7 +96,7 @@ test-horovod:
 
 test-torch:
 	@VENV=.venv-torch tools/venv.sh torch
-	.venv-torch/bin/python -m pytest -q tests/nets/test_torch.py $(ARGS)
+	.venv-torch/bin/python -m pytest -q tests/nets/test_pytorch.py $(ARGS)
 
 test-gpu-emulated: dev
 	@$(PY) tests/cuda_emulator/build.py --out build/cuda_emulator

@@ -1,17 +1,13 @@
 """Parameters that are the same everywhere; between processes: tests/processes/test_mpi.py."""
 
-import sys
-from types import SimpleNamespace
-
 import mxnet as mx
 import numpy as np
 import pytest
-from mxnet import gluon, nd
+from mxnet import gluon
 from mxnet.gluon import nn
 from nets import made
-from pytorch_module import Module
 
-from gluon_syncbn import average_running_stats, broadcast_parameters, to_torch
+from gluon_syncbn import broadcast_parameters
 
 
 @pytest.mark.parametrize("kind", ["a model", "a graph", "shared layers"])
@@ -54,20 +50,3 @@ def test_a_trainer_that_has_begun_takes_them(store, contexts):
     assert all((array.asnumpy() == 7).all() for array in net[0].weight.list_data())
     step()
     assert all((array.asnumpy() == 7 - 0.25 * (1 + 0.5)).all() for array in net[0].weight.list_data())
-
-
-def hand_over(net):
-    return to_torch(net, Module({name: np.ones(3) for name in ("weight", "bias", "running_mean", "running_var")}))
-
-
-@pytest.mark.parametrize(
-    "call, argument", [(broadcast_parameters, "params"), (average_running_stats, "net"), (hand_over, "net")]
-)
-def test_without_values(call, argument, contexts, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_numpy=lambda array: array))
-    net = nn.BatchNorm(prefix="net_")
-    net.initialize(ctx=contexts[:2])
-    with pytest.raises(ValueError, match=rf"^{argument}: 'net_\w+' without a value was given, expected initialised"):
-        call(net)
-    net(nd.ones((1, 3)))
-    call(net)

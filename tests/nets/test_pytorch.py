@@ -1,98 +1,86 @@
-"""A net takes over the state of a PyTorch module and gives it back. The module is a stand-in; test_torch.py has one."""
+"""A net takes over the state of a PyTorch module and gives it back. GluonCV does not import beside PyTorch 2.0."""
 
+import copy
 import sys
 from types import SimpleNamespace
 
 import mxnet as mx
 import numpy as np
 import pytest
-from mxnet import nd
+from mxnet import gluon, nd
 from mxnet.gluon import nn
 from pytorch_module import Module
+from replicas import forward_and_backward, on_devices
 
+import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, convert, from_torch, revert, to_torch
 
 CONTEXTS = [mx.cpu(0), mx.cpu(1)]
 SHAPES = {
     "body.0.weight": (4, 3, 1, 1),
     **{f"body.1.{name}": (4,) for name in ("weight", "bias", "running_mean", "running_var")},
-    "body.1.num_batches_tracked": (),
     "head.weight": (2, 4),
     "head.bias": (2,),
+    "body.1.num_batches_tracked": (),
 }
+
+
+@pytest.fixture
+def numpys_tensors(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_numpy=lambda array: array))
 
 
 def drawn(rng):
     return {name: np.float32(rng.rand(*shape) + 0.5) for name, shape in SHAPES.items()}
 
 
-def net(norm=SyncBatchNorm, initialised=True, **settings):
-    made, body = nn.HybridSequential(), nn.HybridSequential()
+def net_of(norm=SyncBatchNorm, initialised=True, **settings):
+    net, body = nn.HybridSequential(), nn.HybridSequential()
     body.add(nn.Conv2D(4, 1, use_bias=False), norm(**settings))
-    made.add(body, nn.GlobalAvgPool2D(), nn.Dense(2))
+    net.add(body, nn.GlobalAvgPool2D(), nn.Dense(2))
     if initialised:
-        made.initialize(ctx=CONTEXTS)
-    made.hybridize()
-    return made
-
-
-def predicted(state, x, eps):
-    y = np.einsum("nchw,oc->nohw", x, state["body.0.weight"][:, :, 0, 0])
-    weight, bias, mean, var = (
-        state[f"body.1.{n}"].reshape(4, 1, 1) for n in ("weight", "bias", "running_mean", "running_var")
-    )
-    y = ((y - mean) / np.sqrt(var + eps) * weight + bias).mean(axis=(2, 3))
-    return y @ state["head.weight"].T + state["head.bias"]
+        net.initialize(ctx=CONTEXTS)
+    net.hybridize()
+    return net
 
 
 @pytest.mark.parametrize("norm", [SyncBatchNorm, nn.BatchNorm])
-def test_there_and_back(norm, rng, monkeypatch):
-    x = rng.randn(2, 3, 5, 5).astype("float32")
-    one, state = net(norm), drawn(rng)
-    assert from_torch(one, state) is one
-    got = [one(nd.array(x, ctx=context)).asnumpy() for context in CONTEXTS]
-    np.testing.assert_allclose(got[0], predicted(state, x, 1e-5), rtol=1e-4)
-    np.testing.assert_array_equal(*got)
+@pytest.mark.parametrize("change", [convert, revert])
+def test_there_and_back(norm, change, rng, numpys_tensors):
+    net, x, module, state = change(net_of(norm)), nd.array(rng.randn(2, 3, 5, 5)), Module(drawn(rng)), drawn(rng)
+    assert from_torch(net, state) is net
+    net(x)
+    from_torch(net, module)
+    y, layer = net(x).asnumpy(), net[0][1]
+    assert not isinstance(layer, SyncBatchNorm) or layer.running_variance == "unbiased"
+    revert(net).hybridize(False)  # the graph of the first eps is gone, and a layer keeps the new one
+    np.testing.assert_allclose(y, net(x).asnumpy(), rtol=1e-5)
+    for context in CONTEXTS:
+        for parameter, value in zip(net._collect_params_with_prefix().values(), module.state.values()):
+            np.testing.assert_array_equal(parameter.data(context).asnumpy(), value)
 
-    module = Module(drawn(rng))
-    from_torch(one, module)  # the graph of the first eps is gone
-    np.testing.assert_allclose(one(nd.array(x)).asnumpy(), predicted(module.state, x, 0.25), rtol=1e-4)
-    layer = one[0][1]
-    assert layer._kwargs["momentum"] == pytest.approx(0.7)
-    assert norm is nn.BatchNorm or layer.running_variance == "unbiased"
-
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_numpy=lambda array: array))
-    other = Module(drawn(rng), momentum=0.1)
-    counter = other.state["body.1.num_batches_tracked"]
-    assert to_torch(one, other) is other
+    other = Module(state, momentum=0.1)
+    assert to_torch(net, other) is other
     assert other.norm.eps == 0.25 and other.norm.momentum == pytest.approx(0.3)
+    want = {**module.state, "body.1.num_batches_tracked": state["body.1.num_batches_tracked"]}
     for name, value in other.state.items():
-        np.testing.assert_array_equal(value, counter if name.endswith("tracked") else module.state[name])
+        np.testing.assert_array_equal(value, want[name])
 
 
-def test_a_layer_keeps_what_it_got_after_convert(rng):
-    one = convert(net(nn.BatchNorm))
-    from_torch(one, Module(drawn(rng)))
-    assert revert(one)[0][1]._kwargs["eps"] == 0.25
-
-
-def test_without_affine(rng, monkeypatch):
+def test_without_affine(rng, numpys_tensors):
     """PyTorch has no weight and no bias there. Gluon's gamma does not count, whatever it holds."""
     state = {name: value for name, value in drawn(rng).items() if name not in ("body.1.weight", "body.1.bias")}
-    one = net(scale=False, center=False)
-    one(nd.ones((1, 3, 5, 5)))
-    for name in ("gamma", "beta"):
-        getattr(one[0][1], name).set_data(nd.full(4, 7))
-    from_torch(one, state)
-    assert one[0][1].gamma.data(CONTEXTS[1]).asnumpy().tolist() == [1] * 4
-    assert one[0][1].beta.data(CONTEXTS[1]).asnumpy().tolist() == [0] * 4
-    one[0][1].gamma.set_data(nd.full(4, 7))
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_numpy=lambda array: array))
-    assert to_torch(one, Module(drawn(rng))).state["body.1.weight"].tolist() == [1] * 4
-
-    deferred, x = net(scale=False, center=False), nd.array(rng.randn(2, 3, 5, 5))
-    from_torch(deferred, state)  # before the shapes of gamma and beta are known
-    np.testing.assert_allclose(deferred(x).asnumpy(), from_torch(one, state)(x).asnumpy(), rtol=1e-5)
+    for is_known in (True, False):  # the shapes of gamma and beta
+        net = net_of(scale=False, center=False)
+        gamma, beta = net[0][1].gamma, net[0][1].beta
+        if is_known:
+            net(nd.ones((1, 3, 5, 5)))
+            gamma.set_data(nd.full(4, 7))
+            beta.set_data(nd.full(4, 7))
+        from_torch(net, state)(nd.ones((1, 3, 5, 5)))
+        assert (gamma.data(CONTEXTS[1]).asnumpy() == 1).all() and (beta.data(CONTEXTS[1]).asnumpy() == 0).all()
+    gamma.set_data(nd.full(4, 7))
+    assert (to_torch(net, Module(drawn(rng))).state["body.1.weight"] == 1).all()
 
 
 def renamed(state, old, new):
@@ -120,15 +108,13 @@ def linear_in_the_place_of_the_norm(state):
     ],
 )
 def test_what_does_not_fit_changes_nothing(message, change, settings, rng):
-    one, state = net(**settings), drawn(rng)
-    if one[0][0].weight._deferred_init:
-        one(nd.ones((1, 3, 5, 5)))
-        before = {name: p.data().asnumpy() for name, p in one.collect_params().items()}
+    net, state = net_of(**settings), drawn(rng)
+    if settings.get("initialised", True):
+        net(nd.ones((1, 3, 5, 5)))
+    before = [p.data().asnumpy().tolist() for p in net.collect_params().values() if p._data is not None]
     with pytest.raises(ValueError, match=message):
-        from_torch(one, change(state))
-    if one[0][0].weight._data is not None:
-        for name, parameter in one.collect_params().items():
-            np.testing.assert_array_equal(parameter.data().asnumpy(), before[name])
+        from_torch(net, change(state))
+    assert [p.data().asnumpy().tolist() for p in net.collect_params().values() if p._data is not None] == before
 
 
 def test_channels_in_another_place(rng):
@@ -137,3 +123,60 @@ def test_channels_in_another_place(rng):
     layer.initialize()
     with pytest.raises(ValueError, match="with channels on axis 1"):
         from_torch(layer, {"weight": rng.rand(2, 3, 3, 3)})
+
+
+def hand_over(net):
+    return to_torch(net, Module({name: np.ones(3) for name in ("weight", "bias", "running_mean", "running_var")}))
+
+
+@pytest.mark.parametrize("call", [gluon_syncbn.broadcast_parameters, gluon_syncbn.average_running_stats, hand_over])
+def test_without_values(call, numpys_tensors):
+    net = nn.BatchNorm(prefix="net_")
+    net.initialize(ctx=CONTEXTS)
+    with pytest.raises(ValueError, match=r"^(params|net): 'net_\w+' without a value was given, expected initialised"):
+        call(net)
+    net(nd.ones((1, 3)))
+    call(net)
+
+
+def test_each_goes_on_as_the_other_one_would(rng):
+    """PyTorch on the whole batch, and ours on three uneven shards, with gradients of a sum over all samples."""
+    torch = pytest.importorskip("torch", reason="needs `make test-torch`, without GluonCV")
+    body = [torch.nn.Conv2d(3, 8, 3, 2, 1, bias=False), torch.nn.BatchNorm2d(8, eps=1e-3, momentum=0.3)]
+    rest = [torch.nn.ReLU(), torch.nn.Conv2d(8, 16, 1, bias=False), torch.nn.BatchNorm2d(16, affine=False)]
+    rest += [torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(16, 5)]
+    module, contexts = torch.nn.Sequential(torch.nn.Sequential(*body), *rest), [mx.cpu(i) for i in range(3)]
+
+    def state_of(module):
+        return {n: v.numpy().copy() for n, v in module.state_dict().items() if not n.endswith("num_batches_tracked")}
+
+    def taken_over(module):
+        net, body = nn.HybridSequential(), nn.HybridSequential()
+        body.add(nn.Conv2D(8, 3, 2, 1, use_bias=False), SyncBatchNorm())
+        net.add(body, nn.Activation("relu"), nn.Conv2D(16, 1, use_bias=False))
+        net.add(SyncBatchNorm(scale=False, center=False), nn.Activation("relu"))
+        net.add(nn.GlobalAvgPool2D(), nn.Flatten(), nn.Dense(5))
+        net.initialize(ctx=contexts)
+        return from_torch(net, module)
+
+    net = taken_over(module)
+    for _ in range(3):
+        before = state_of(module)
+        shards = [((1 + i) * rng.randn(n, 3, 12, 12) + i).astype("float32") for i, n in enumerate((5, 2, 4))]
+        heads = [rng.randn(len(shard), 5).astype("float32") for shard in shards]
+        module(torch.from_numpy(np.concatenate(shards))).backward(torch.from_numpy(np.concatenate(heads)))
+        optimizer = torch.optim.SGD(module.parameters(), 0.01, weight_decay=1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+        trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01, "wd": 1e-3})
+        forward_and_backward(net, *(on_devices(arrays, contexts, "float32") for arrays in (shards, heads)))
+        trainer.step(1)
+
+        twin = copy.deepcopy(module)
+        for layer in twin.modules():
+            vars(layer).update(eps=1, momentum=1)  # until it gets those of the net
+        got, want = state_of(to_torch(net, twin)), state_of(module)
+        for name, value in want.items():
+            error, moved = (np.abs(value - other).max() / np.abs(value).max() for other in (got[name], before[name]))
+            assert error < 1e-5 < 1e-4 < moved, (name, error, moved)
+        net, module = taken_over(module), twin
