@@ -19,12 +19,6 @@ from gluon_syncbn import SyncBatchNorm, convert, recompute, revert
 from gluon_syncbn.mxnet_side.blocks import iterate
 
 SHAPE = (3, 5, 3)  # of a sample
-POOLINGS = {
-    "sync": {},
-    "local": {"mode": "local", "virtual_devices": 2},
-    "shuffle": {"mode": "shuffle", "virtual_devices": 2},
-    "groups": {"group_size": 2},
-}
 recompute_no_more = functools.partial(recompute, active=False)
 
 
@@ -39,6 +33,20 @@ def make_net(contexts, **settings):
     return filled(net, contexts, "float32", SHAPE)
 
 
+class Calls(Operates):
+    """Of which no trace with symbols tells."""
+
+    def forward(self, x):
+        return self.hybrid_forward(nd, x, *[one.data() for one in self._reg_params.values()])
+
+
+def an_operator(contexts):
+    """It moves its running statistics in the backward."""
+    net = nn.Sequential()
+    net.add(Calls())
+    return filled(net, contexts, "float32", SHAPE)
+
+
 def make_data(contexts):
     rng = np.random.RandomState(2)
     shapes = [(SIZES[i], *SHAPE) for i in range(len(contexts))]
@@ -47,18 +55,12 @@ def make_data(contexts):
     return xs, heads
 
 
-def train(net, contexts, steps=3, grad_req="write", step=forward_and_backward):
-    """Outputs, gradients, parameters and running statistics after some steps of a trainer that waits for nothing."""
-    net.collect_params(".*(weight|bias|gamma|beta)").setattr("grad_req", grad_req)
-    xs, heads = make_data(contexts)
-    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.05, "momentum": 0.5})
-    for _ in range(steps):
-        ys = step(net, xs, heads)
-        trainer.step(sum(map(len, xs)))
-    found = [*ys, *[x.grad for x in xs]]
-    for parameter in net.collect_params().values():
-        found += parameter.list_data() + (parameter.list_grad() if parameter.grad_req != "null" else [])
-    return [array.asnumpy() for array in found]
+def assert_close(got, want):
+    for a, b in zip(got, want):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5 * np.abs(b).max())
+
+
+# ---- steps -------------------------------------------------------------------------------------------------
 
 
 def one_thread_each(net, xs, heads):
@@ -76,23 +78,101 @@ def one_thread_each(net, xs, heads):
     return ys
 
 
-def assert_close(got, want):
-    for a, b in zip(got, want):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5 * np.abs(b).max())
+def used_twice(net, xs, heads):
+    """Parameters that others use too: MXNet adds their gradients."""
+    return forward_and_backward(lambda x: net(net(x)), xs, heads)
 
 
-@pytest.mark.parametrize(
-    "replicas, way", [(1, "hybrid"), (2, "eager"), (4, "hybrid"), (2, "within each other"), (2, "one thread each")]
-)
-def test_equals_the_net_without_it(contexts, replicas, way):
+def predicted(net, xs, heads):
+    """The block is called as it is, but for the gradient with running statistics."""
+    unrecorded = [net(x) for x in xs]
+    for x in xs:
+        x.attach_grad()
+    with autograd.record(train_mode=False):
+        ys = [net(x) for x in xs]
+    autograd.backward(ys, heads, train_mode=False)
+    return unrecorded + ys
+
+
+def meanwhile(happens):
+    """What is issued before the second forward is nothing that it may see."""
+
+    def step(net, xs, heads):
+        def heads_of(ys):
+            nd.waitall()
+            if "forward" in vars(net[0]):
+                happens(net, xs, ys, heads)
+            return heads
+
+        return forward_and_backward(net, xs, heads_of)
+
+    return step
+
+
+def another_batch(net, xs, ys, heads):
+    xs[0][:] = 7
+
+
+def other_layers(net, xs, ys, heads):
+    convert(revert(net))
+    gc.collect()
+
+
+def frozen_weights(net, xs, ys, heads):
+    net.collect_params(".*weight").setattr("grad_req", "null")
+
+
+#: The number of replicas and of steps, the step, settings of layers, and the net.
+STEPS = {
+    "one, hybrid": (1, 3, forward_and_backward),
+    "two": (2, 3, forward_and_backward),
+    "four, hybrid": (4, 3, forward_and_backward),
+    "within each other": (2, 3, forward_and_backward),
+    "a copy": (2, 1, forward_and_backward),
+    "one thread each": (2, 3, one_thread_each),
+    "used twice": (2, 3, used_twice),
+    "used twice, added": (2, 3, used_twice),
+    "predicted": (2, 1, predicted),
+    "local": (4, 1, forward_and_backward, {"mode": "local", "virtual_devices": 2}),
+    "shuffle": (4, 1, forward_and_backward, {"mode": "shuffle", "virtual_devices": 2}),
+    "groups": (4, 1, forward_and_backward, {"group_size": 2}),
+    "an operator of a plain block": (1, 1, forward_and_backward, {}, an_operator),
+    "another backward": (2, 1, meanwhile(lambda _, xs, ys, heads: autograd.backward(ys, heads, retain_graph=True))),
+    "another batch": (2, 1, meanwhile(another_batch)),
+    "other layers": (2, 1, meanwhile(other_layers)),
+    "frozen weights": (2, 1, meanwhile(frozen_weights)),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_it_trains_as_without(contexts, name):
+    """With a trainer that waits for nothing. One net takes the steps twice, because permutations depend on a layer's
+    number.
+    """
+    replicas, steps, step, *given = STEPS[name]
     contexts = contexts[:replicas]
-    want, net = train(make_net(contexts), contexts), make_net(contexts)
-    for unit in net:
-        assert recompute(unit) is unit
-        unit.hybridize(way == "hybrid")
-        recompute(unit[0], active=way == "within each other")
-    step = one_thread_each if way == "one thread each" else forward_and_backward
-    assert_close(train(net, contexts, step=step), want)
+    net, found = (given[1:] or [make_net])[0](contexts, **dict(*given[:1])), []
+    net.collect_params(".*(weight|bias|gamma|beta)").setattr("grad_req", "add" if "added" in name else "write")
+    for active in (False, True):
+        gluon_syncbn.configure(seed=3)
+        for unit in net:
+            assert recompute(unit, active=active) is unit
+            unit.hybridize("hybrid" in name)
+        if name == "within each other":
+            recompute(net[0][0], active=active)
+        one = filled(copy.deepcopy(net) if name == "a copy" else net, contexts, "float32", SHAPE)
+        parameters = one.collect_params().values()
+        gradients = [array for p in parameters if p.grad_req != "null" for array in p.list_grad()]
+        trainer = gluon.Trainer(one.collect_params(), "sgd", {"learning_rate": 0.05, "momentum": 0.5})
+        xs, heads = make_data(contexts)
+        for number in range(steps):
+            ys = step(one, xs, heads)
+            if number + 1 < steps:
+                trainer.step(sum(map(len, xs)))
+        nd.waitall()
+        arrays = [*ys, *[x.grad for x in xs], *gradients, *[array for p in parameters for array in p.list_data()]]
+        found.append([array.asnumpy() for array in arrays])
+    assert_close(*reversed(found))
 
 
 BEFORE, AFTER = (recompute, convert), (convert, recompute, recompute)
@@ -109,62 +189,6 @@ def test_any_net_converted_before_and_after(kind, changes, contexts):
     assert "forward" in vars(net) and list(net._collect_params_with_prefix()) == names
     recompute_no_more(revert(net))
     assert all(set(vars(one)) == attributes for one, cls, attributes in before if type(one) is cls)
-
-
-@pytest.mark.parametrize("pooling", POOLINGS)
-def test_every_mode(contexts, pooling):
-    """One net takes the same step twice, because permutations depend on a layer's number."""
-    net, found = make_net(contexts[:4], **POOLINGS[pooling]), []
-    for active in (False, True):
-        for unit in net:
-            recompute(unit, active=active)
-        gluon_syncbn.configure(seed=3)
-        xs, heads = make_data(contexts[:4])
-        ys = forward_and_backward(net, xs, heads)
-        found.append([a.asnumpy() for a in [*ys, *[x.grad for x in xs], *net[0][0][0].weight.list_grad()]])
-    assert_close(*reversed(found))
-
-
-@pytest.mark.parametrize("grad_req", ["write", "add"])
-def test_a_block_that_is_used_twice(contexts, grad_req):
-    """And parameters that others use too: MXNet adds their gradients."""
-
-    def twice(contexts, change):
-        net = make_net(contexts)
-        for unit in net:
-            change(unit)
-        return type("Twice", (), {"__call__": lambda _, x: net(net(x)), "collect_params": net.collect_params})()
-
-    found = [
-        train(twice(contexts[:2], change), contexts[:2], grad_req=grad_req) for change in (recompute, recompute_no_more)
-    ]
-    assert_close(*found)
-
-
-@pytest.mark.parametrize("meanwhile", ["a backward", "another batch", "other layers"])
-def test_what_happens_before_the_backward_runs(contexts, meanwhile):
-    """What is issued since is nothing that it may see. The layer of the forward may be gone."""
-    net, (xs, heads) = make_net(contexts[:2]), make_data(contexts[:2])
-    found = []
-    for unit in net:
-        recompute(unit)
-    for happens in (False, True):
-        for x in xs:
-            x.attach_grad()
-        with autograd.record():
-            ys = [net(x) for x in xs]
-        mx.nd.waitall()
-        if happens and meanwhile == "a backward":
-            autograd.backward(ys, heads, retain_graph=True)
-        elif happens and meanwhile == "another batch":
-            xs[0][:] = 7
-        elif happens:
-            convert(revert(net))
-            gc.collect()
-        autograd.backward(ys, heads)
-        found.append([x.grad.asnumpy() for x in xs])
-    np.testing.assert_array_equal(found[0][0], found[1][0])
-    assert np.abs(found[0][0]).max() > 0
 
 
 # ---- random operators --------------------------------------------------------------------------------------
@@ -219,7 +243,7 @@ def test_a_rate_that_rises_after_the_first_step(contexts, change, hybrid):
     block = recompute(Scheduled(change == "the mode"))
     (x,) = [nd.random.uniform(1, 2, shape=(3, 4, 17, 9))]
     x.attach_grad()
-    for rate in (0, 0.5):
+    for rate in (0, 0.5, 0.4):
         if change == "a layer's rate":
             block.drop._rate = rate
         elif change == "a rate of its own":
@@ -228,17 +252,10 @@ def test_a_rate_that_rises_after_the_first_step(contexts, change, hybrid):
         with autograd.record(train_mode=rate > 0):
             y = block(x)
         y.backward()
-        assert rate * 0.8 <= (y.asnumpy() == 0).mean() <= rate * 1.2
+        share = rate if change == "a layer's rate" else 0.5 * (rate > 0)
+        assert share * 0.8 <= (y.asnumpy() == 0).mean() <= share * 1.2
         np.testing.assert_allclose(x.grad.asnumpy(), (y / x).asnumpy(), rtol=1e-5)
-
-
-def test_a_rate_that_changes_in_each_step_costs_one_trace():
-    block, x = recompute(Scheduled(False)), nd.ones((3, 4))
-    for rate in (0.1, 0.2, 0.3):
-        block.drop._rate = rate
-        with autograd.record():
-            block(x)
-    assert len(block.traces) == 1
+    assert hybrid or len(block.traces) == 2  # a rate that changes in each step costs no more
 
 
 @pytest.mark.parametrize("anew", [False, True], ids=["kept", "anew"])
@@ -323,43 +340,6 @@ def test_arguments_and_results_of_any_structure(contexts):
     assert_close(*reversed(found))
 
 
-def test_a_parameter_that_is_frozen_before_the_backward():
-    """The step is that of its forward, as without recompute."""
-    for change in (lambda block: block, recompute):
-        block, x = change(nn.Dense(1, in_units=2)), nd.array([[3, 5]])
-        block.initialize(mx.init.One())
-        x.attach_grad()
-        bias = block.bias.grad()
-        with autograd.record():
-            y = block(x)
-        block.weight.grad_req = "null"
-        y.backward()
-        assert x.grad.asnumpy().tolist() == [[1, 1]] and bias.asnumpy() == [1]
-
-
-def test_what_is_not_recorded(contexts):
-    """Prediction and forwards without a record scope call the block as it is."""
-    net, x = make_net(contexts[:1]), nd.random.normal(shape=(2, *SHAPE))
-    want = net(x).asnumpy()
-    for unit in net:
-        recompute(unit)
-    np.testing.assert_array_equal(net(x).asnumpy(), want)
-    x.attach_grad()
-    with autograd.record(train_mode=False):  # with the running statistics
-        y = net(x)
-    np.testing.assert_allclose(y.asnumpy(), want, rtol=1e-5, atol=1e-5)
-    y.backward()
-    assert np.abs(x.grad.asnumpy()).max() > 0
-
-
-def test_a_copy_is_recomputed(contexts):
-    net = nn.Sequential()
-    net.add(recompute(make_net(contexts[:1])))
-    twin = copy.deepcopy(net)
-    twin.collect_params().reset_ctx(contexts[:1])  # a copy of an array has no gradient
-    assert_close(train(twin, contexts[:1], steps=1), train(net, contexts[:1], steps=1))
-
-
 def test_a_shallow_copy():
     block, ones = recompute(nn.Lambda(lambda x: x * 2)), nd.ones(1)
     twin = copy.copy(block)
@@ -402,29 +382,6 @@ def test_an_operator_of_batch_normalisation_is_no_layer(contexts):
     convert(within)
     recompute(in_a_graph, active=False)
     record(within, contexts[0]).wait_to_read()
-
-
-class Calls(Operates):
-    """Of which no trace with symbols tells."""
-
-    def forward(self, x):
-        return self.hybrid_forward(nd, x, *[one.data() for one in self._reg_params.values()])
-
-
-def test_an_operator_that_a_plain_block_calls():
-    """It moves its running statistics as it does without `recompute`."""
-
-    def trained(block):
-        block.initialize()
-        for seed in range(3):
-            with autograd.record():
-                y = block(nd.array(np.random.RandomState(seed).randn(3, 3, 5)))
-            y.backward(nd.array(np.random.RandomState(9).randn(3, 3, 5)))
-            nd.waitall()
-        return [one.data().asnumpy() for one in block.params.values()] + [block.gamma.grad().asnumpy()]
-
-    for got, want in zip(trained(recompute(Calls())), trained(Calls())):
-        np.testing.assert_array_equal(got, want)
 
 
 def test_a_hybridized_block_cannot_hold_it(contexts):
