@@ -1,6 +1,7 @@
 """Running statistics of all devices together, and of a population."""
 
 import functools
+import itertools
 
 import mxnet as mx
 import numpy as np
@@ -13,14 +14,7 @@ from replicas import WAYS, forward_and_backward, make_batch, on_devices, short_w
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, average_running_stats, convert, freeze, update_bn_stats
-
-LAYERS = {
-    "plain": nn.BatchNorm,
-    "local": functools.partial(SyncBatchNorm, mode="local"),
-    "shuffle": functools.partial(SyncBatchNorm, mode="shuffle", virtual_devices=2),
-    "groups": functools.partial(SyncBatchNorm, group_size=1),
-    "contrib": functools.partial(gluon.contrib.nn.SyncBatchNorm, num_devices=1),
-}
+from gluon_syncbn.mxnet_side.blocks import is_batch_norm
 
 
 def assert_statistics(layer, contexts, want, tolerance=1e-12):
@@ -72,20 +66,19 @@ def population(rng, devices, batches=3):
 
 
 def norms_of(net):
-    return [block for block in net if isinstance(block, nn.BatchNorm)]
+    return list(dict.fromkeys(block for block in net if is_batch_norm(block)))
 
 
-def inputs_of_layers(shards):
-    """What each layer sees where each of these is normalised by itself."""
-    plain, seen = filled(body(), [mx.cpu(0)]), []
-    for x in (nd.array(shard, dtype="float64") for shard in shards):
-        inputs = []
+def moments_of_inputs(net, batches):
+    """What each layer gets in training has."""
+    seen = {norm: [] for norm in norms_of(net)}
+    for norm in seen:
+        norm.register_forward_pre_hook(lambda one, args: seen[one].append(args[0].copy()))
+    for batch in batches:
         with autograd.train_mode():
-            for block in plain:
-                inputs.append(x.asnumpy())
-                x = block(x)
-        seen.append([value for value, block in zip(inputs, plain) if isinstance(block, nn.BatchNorm)])
-    return seen
+            [net(x) for x in batch]
+        nd.waitall()
+    return [moments([x.asnumpy() for x in xs], norm._kwargs.get("axis", 1))[:2] for norm, xs in seen.items()]
 
 
 def state(net):
@@ -105,51 +98,46 @@ def statistics(net):
     return [a.asnumpy().tolist() for p in net.collect_params(".*running").values() for a in p.list_data()]
 
 
-@pytest.mark.parametrize(
-    "kind, devices, way",
-    [("plain", 2, "static_alloc"), ("sync", 2, "static_shape"), ("sync", 4, "eager"), ("local", 1, "hybrid")],
-)
-def test_they_are_those_of_the_population(contexts, rng, kind, devices, way):
-    net = filled(body({**LAYERS, "sync": SyncBatchNorm}[kind]), contexts[:devices])
+def twice(norm):
+    net, layer = nn.HybridSequential(), norm(in_channels=7, axis=-1)
+    net.add(layer, nn.Activation("relu"), layer)
+    return net
+
+
+POPULATIONS = {
+    "plain": (body, nn.BatchNorm, 2, "float64", "static_alloc"),
+    "plain, twice": (twice, nn.BatchNorm, 2, "float16", "eager"),
+    "sync": (body, SyncBatchNorm, 2, "float64", "static_shape"),
+    "sync, twice": (twice, SyncBatchNorm, 4, "float32", "eager"),
+    "local": (body, functools.partial(SyncBatchNorm, mode="local"), 1, "float64", "hybrid"),
+    "shuffle": (twice, functools.partial(SyncBatchNorm, mode="shuffle", virtual_devices=2), 2, "float64", "eager"),
+    "groups": (body, functools.partial(SyncBatchNorm, group_size=1), 2, "float32", "eager"),
+    "contrib's": (body, functools.partial(gluon.contrib.nn.SyncBatchNorm, num_devices=1), 2, "float32", "eager"),
+}
+
+
+@pytest.mark.parametrize("name", POPULATIONS)
+def test_they_are_those_of_the_population(contexts, rng, name):
+    """In float64 on the host for every type of data."""
+    make, norm, devices, dtype, way = POPULATIONS[name]
+    net = filled(make(norm), contexts[:devices], dtype)
     if WAYS[way] is not None:
         net.hybridize(**WAYS[way])
-    batches = population(rng, devices)
-    xs = on_devices(batches[0], contexts, "float64")
-    forward_and_backward(net, xs)  # so that there are gradients and graphs
+    batches = [on_devices([x + 30 for x in batch], contexts, dtype) for batch in population(rng, devices)]
+    forward_and_backward(net, batches[0])  # so that there are gradients and graphs
     nd.waitall()
     before = state(net)
-    update_bn_stats(net, [on_devices(batch, contexts, "float64") for batch in batches])
+    gluon_syncbn.configure(seed=3)  # of permutations
+    update_bn_stats(net, batches)
     assert state(net) == before
-    seen = inputs_of_layers([np.concatenate(b) for b in batches] if kind == "sync" else [x for b in batches for x in b])
-    for layer, inputs in zip(norms_of(net), zip(*seen)):
-        assert_statistics(layer, contexts[:devices], moments(inputs)[:2], 1e-10)
-    ys = forward_and_backward(net, xs)  # and it trains on
-    assert all(np.isfinite(y.asnumpy()).all() for y in ys)
-
-
-@pytest.mark.parametrize("kind", [*LAYERS, "reused", "axis"])
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_of_one_layer(contexts, rng, kind, dtype):
-    """All modes; float64 on the host for every type; a channel axis at the end; a layer that is called twice."""
-    if kind == "contrib" and dtype != "float32":
-        pytest.skip("contrib's layer takes float32 only")
-    make = LAYERS.get(kind, LAYERS["plain"])
-    layer = make(in_channels=5, **({"axis": -1} if kind == "axis" else {}))
-    layer.cast(dtype)
-    layer.initialize(ctx=contexts[:2])
-    net = layer
-    if kind == "reused":
-        net = nn.Sequential()
-        net.add(layer, nn.Activation("relu"), layer)
-    batches = [make_batch(rng, 2, axis=-1 if kind == "axis" else 1, dtype=dtype, offset=30).shards for _ in range(3)]
-    update_bn_stats(net, (on_devices(batch, contexts, dtype) for batch in batches))
-    seen = [shard for batch in batches for shard in batch]
-    if kind == "reused":
-        for shard in list(seen):
-            with autograd.train_mode():
-                seen.append(nd.relu(layer(nd.array(shard, dtype=dtype))).asnumpy())
-    mean, var, _ = moments(seen, layer._kwargs.get("axis", 1))
-    assert_statistics(layer, contexts[:2], (mean, var), 1e-11 if dtype == "float64" else 1e-6)
+    got = [[norm.running_mean.list_data(), norm.running_var.list_data()] for norm in norms_of(net)]
+    got = [[[array.asnumpy() for array in arrays] for arrays in each] for each in got]
+    net.hybridize(False)
+    gluon_syncbn.configure(seed=3)
+    want = moments_of_inputs(net, batches)
+    for arrays, value in zip(itertools.chain(*got), itertools.chain(*want)):
+        np.testing.assert_array_equal(arrays[1:], arrays[:1] * (devices - 1))
+        np.testing.assert_allclose(arrays[0], value, rtol=1e-10 if dtype == "float64" else 1e-6)
 
 
 def test_a_net_that_overwrites(contexts, rng, monkeypatch):
