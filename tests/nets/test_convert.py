@@ -35,7 +35,6 @@ from replicas import WAYS, forward_and_backward
 
 import gluon_syncbn
 from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd, convert, freeze, revert
-from gluon_syncbn.activation import RELU
 from gluon_syncbn.command import replacements
 from gluon_syncbn.mxnet_side import blocks
 from gluon_syncbn.training.replicas import Replicas
@@ -177,53 +176,16 @@ def layers(net, cls):
 
 
 def test_a_part_of_a_hybridized_network_that_has_run(contexts):
-    net = made("a model", contexts[:2])
+    net, x = made("a model", contexts[:2]), an_input("a model", contexts[0])
     net.hybridize()
-
-    def answers():
-        with autograd.train_mode():
-            ys = [net(x) for x in xs]
-        return np.concatenate([y.asnumpy() for y in ys])
-
-    xs = [an_input("a model", context) for context in contexts[:2]]
-    apart = answers()
+    net(x)
     for part in (net.stem, net.norm, *net.branches):
         convert(part)
     assert_as_plain(net, "a model", contexts)
     for part in (net.stem[1], net.norm, *net.branches):
         revert(part)
-    np.testing.assert_allclose(answers(), apart)
-    assert type(convert(net).norm) is SyncBatchNorm
-    assert np.abs(np.subtract(answers(), apart)).max() > 0.1
-
-
-def test_a_shared_layer_alone(contexts):
-    net = convert(made("shared layers", contexts[:2]))
-    one, other = net[0], net[5]
-    assert net[3] is net[1][0] is one and one.gamma is other.gamma
-    revert(one)
-    assert type(one) is nn.BatchNorm and type(other) is SyncBatchNorm
-    revert(net)
-    assert type(other) is nn.BatchNorm and type(other.running_mean) is gluon.Parameter
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"momentum": 0.5, "axis": 3, "prefix": "a_name_of_its_own_"},
-        {"epsilon": 1e-3, "axis": -1, "prefix": ""},
-        {"scale": False, "center": False, "in_channels": 5},
-        {"use_global_stats": True},
-        {"gamma_initializer": mx.init.Constant(3), "running_variance_initializer": "zeros"},
-    ],
-)
-def test_settings_are_kept(arguments):
-    layer = nn.BatchNorm(**arguments)
-    layer._kwargs["use_global_stats"] = True  # GluonCV's freeze_bn writes it after construction
-    settings, before, found = dict(layer._kwargs), look(layer, [layer]), state(layer, [layer])
-    assert type(convert(layer)) is SyncBatchNorm and state(layer, [layer]) == found
-    assert {name: layer._kwargs[name] for name in settings} == settings
-    assert look(revert(layer), [layer]) == before
+    net(x)
+    assert operators(net).count("BatchNorm") == 4
 
 
 def test_what_a_subclass_does_itself_it_does_after_convert():
@@ -236,22 +198,13 @@ def test_what_a_subclass_does_itself_it_does_after_convert():
         assert isinstance(one, SyncBatchNorm) and replicas_of(one).settings.momentum == 0.5
 
 
-def test_contribs_layer_and_one_with_a_relu():
-    layer = contrib()
-    assert type(convert(layer)) is SyncBatchNorm and not layer._kwargs.keys() & {"key", "ndev"}
-    assert type(revert(layer)) is nn.BatchNorm and layer._kwargs["axis"] == 1
-    layer = convert(nn.BatchNormReLU())
-    assert type(layer) is SyncBatchNorm and replicas_of(layer).settings.activation == RELU
-    assert type(revert(layer)) is nn.BatchNormReLU
-
-
-def test_subclasses_of_the_layer():
+def test_contribs_layer_and_a_class_of_ones_own():
     class Mine(SyncBatchNorm):
         pass
 
-    net = convert(Residual(), norm_layer=Mine)
-    for change, cls in ((convert, Mine), (revert, nn.BatchNorm)):  # it is synchronised already
-        assert len(layers(change(net), cls)) == 4
+    layer = convert(convert(contrib(), norm_layer=Mine))
+    assert type(layer) is Mine and not layer._kwargs.keys() & {"key", "ndev"}
+    assert type(revert(layer)) is nn.BatchNorm and layer._kwargs["axis"] == 1
 
 
 @pytest.mark.parametrize("base", [SyncBatchNorm, SyncBatchNormAdd])
@@ -289,10 +242,6 @@ class Scaled(nn.BatchNorm):
         return super().hybrid_forward(F, x, gamma * 2, beta, running_mean, running_var)
 
 
-class FromScaled(Scaled):
-    pass
-
-
 class Bound(nn.BatchNorm):
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -311,18 +260,18 @@ class Final(nn.BatchNorm):
 
 def test_a_subclass_that_computes_something_else_is_left_and_named():
     own = "it has a hybrid_forward of its own"
-    reasons = {Scaled: own, FromScaled: own, Bound: own, WithForward: "it has a forward of its own"}
+    reasons = {type("FromScaled", (Scaled,), {}): own, Bound: own, WithForward: "it has a forward of its own"}
     reasons[Final] = "no class can be derived from its own: it is final"
     net = nn.HybridSequential(prefix="net_")
     with net.name_scope():
-        net.add(nn.BatchNorm(), *(cls() for cls in (*reasons, Bound)))
+        net.add(nn.BatchNorm(), *(cls() for cls in reasons))
         net.add(nn.GroupNorm(), nn.LayerNorm(), nn.InstanceNorm(), nn.Dense(3))
     before = [(type(block), dict(vars(block))) for block in net[1:]]
     with pytest.warns(UserWarning, match="convert left as it was: ") as warned:
         convert(net)
     (warning,) = warned
     named = "; ".join(f"{bn.name} ({cls.__name__}: {reasons[cls]})" for bn, cls in zip(net[1:], reasons))
-    assert str(warning.message) == f"convert left as it was: {named}; and 1 more"
+    assert str(warning.message) == f"convert left as it was: {named}"
     assert warning.filename == __file__ and type(net[0]) is SyncBatchNorm
     revert(net)
     assert [(type(block), dict(vars(block))) for block in net[1:]] == before
@@ -388,20 +337,6 @@ def test_five_dimensions(hybridized, training):
         found.append((y.asnumpy(), x.grad.asnumpy(), net[0].weight.grad().asnumpy()))
     for got, want in zip(*found):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
-
-
-def test_freezing_nodes_of_a_graph_is_undone():
-    """No layer stands for them between the calls."""
-    data = mx.sym.var("data", dtype="float32")
-    net = mx.sym.BatchNorm(mx.sym.BatchNorm(data, name="one"), name="two", use_global_stats=True)
-    block = gluon.SymbolBlock(net, data)
-    block.collect_params()["one_gamma"].grad_req = "add"
-    freeze(block)
-    assert [node.frozen for node in blocks.recorded(block)] == [True, True]
-    with pytest.warns(UserWarning, match="freeze left as it was: two "):
-        freeze(block, active=False)
-    assert [node.frozen for node in blocks.recorded(block)] == [False, True]
-    assert block.collect_params()["one_gamma"].grad_req == "add"
 
 
 def test_what_something_else_has_frozen_or_thawed_stays():
@@ -535,13 +470,6 @@ def test_an_error_leaves_the_net_as_it_was(kwargs, error, message):
     with pytest.raises(error, match=message):
         convert(net, **kwargs)
     assert [(type(layer), dict(vars(layer))) for layer in net] == before
-
-
-def test_arguments_reach_every_layer(contexts):
-    net = convert(made("a model", contexts[:2]), num_devices=3, timeout=20)
-    assert {(layer.num_devices, layer.timeout) for layer in layers(net, SyncBatchNorm)} == {(3, 20)}
-    with pytest.raises(ValueError, match="num_devices: 3 was given, expected None or 2"), mx.autograd.record():
-        net(an_input("a model", contexts[0]))
 
 
 LOCAL = r"convert left as it was: b \(SyncBatchNorm: it has mode='local' already; call revert"

@@ -210,6 +210,10 @@ def single(norm=nn.BatchNorm, **kwargs):
     return norm(in_channels=3, epsilon=1e-3, momentum=0.75, **kwargs)
 
 
+def by_pixel(in_channels, **kwargs):
+    return nn.BatchNorm(in_channels=7, axis=-1, center=False, **kwargs)
+
+
 def graph_used_twice(norm=nn.BatchNorm, **kwargs):
     return Twice(recorded(norm, **kwargs))
 
@@ -231,6 +235,8 @@ NETS = {
     ),
     "a subclass of that": Kind(single, WithoutCudnn),
     "by another name": Kind(single, lambda in_channels, **kwargs: ByAnotherName(in_channels, **kwargs)),
+    "other settings": Kind(single, by_pixel, by_pixel),
+    "a ReLU": Kind(single, nn.BatchNormReLU, nn.BatchNormReLU, "float32"),
     "with a state": Kind(single, WithState),
     "with a whole state": Kind(single, WithWholeState),
     "contrib's": Kind(single, contrib, dtype="float32"),
