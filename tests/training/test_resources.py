@@ -1,4 +1,4 @@
-"""Operators take temporary space of the thread that runs them, and replicas on CPU contexts have random states."""
+"""What MXNet's resources hold and cost, and random numbers of replicas. Whether operators get them: test_joined.py."""
 
 import os
 import threading
@@ -9,145 +9,36 @@ import mxnet as mx
 import numpy as np
 import pytest
 from internals import core_count
-from mxnet import autograd, gluon, nd
+from mxnet import autograd, nd
 from mxnet.gluon import nn
-from replicas import WAYS, assert_whole, forward_and_backward
+from replicas import forward_and_backward
 
-import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
 
-LAYERS = 6  # more operators that need a copy than MXNet has
 
-
-@pytest.fixture(autouse=True)
-def soon():
-    """A replica that waits for a copy would do so for long."""
-    gluon_syncbn.configure(timeout=30)
-
-
-def a_net(contexts, norm=SyncBatchNorm, rate=0.0, way=None):
-    net = nn.HybridSequential(prefix="net_")
-    with net.name_scope():
-        for _ in range(LAYERS):
-            net.add(nn.Conv2D(4, 3, padding=1, in_channels=4, use_bias=False), norm(in_channels=4))
-            net.add(nn.Activation("tanh"), nn.Dropout(rate))
-    net.initialize(mx.init.Xavier(), ctx=contexts)
-    if way is not None:
-        net.hybridize(**way)
+def a_net(contexts):
+    net = nn.HybridSequential()
+    for _ in range(3):
+        net.add(nn.Conv2D(4, 3, padding=1, in_channels=4), SyncBatchNorm(in_channels=4), nn.Dropout(0.1))
+    net.initialize(ctx=contexts)
     return net
-
-
-def shards_of(rng, contexts):
-    return [(i + 1) * rng.randn(2 + i % 2, 4, 8, 8) + i for i in range(len(contexts))]
 
 
 # ---- temporary space ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_many_convolutions(contexts, rng, way):
-    """As one device with plain BatchNorm, and again with the operators of a static graph."""
-    places = contexts[:5]
-    net, plain = a_net(places, way=WAYS[way]), a_net(places[:1], nn.BatchNorm)
-    for p, q in zip(plain.collect_params().values(), net.collect_params().values()):
-        q.set_data(p.data())
-    for _ in range(3):
-        shards = shards_of(rng, places)
-        assert_whole(net, plain, shards, [rng.randn(*shard.shape) for shard in shards], places, 1e-3)
-
-
-def changed(x):
-    """Operators that need temporary space, and random ones: more than there are copies."""
-    kernel = nd.ones((4, 4, 3, 3), ctx=x.ctx) / 36
-    for _ in range(3):
-        x = nd.Convolution(x, kernel, kernel=(3, 3), pad=(1, 1), num_filter=4, no_bias=True)
-        x = x + nd.topk(x, axis=3, k=8, ret_typ="value") + 0.1 * nd.random.normal(shape=x.shape)
-    return x - x.mean()
-
-
-def a_loss(y):
-    """The same, of what a replica has put out."""
-    return sum(nd.topk(y, axis=3, k=2, ret_typ="value").mean() + nd.square(y).mean() for _ in range(3))
-
-
-def change_while_recording(net, xs, places):
-    with autograd.record():
-        return [a_loss(net(changed(x).as_in_context(place))) for x, place in zip(xs, places)], []
-
-
-def pause_within(net, xs, places):
-    """As detectors find their targets."""
-
-    class Pausing(gluon.Block):
-        def forward(self, x):
-            found = 0
-            for layer in net:
-                x = layer(x)
-                with autograd.pause():
-                    found = found + a_loss(x)
-            return x * found
-
-    with autograd.record():
-        return [Pausing()(x.as_in_context(place)).sum() for x, place in zip(xs, places)], []
-
-
-STATIC = {"static_alloc": True, "static_shape": True}
-METRIC = nn.HybridLambda(lambda F, y: F.topk(y, axis=3, k=2, ret_typ="value").mean() + F.square(y).mean())
-METRIC.hybridize(**STATIC)
-
-
-def static_graph_of_no_replica(net, xs, places):
-    """Its operators keep their copies, too, and wait for a replica. What comes next may be for another replica."""
-    losses, found = [], []
-    for x, place in zip(xs, places):
-        x = changed(x).as_in_context(place)
-        with autograd.record():
-            y = net(x)
-            losses.append(a_loss(y))
-        found.append(METRIC(y.as_in_context(places[0])).copy())
-    return losses, found
-
-
-def static_graph(net, xs, places):
-    """Also of its backward: when one of its operators has run, another replica must not take its space."""
-    net.hybridize(**STATIC)
-    with autograd.record():
-        return [a_loss(net(x.as_in_context(place))) for x, place in zip(xs, places)], []
-
-
-@pytest.mark.parametrize("at_once", [True, False], ids=["together", "one by one"])
-@pytest.mark.parametrize("pattern", [change_while_recording, pause_within, static_graph_of_no_replica, static_graph])
-def test_patterns(contexts, rng, pattern, at_once):
-    """Of loops over the devices. What they compute is not asked here, only whether they come to an end."""
-    places = contexts[:2]
-    net = a_net(places, rate=0.1)
-    for _ in range({static_graph_of_no_replica: 25, static_graph: 6}.get(pattern, 2)):
-        losses, found = pattern(net, [nd.array(rng.randn(2, 4, 8, 8)) for _ in places], places)
-        if at_once:
-            autograd.backward(losses)
-        else:
-            for loss in losses:
-                loss.backward()
-                time.sleep(0.05 * (pattern is static_graph))  # until the operators before the layer have run
-        assert np.isfinite([value.asscalar() for value in losses + found]).all()
-        for parameter in net.collect_params().values():
-            if parameter.grad_req != "null":
-                assert all(np.isfinite(gradient.asnumpy()).all() for gradient in parameter.list_grad())
-
-
-def test_resources_do_not_grow(contexts, rng):
+def test_resources_do_not_grow(contexts):
     """Neither with the steps, nor with the threads that a program starts for each."""
     places = contexts[:2]
-    net = a_net(places, rate=0.1)
-    xs = [nd.array(x, ctx=c) for x, c in zip(shards_of(rng, places), places)]
+    net, xs = a_net(places), [nd.random.normal(shape=(2, 4, 8, 8), ctx=place) for place in places]
+
+    def run(x):
+        with autograd.record():
+            y = net(x)
+        y.backward()
+        y.wait_to_read()
 
     def in_threads():
-        def run(x):
-            with autograd.record():
-                y = net(x)
-            y.backward()
-            y.wait_to_read()
-
         threads = [threading.Thread(target=run, args=(x,)) for x in xs]
         for thread in threads:
             thread.start()
