@@ -87,6 +87,7 @@ def test_by_operators_of_mxnet(check, kind, way):
         check(*EPILOGUES[4:6], **given, way=way, reqs={"x": x, "addend": addend})
     if kind == "frozen":
         check(*EPILOGUES, **given, way=way, empty="sample")
+        check(*EPILOGUES, way=way, of_np=way == "hybrid", steps=["train", "there_and_back", "train"])
 
 
 @pytest.mark.parametrize("event", choices(Case(dtype="float32")))

@@ -12,7 +12,7 @@ from poolings import specification
 from replicas import WAYS, make_batch, on_devices, prepare, short_waits, step_of
 
 import gluon_syncbn
-from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, convert, reference, revert
+from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, reference
 
 ACTIVATIONS = {
     "none": {"activation": None},
@@ -125,28 +125,6 @@ def test_gradients_of_predictions_and_frozen_statistics(batch, contexts, adds, b
 
 
 # ---- nets --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("adds", [False, True], ids=["alone", "added"])
-@pytest.mark.parametrize("way", ["eager", "hybrid"])
-@pytest.mark.parametrize("kind", ["nd", "np"])
-def test_is_reverted_and_converted_again(request, batch, contexts, kind, way, adds, activation):
-    if kind == "np":
-        mx.npx.set_np()
-        request.addfinalizer(mx.npx.reset_np)
-    batch, addends = batch(1)
-    layer = prepare(make(adds, **ACTIVATIONS[activation]), batch, contexts[:1], "float64", WAYS[way])
-    given, array = [batch.shards[0], addends[0]] if adds else batch.shards, getattr(mx, kind).array
-    inputs = [array(values, dtype="float64") for values in given]
-    before, parameters, behind = layer(*inputs).asnumpy(), dict(layer.collect_params()), layer._activation
-    revert(layer)
-    assert not isinstance(layer, SyncBatchNorm)
-    np.testing.assert_allclose(layer(*inputs).asnumpy(), before, rtol=1e-12, atol=1e-13)
-    convert(layer)
-    assert type(layer) is (SyncBatchNormAdd if adds else SyncBatchNorm) and layer._activation == behind
-    assert dict(layer.collect_params()) == parameters
-    np.testing.assert_allclose(layer(*inputs).asnumpy(), before, rtol=1e-12, atol=1e-13)
 
 
 class Padded(HybridBlock):

@@ -30,6 +30,8 @@ def choices(case: Case) -> List[str]:
     kinds = ["change_store", "change_seed"]
     if not case.of_np:  # MXNet reads the file of a net that is one layer as arrays of mx.nd
         kinds.append("save_and_load")
+    if case.masked is None and not (case.reverted or case.emulated):
+        kinds.append("there_and_back")
     if case.mode == "local" or len(case.contexts) == 1 or case.settings["use_global_stats"] or case.empty:
         return kinds
     if case.way != "static_shape" and not case.threads:
@@ -57,6 +59,15 @@ def save_and_load(trial: Any) -> None:
         trial.net.load_parameters(path, ctx=trial.places)
     trial.truth.average_running()
     trial.check_running()
+
+
+def there_and_back(trial: Any) -> None:
+    """MXNet's own operators predict the same."""
+    gluon_syncbn.revert(trial.net)
+    if trial.case.predicts:
+        trial.predict()
+    gluon_syncbn.convert(trial.net, fuse=trial.case.fused, **trial.case.pooling)
+    trial.start_over(trial.seed)  # its replicas are new
 
 
 # ---- what ends a step ------------------------------------------------------------------------------------------
