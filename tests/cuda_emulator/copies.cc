@@ -35,17 +35,6 @@ Status copy(const Copy& what, const StreamPointer& stream) {
     return sticky(device);
 }
 
-Status copy_and_wait(void* to, const void* from, size_t size) {
-    const StreamPointer stream = find_stream(nullptr);
-    // Of whichever device they are: the driver finds it by the address.
-    const auto owner = [](const void* pointer) {
-        const int device = device_of(pointer);
-        return device == kPageableHost ? current_device : device;
-    };
-    const Status status = copy({to, from, size, owner(to), owner(from)}, stream);
-    return status ? status : synchronize(stream);
-}
-
 Status compute(const StreamPointer& stream, const std::string& name, const std::vector<Bytes>& reads, Bytes written,
                std::function<void()> work) {
     const int device = device_of(*stream);

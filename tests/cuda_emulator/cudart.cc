@@ -9,15 +9,8 @@ using namespace emulator;
 
 namespace {
 
-// MXNet looks at it after its launches, and never takes it away.
-thread_local Status last_error = kSuccess;
-thread_local int last_error_resets = 0;
-
 Status answer(Status status) {
     bound = true;  // what the calling function did needs a context
-    if (status == kSuccess || status == kNotReady) return status;
-    last_error = status;
-    last_error_resets = resets();
     return status;
 }
 
@@ -166,10 +159,7 @@ Status cudaStreamSynchronize(void* handle) { return answer(on_stream(handle, syn
 
 // ---- errors --------------------------------------------------------------------------------------------------
 
-Status cudaPeekAtLastError() {
-    if (last_error_resets != resets()) last_error = kSuccess;
-    return last_error ? last_error : sticky(current_device);
-}
+Status cudaPeekAtLastError() { return sticky(current_device); }
 const char* cudaGetErrorString(Status status) { return status_text(status); }
 
 // ---- MXNet's own kernels: machine code for a GPU, which nothing here can run -----------------------------------
@@ -206,7 +196,6 @@ Status cudaLaunchKernel(const void* host, Dimensions, Dimensions, void** argumen
         return answer(add(static_cast<Matrix*>(arguments[0])->data, static_cast<Matrix*>(arguments[3]), count,
                           static_cast<size_t>(shape[0]) * shape[1], find_stream(stream)));
     }
-    report(-1, kNoKernelImage, "MXNet's own kernel cannot run here: " + name.substr(0, 300));
-    return answer(kNoKernelImage);
+    return report(current_device, kNoKernelImage, "MXNet's own kernel cannot run here: " + name.substr(0, 300));
 }
 }

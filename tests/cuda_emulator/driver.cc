@@ -1,4 +1,4 @@
-// The driver API: modules and launches, and what a test needs that uses no MXNet.
+// The driver API.
 #include <dlfcn.h>
 
 #include <cstdio>
@@ -125,8 +125,6 @@ Status cuMemcpyHtoDAsync_v2(void* to, const void* from, size_t size, void* handl
 Status cuMemcpyDtoHAsync_v2(void* to, const void* from, size_t size, void* stream) {
     return cuMemcpyHtoDAsync_v2(to, from, size, stream);
 }
-Status cuMemcpyHtoD_v2(void* to, const void* from, size_t size) { return copy_and_wait(to, from, size); }
-Status cuMemcpyDtoH_v2(void* to, const void* from, size_t size) { return copy_and_wait(to, from, size); }
 Status cuMemsetD8Async(void* to, unsigned char value, size_t size, void* handle) {
     return on_stream(handle, [&](const auto& stream) { return fill(to, value, size, stream); });
 }

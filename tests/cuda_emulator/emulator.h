@@ -36,7 +36,6 @@ const char* status_text(Status status);
 // Prints and keeps `text`, makes `status` the sticky answer of `device` (none where it is negative), returns it.
 Status report(int device, Status status, const std::string& text);
 Status sticky(int device);  // the first error of the device since the last reset
-int resets();               // how many there were: what a thread remembers from before one counts no longer
 
 std::string format(const char* pattern, ...) __attribute__((format(printf, 1, 2)));
 
@@ -110,7 +109,6 @@ struct Copy {
 };
 // Pageable host memory is read before this returns, or written: CUDA promises the one and does the other.
 Status copy(const Copy& what, const StreamPointer& stream);
-Status copy_and_wait(void* to, const void* from, size_t size);  // as cudaMemcpy
 
 struct Bytes {
     const void* begin;

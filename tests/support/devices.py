@@ -25,11 +25,11 @@ class Array:
         self.begin, before = ctypes.c_void_p(), shift * values.itemsize
         device.call("cuMemAlloc_v2", ctypes.byref(self.begin), ctypes.c_size_t(before + max(values.nbytes, 1)))
         self.address = self.begin.value + before
-        device.call("cuMemcpyHtoD_v2", *map(ctypes.c_void_p, (self.address, values.ctypes.data)), _size(values))
+        device.copy("cuMemcpyHtoDAsync_v2", self.address, values.ctypes.data, values.nbytes)
 
     def download(self):
         result = np.empty(self.shape, self.dtype)
-        self.device.call("cuMemcpyDtoH_v2", *map(ctypes.c_void_p, (result.ctypes.data, self.address)), _size(result))
+        self.device.copy("cuMemcpyDtoHAsync_v2", result.ctypes.data, self.address, result.nbytes)
         return result
 
     def free(self):
@@ -43,13 +43,13 @@ class Array:
 class Device:
     """One device with one compiled source of ``extern "C"`` kernels. Raises OSError where there is none."""
 
-    def __init__(self, source, index=0, options=OPTIONS):
+    def __init__(self, source):
         self.driver = ctypes.CDLL("libcuda.so.1")
         if self.driver.cuInit(0):
             raise OSError("the driver finds no GPU")
         self.context, self.module = ctypes.c_void_p(), ctypes.c_void_p()
-        self._check("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), index)
-        self.call("cuModuleLoadData", ctypes.byref(self.module), compiled(source, options))
+        self._check("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), 0)
+        self.call("cuModuleLoadData", ctypes.byref(self.module), compiled(source))
 
     def _check(self, name, *arguments):
         status = getattr(self.driver, name)(*arguments)
@@ -62,6 +62,10 @@ class Device:
         """A function of the driver, with this device as the current one."""
         self._check("cuCtxSetCurrent", self.context)
         self._check(name, *arguments)
+
+    def copy(self, way, to, from_, size):
+        self.call(way, ctypes.c_void_p(to), ctypes.c_void_p(from_), ctypes.c_size_t(size), None)
+        self.call("cuCtxSynchronize")
 
     def empty(self, shape, dtype="float32"):
         """Of NaNs."""
@@ -82,12 +86,12 @@ class Device:
         self.call("cuCtxSynchronize")
 
 
-def compiled(source, options=OPTIONS, library="libnvrtc.so.11.2"):
+def compiled(source, library="libnvrtc.so.11.2"):
     """What NVRTC makes of it."""
     nvrtc, program, size = ctypes.CDLL(str(library)), ctypes.c_void_p(), ctypes.c_size_t()
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"source.cu", 0, None, None)
-    flags = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-    failed = nvrtc.nvrtcCompileProgram(program, len(options), flags)
+    flags = (ctypes.c_char_p * len(OPTIONS))(*(option.encode() for option in OPTIONS))
+    failed = nvrtc.nvrtcCompileProgram(program, len(OPTIONS), flags)
     getter = "nvrtcGetProgramLog" if failed else "nvrtcGetPTX"
     getattr(nvrtc, f"{getter}Size")(program, ctypes.byref(size))
     text = ctypes.create_string_buffer(size.value)
@@ -96,10 +100,6 @@ def compiled(source, options=OPTIONS, library="libnvrtc.so.11.2"):
     if failed:
         raise DeviceError(text.value.decode())
     return text
-
-
-def _size(values):
-    return ctypes.c_size_t(values.nbytes)
 
 
 def _three(size):
