@@ -77,8 +77,7 @@ class Interrupts {
     struct sigaction before_;
 };
 
-// ---- a step that waits for one of its replicas -----------------------------------------------------------------
-
+// A step that waits for one of its replicas.
 struct Wait {
     Layer layer;
     Step step;
@@ -86,25 +85,12 @@ struct Wait {
 
     explicit Wait(Run& run)
         : layer(run.random, any_meeting_spec(run.random, run.random.whole(2, 3)), "waiting"),
-          step(run, {&layer}, manner(run.random)),
+          step(run, {&layer}, Manner()),
           missing(*step.call().back()) {
         missing.called = false;
         step.issue_forwards();
         missing.called = true;
     }
-
-  private:
-    static Manner manner(Random& random) {
-        Manner manner;
-        manner.graph = random.one_in(2);
-        return manner;
-    }
-};
-
-// What ends a wait, and what it says then.
-struct End {
-    const char* reason;
-    std::function<void()> happens;
 };
 
 }  // namespace
@@ -131,50 +117,17 @@ void waiting(Run& run) {
     } while (run.goes_on());
 }
 
-void ended(Run& run) {
-    const Interrupts interrupts;
-    const End ends[] = {
-        {"process was asked to end",
-         [&interrupts] {
-             interrupts.install(Interrupts::kPlain);
-             interrupts.send();
-         }},
-        {"the script has raised an exception", [] { syncbn_fail("the script has raised an exception"); }},
-        {"process was asked to end", [] { syncbn_exiting(1); }},
-        {"the process was forked", [] { syncbn_forking(1); }},
-    };
-    do {
-        for (const End& end : ends) {
-            Wait wait(run);
-            end.happens();
-            run.engine.wait_for_all();
-            wait.step.each([&](Replica& replica) {
-                if (&replica != &wait.missing) expect_reason(replica.forward.error, end.reason);
-            });
-            ++figures.steps;
-            syncbn_forking(0);
-            syncbn_exiting(0);
-            syncbn_reset();
-            wait.layer.restore();
-            right_step(run, wait.layer);
-        }
-    } while (run.goes_on());
-}
-
 void recalling(Run& run) {
-    const End ends[] = {
-        {"it does not come after 0.2 s. Do something.", [] {}},
-        {"the script has raised an exception", [] { syncbn_fail("the script has raised an exception"); }}};
     do {
-        for (const End& end : ends) {
+        for (const bool fails : {false, true}) {
             const syncbn::Memo memo;
             syncbn::Wait wait(0.2, "recalling", "it does not come", "Do something.");
-            end.happens();
+            if (fails) syncbn_fail("the script has raised an exception");
             try {
                 memo.result(wait);
                 expect(false, "a call that does not come is an error");
             } catch (const syncbn::Failure& failure) {
-                expect_reason(failure.what(), end.reason);
+                expect_reason(failure.what(), fails ? "the script has" : "it does not come after 0.2 s. Do something.");
             }
             syncbn_reset();
         }
