@@ -122,25 +122,6 @@ def test_bfloat16_is_refused():
             layer(data)
 
 
-@pytest.mark.parametrize("kvstore", [None, "host", "device"])
-def test_a_batch_that_ends_the_step(rng, kvstore):
-    """On the GPU that has it, whose own error names the place; the running statistics of all are as before."""
-    batch = make_batch(rng, 2)
-    batch.shards[1][0, 2].flat[1] = np.nan
-    layer = prepare(SyncBatchNorm(in_channels=5, kvstore=kvstore), batch, gpus(2), "float64")
-    xs = on_devices(batch.shards, gpus(2), "float64")
-    gluon_syncbn.configure(nonfinite="error")
-    with autograd.record():
-        ys = [layer(x) for x in xs]
-    with pytest.raises(mx.MXNetError, match=r"on gpu\(1\): the batch is not finite: the mean of channel 2 is nan"):
-        ys[1].asnumpy()
-    with suppress(mx.MXNetError):
-        mx.nd.waitall()
-    gluon_syncbn.reset()
-    for context in gpus(2):
-        np.testing.assert_array_equal(layer.running_mean.data(context).asnumpy(), np.zeros(5))
-
-
 # ---- the way of calls ------------------------------------------------------------------------------------------
 
 
@@ -668,41 +649,35 @@ def test_a_net_that_was_traced_on_gpus_and_moved(rng):
     assert_right(layer, step(layer, batch, [mx.cpu(0), mx.cpu(1)], "float64"), batch)
 
 
-EXITS = {
-    "a step in flight": "[layer(x) for x in xs]; raise SystemExit(5)",
-    "an exception beside a replica that is missing": "y = layer(xs[0]); raise KeyError('mine')",
-}
+LOST = """
+victim = mx.nd.array(np.zeros(4), dtype="float64", ctx=contexts[1])
+module = mx.rtc.CudaModule('extern "C" __global__ void beyond(double* x) { x[1 << 20] = 0; }')
+module.get_kernel("beyond", "double* x").launch([victim], contexts[1], (1, 1, 1), (1, 1, 1))
+for _ in range(3):
+    with autograd.record():
+        ys = [layer(x) for x in xs]
+    gluon_syncbn.reset()
+with autograd.record():
+    ys = [layer(x) for x in xs]
+if os.fork() == 0:
+    os._exit(0)
+os.wait()
+print("came to its end", flush=True)
+"""
+#: Programs, their exit codes, and what they say. 86: the emulator tells of errors that nobody has asked it for.
+EXITS = [
+    ("with autograd.record(): [layer(x) for x in xs]; raise SystemExit(5)", (5,), ""),
+    ("with autograd.record(): y = layer(xs[0]); raise KeyError('mine')", (1,), "KeyError: 'mine'"),
+    *[(LOST, (0, 86), "came to its end")] * EMULATED,
+]
 
 
 def test_the_process_ends():
+    """With a step in flight, beside a replica that is missing, and where a GPU has failed, whose error comes at every
+    call of CUDA."""
     gpus(2)
-    runs = side_by_side([["-c", text_of(f"with autograd.record(): {end}")] for end in EXITS.values()])
-    for how, done in zip(EXITS, runs):
-        assert done.returncode == (5 if how == "a step in flight" else 1), done.stderr
-        assert ("KeyError: 'mine'" in done.stderr) == (done.returncode == 1)
-
-
-@on_the_emulator
-def test_the_process_ends_where_a_gpu_has_failed():
-    """Its error comes at every call of CUDA. A step, `reset`, a fork and the exit each come to their end."""
-    program = """
-        victim = mx.nd.array(np.zeros(4), dtype="float64", ctx=contexts[1])
-        module = mx.rtc.CudaModule('extern "C" __global__ void beyond(double* x) { x[1 << 20] = 0; }')
-        module.get_kernel("beyond", "double* x").launch([victim], contexts[1], (1, 1, 1), (1, 1, 1))
-        for _ in range(3):
-            with autograd.record():
-                ys = [layer(x) for x in xs]
-            gluon_syncbn.reset()
-        with autograd.record():
-            ys = [layer(x) for x in xs]
-        if os.fork() == 0:
-            os._exit(0)
-        os.wait()
-        print("came to its end", flush=True)
-        """
-    done = run(["-c", text_of(program)])
-    assert done.stdout == "came to its end\n", done.stderr
-    assert done.returncode in (0, 86), done.stderr  # 86: the emulator tells of errors that nobody has asked it for
+    for (_, codes, said), done in zip(EXITS, side_by_side([["-c", text_of(program)] for program, *_ in EXITS])):
+        assert done.returncode in codes and said in done.stdout + done.stderr, done.stderr
 
 
 def test_memory_of_a_device_stays(rng):

@@ -12,7 +12,7 @@ if "CUDA_EMULATOR" not in os.environ or not mx.context.num_gpus():
     pytest.skip("needs `make test-gpu-emulated`: counts and failures are the emulator's", allow_module_level=True)
 
 
-SCENARIOS = "every_mode+gradients+rows_and_gradients+short_batches+recomputed+beside_a_cpu+a_batch_that_is_not_finite"
+SCENARIOS = "every_mode+gradients+rows_and_gradients+recomputed+beside_a_cpu+a_batch_that_is_not_finite"
 
 
 def test_two_processes():

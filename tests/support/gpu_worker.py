@@ -99,26 +99,6 @@ def cost(layer, part, dtype, launches):
             assert {name: found[name] for name in want} == want, found
 
 
-def short_batches():
-    """In some steps rank 1 has one device in place of two."""
-    rng = np.random.RandomState(3)
-    layer = make_layer(own(make_batch(rng, DEVICES)))
-    for replicas in (DEVICES, 2, DEVICES, 2):
-        here = HERE if replicas == DEVICES else slice(kv.rank, kv.rank + 1)
-        batch = make_batch(rng, replicas)
-        part = batch._replace(shards=batch.shards[here], heads=batch.heads[here])
-        layer.gamma.set_data(nd.array(batch.gamma, dtype="float64"))
-        layer.beta.set_data(nd.array(batch.beta, dtype="float64"))
-        with gluon_syncbn.only_on(OWN[: len(part.shards)]):
-            got = step(layer, part, OWN, "float64")
-        want = specified(layer, batch)
-        own_part = want._replace(outputs=want.outputs[here], dxs=want.dxs[here], running_mean=[], running_var=[])
-        assert_same(
-            got._replace(dgamma=want.dgamma, dbeta=want.dbeta, running_mean=[], running_var=[]), own_part, 1e-10
-        )
-    assert_sound()
-
-
 def beside_a_cpu():
     """Rank 0 is on CPUs."""
     batch = make_batch(np.random.RandomState(5), DEVICES)
