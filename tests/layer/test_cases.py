@@ -90,6 +90,13 @@ def test_by_operators_of_mxnet(check, kind, way):
         check(*EPILOGUES, way=way, of_np=way == "hybrid", steps=["train", "there_and_back", "train"])
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_sparse_data(check, way):
+    """MXNet makes them dense for plain BatchNorm, too, and has a gradient for those of rows."""
+    for stype, req in (("csr", "null"), ("row_sparse", "write")):
+        check(spatial=(), stype=stype, reqs={"x": req}, way=way, steps=["train", "predict"])
+
+
 @pytest.mark.parametrize("event", choices(Case(dtype="float32")))
 def test_each_event(check, event):
     pooling = {"mode": "shuffle", "virtual_devices": 2}

@@ -174,23 +174,6 @@ def test_a_layer_with_a_kvstore_is_copied_and_not_pickled():
         pickle.dumps(layer)
 
 
-@pytest.mark.skipif("bfloat16" not in ON_CPUS, reason="MXNet has no bfloat16 on GPUs")
-def test_bfloat16_in_what_is_done_with_nets(contexts, rng):
-    """`recompute` computes again what it computed, and `update_bn_stats` takes the values that the layer is given."""
-    batch = make_batch(rng, 2, dtype="bfloat16")
-    results = []
-    for active in (False, True):
-        layer = prepare(SyncBatchNorm(in_channels=5, activation="leaky"), batch, contexts[:2], "bfloat16")
-        gluon_syncbn.recompute(layer, active)
-        results.append(step(layer, batch, contexts, "bfloat16"))
-    assert_same_bits(*results)
-    gluon_syncbn.recompute(layer, False)
-    gluon_syncbn.update_bn_stats(layer, [on_devices(batch.shards, contexts, "bfloat16")])
-    values = np.concatenate(batch.shards).astype("float64")
-    np.testing.assert_allclose(layer.running_mean.data(contexts[1]).asnumpy(), values.mean((0, 2, 3)), rtol=1e-5)
-    np.testing.assert_allclose(layer.running_var.data(contexts[0]).asnumpy(), values.var((0, 2, 3)), rtol=1e-5)
-
-
 def test_eager_calls_have_a_number_in_place_of_their_attributes(monkeypatch):
     given, custom = [], op.ARRAYS.Custom
     noted = lambda *args, **kwargs: given.append(kwargs) or custom(*args, **kwargs)  # noqa: E731
@@ -481,33 +464,3 @@ def test_a_second_derivative(contexts, rng, way):
     with pytest.raises(mx.MXNetError, match="_backward_Custom is non-differentiable"):
         autograd.backward(penalties)
     assert_same(step(layer, batch, contexts, "float64"), truth(batch, steps=2), 1e-10)
-
-
-@pytest.mark.parametrize("stype", ["csr", "row_sparse"])
-@pytest.mark.parametrize("way", WAYS)
-def test_sparse_inputs(contexts, rng, way, stype):
-    """MXNet makes them dense for plain BatchNorm. Gradients come to those that MXNet has a gradient for."""
-    shards, heads = ([rng.randn(n, 5) * (rng.rand(n, 5) > 0.5) for n in (4, 3)] for _ in range(2))
-    layer, plain = SyncBatchNorm(in_channels=5), nn.BatchNorm(in_channels=5)
-    for one, places in ((layer, contexts[:2]), (plain, contexts[:1])):
-        one.initialize(ctx=places)
-        one.gamma.set_data(nd.arange(1, 6))
-        one.cast("float64")
-    if WAYS[way] is not None:
-        layer.hybridize(**WAYS[way])
-    xs = [nd.array(x, ctx=place, dtype="float64").tostype(stype) for x, place in zip(shards, contexts)]
-    whole = nd.array(np.concatenate(shards), dtype="float64")
-    for x in [whole, *xs][: 3 if stype == "row_sparse" else 1]:
-        x.attach_grad()
-    with autograd.record():
-        ys, want = [layer(x) for x in xs], plain(whole)
-    autograd.backward(ys, on_devices(heads, contexts, "float64"))
-    want.backward(nd.array(np.concatenate(heads), dtype="float64"))
-    pairs = [(ys, want), ([sum(g.as_in_context(mx.cpu()) for g in layer.gamma.list_grad())], plain.gamma.grad())]
-    if stype == "row_sparse":
-        pairs.append(([x.grad for x in xs], whole.grad))
-    for got, expected in pairs:
-        got = np.concatenate([array.asnumpy() for array in got])
-        np.testing.assert_allclose(got, expected.asnumpy(), rtol=0, atol=1e-10)
-    y, want = layer(xs[1]), plain(nd.array(shards[1], dtype="float64"))
-    np.testing.assert_allclose(y.asnumpy(), want.asnumpy(), rtol=0, atol=1e-10)

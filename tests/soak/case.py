@@ -41,6 +41,7 @@ class Case:
     threads: bool = False  # one for each replica
     emulated: bool = False  # on GPUs, where no operator of MXNet's own runs
     in_blocks: Sequence[str] = ()  # what lies as a convolution leaves it: "x", "addend", "heads"
+    stype: Optional[str] = None  # of the data, where they are sparse
 
     def __post_init__(self) -> None:
         self.rng = np.random.RandomState([self.seed, 1])

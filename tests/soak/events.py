@@ -30,6 +30,8 @@ def choices(case: Case) -> List[str]:
     kinds = ["change_store", "change_seed"]
     if not case.of_np:  # MXNet reads the file of a net that is one layer as arrays of mx.nd
         kinds.append("save_and_load")
+    if case.way in ("eager", "hybrid") and not case.threads and (case.masked is None or "float" in case.of_masks):
+        kinds.append("recompute")
     if case.masked is None and not (case.reverted or case.emulated):
         kinds.append("there_and_back")
     if case.mode == "local" or len(case.contexts) == 1 or case.settings["use_global_stats"] or case.empty:
@@ -59,6 +61,10 @@ def save_and_load(trial: Any) -> None:
         trial.net.load_parameters(path, ctx=trial.places)
     trial.truth.average_running()
     trial.check_running()
+
+
+def recompute(trial: Any) -> None:
+    gluon_syncbn.recompute(trial.net)
 
 
 def there_and_back(trial: Any) -> None:

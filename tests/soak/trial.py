@@ -170,6 +170,8 @@ class Trial:
 
     def _inputs(self, arrays: Sequence[np.ndarray], name: str) -> List[nd.NDArray]:
         inputs = self._lay_out(arrays, name)
+        if self.case.stype:
+            inputs = [array.tostype(self.case.stype) for array in inputs]
         for array in inputs:
             if self.case.reqs[name] != "null":
                 array.attach_grad(self.case.reqs[name])
@@ -278,8 +280,8 @@ class Trial:
 
 
 def fill(array: nd.NDArray, value: float) -> None:
-    """By a copy, which the emulator of GPUs can do."""
-    if array.size:
+    """By a copy, which the emulator of GPUs can do. What is sparse begins as zero."""
+    if array.stype == "default" and array.size:
         dtype = "bfloat16" if kinds.is_bfloat16(array.dtype) else array.dtype
         on_devices([np.full(array.shape, value)], [mx.cpu()], dtype)[0].copyto(array.as_nd_ndarray())
 
