@@ -151,30 +151,6 @@ def test_two_threads_at_once(contexts, rng, way):
 # ---- what is right -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_each_step_in_another_thread(contexts, rng, way):
-    layer, batch, _ = a_layer(contexts[:2], rng, WAYS[way])
-    for i in range(4):
-        with actors(f"step {i}") as (actor,):
-            actor.do(lambda: assert_next_step_is_right(layer, batch, contexts[:2], "float64"))
-
-
-@pytest.mark.parametrize("way", ["eager", "hybrid", "static_alloc"])
-def test_a_thread_for_each_replica(contexts, rng, way):
-    """Which one serves which replica changes from step to step, one is far ahead, and all use the layer twice."""
-    layer, batch, shards = a_layer(contexts[:3], rng, WAYS[way])
-    with actors("A", "B", "C") as made:
-        for turn in range(3):
-            ys = {}
-            for i in rng.permutation(3):
-                actor = made[(i + turn) % 3]
-                actor.enter()
-                ys[i] = actor.do(lambda i=i: [layer(shards[i]) for _ in range(2)])
-                actor.leave()
-            for outputs in zip(*(ys[i] for i in range(3))):
-                assert_outputs(outputs, batch)
-
-
 def test_two_threads_on_one_context(contexts, rng):
     """Nobody meets, so both may be in a step."""
     layer, batch, shards = a_layer(contexts[:1], rng)
