@@ -86,38 +86,6 @@ def test_an_unedited_script_is_one_device_with_the_whole_batch(job):
     assert len(away) == 5 and all(far < 1e-4 for far in away.values()), away
 
 
-# Prints megabytes of resident memory after each of 24 steps.
-MODULE = """
-import json
-import os
-import mxnet as mx
-import numpy as np
-
-y = mx.sym.Convolution(mx.sym.var("data"), num_filter=16, kernel=(3, 3), name="conv")
-y = mx.sym.FullyConnected(mx.sym.tanh(mx.sym.BatchNorm(y, fix_gamma=False, name="bn")), num_hidden=5, name="fc")
-memory = []
-data = mx.io.NDArrayIter(np.random.randn(128, 3, 32, 32), np.arange(128) % 5, 16, label_name="softmax_label")
-
-
-def look(_):
-    with open("/proc/self/statm") as pages:
-        memory.append(int(pages.read().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20)
-
-
-gpus = [mx.gpu(i) for i in range(mx.context.num_gpus())]
-mx.mod.Module(mx.sym.SoftmaxOutput(y, name="softmax"), context=gpus).fit(data, num_epoch=3, batch_end_callback=look)
-print(json.dumps(memory))
-"""
-
-
-def test_an_unedited_script_with_a_module(job):
-    code, output, errors = job(MODULE, *RUN, "--cpus", "2", "--convert", TRAIN)
-    assert code == 0 and errors.splitlines()[-1] == f"{MEET}cpu(0) to cpu(1)", errors
-    memory = json.loads(output)
-    # The activations and gradients of a step take 7 MB.
-    assert len(memory) == 24 and memory[-1] - memory[3] < 10, memory
-
-
 #: Trains a net with plain BatchNorm, of which a part has run; prints whether the statistics are those of all contexts.
 PLAIN = """
 import sys

@@ -30,8 +30,7 @@ from replicas import (
 from soak.case import Case
 from soak.trial import Trial
 
-import gluon_syncbn
-from gluon_syncbn import SyncBatchNorm, symbol
+from gluon_syncbn import SyncBatchNorm
 from gluon_syncbn.command import selfcheck
 
 native = pytest.mark.skipif(bool(WHY_CUSTOM), reason=WHY_CUSTOM)
@@ -394,23 +393,3 @@ def test_an_operator_that_fails_on_one_device_ends_the_step_of_all(contexts, rng
     train()
     trainer.step(8)
     assert all(np.isfinite(array.asnumpy()).all() for p in net.collect_params().values() for array in p.list_data())
-
-
-@native
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_an_operator_that_fails_on_one_device_of_a_module(contexts, monkeypatch, direction):
-    x = symbol.SyncBatchNorm(mx.sym.var("data"), name="before", timeout=100)
-    x = symbol.SyncBatchNorm(mx.sym.Custom(x, op_type=COPIES), name="behind", timeout=100)
-    module = mx.mod.Module(mx.sym.MakeLoss(x * x), context=contexts[:2], label_names=None)
-    module.bind([("data", (8, 5))])
-    module.init_params()
-    module.init_optimizer()
-    start = time.monotonic()
-    monkeypatch.setattr(Copies, "failing", (direction, str(contexts[1])))
-    with pytest.raises(mx.MXNetError, match=f"kCustomOp{direction.title()}"):
-        module.forward_backward(mx.io.DataBatch([nd.random.normal(shape=(8, 5))]))
-        module.update()
-        module._exec_group.grad_arrays[0][0].asnumpy()
-        module.get_outputs()[0].asnumpy()
-    assert time.monotonic() - start < 20
-    gluon_syncbn.reset()
