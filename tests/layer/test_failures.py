@@ -182,6 +182,19 @@ for _said, _data in (
     scenario(_said, name=_said)(lambda layer, xs, data=_data: (yield recorded(layer, [data])))
 
 
+def a_batch_that_is_not_finite(layer, xs):
+    gluon_syncbn.configure(nonfinite="error")
+    xs[-1][0, 2, 0, 1] = np.nan
+    before = every_value(layer)
+    yield recorded(layer, xs)
+    assert_every_value(layer, before)
+
+
+for _places in (1, 2, 4):
+    _said = f"on {{{_places - 1}}}: the batch is not finite: the mean of channel 2 is "
+    scenario(_said, name=f"not finite on one of {_places}", places=_places)(a_batch_that_is_not_finite)
+
+
 @scenario("all replicas are empty or masked, so there is no mean")
 def nothing_counts(layer, xs):
     with autograd.record():
