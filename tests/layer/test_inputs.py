@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from masks import make_masks
 from mxnet import autograd, nd
-from mxnet.gluon import HybridBlock, nn
+from mxnet.gluon import HybridBlock
 from poolings import specification
-from replicas import WAYS, make_batch, on_devices, prepare, short_waits, step_of
+from replicas import WAYS, make_batch, on_devices, prepare, short_waits
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, reference
@@ -80,25 +80,6 @@ def test_an_input_that_there_is_not_is_refused(cls, count, said):
 # ---- gradients ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("behind, slope", [("relu", 1), ("relu6", 0), ("leaky", 1)])
-def test_an_infinite_value_has_the_gradient_of_mxnet_s_operators(batch, contexts, behind, slope):
-    """As float16 makes one by an overflow."""
-    batch, addends = batch(2, "float32")
-    addends[0].flat[0] = np.inf
-    layer = prepare(make(True, **ACTIVATIONS[behind]), batch, contexts[:2], "float32")
-    xs, others, heads = (on_devices(arrays, contexts, "float32") for arrays in (batch.shards, addends, batch.heads))
-    got, daddends = step_of(layer, [xs, others], heads)
-    assert daddends[0].flat[0] == np.float32(slope * batch.heads[0].flat[0])
-    want = specification(layer, batch, addends=addends)
-    for a, b in zip([*got.dxs, got.dbeta], [*want.dxs, want.dbeta]):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
-    z = nd.array([np.inf])
-    z.attach_grad()
-    with autograd.record():
-        layer._activation.apply(nd, z).backward()
-    assert z.grad.asscalar() == slope
-
-
 @pytest.mark.on_gpus
 @pytest.mark.parametrize("adds", [False, True], ids=["alone", "added"])
 @pytest.mark.parametrize("behind", ACTIVATIONS)
@@ -127,48 +108,6 @@ def test_gradients_of_predictions_and_frozen_statistics(batch, contexts, adds, b
 # ---- nets --------------------------------------------------------------------------------------------------
 
 
-class Padded(HybridBlock):
-    """Of sequences, the elements beyond a length do not count."""
-
-    def __init__(self, **settings):
-        super().__init__()
-        with self.name_scope():
-            self.conv, self.norm = nn.Conv1D(6, 3, padding=1), SyncBatchNorm(**settings)
-            self.residual = SyncBatchNormAdd(**settings)
-
-    def hybrid_forward(self, F, x, mask):
-        x = self.conv(x)
-        y = self.residual(self.norm(x, mask), x, mask)
-        return F.broadcast_mul(y, F.expand_dims(mask, axis=1))
-
-
-@pytest.mark.parametrize("way", ["hybrid", "static_alloc"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments")  # SymbolBlock.imports
-def test_what_becomes_of_a_net(contexts, rng, activation, way, tmp_path):
-    """Prediction, export as plain operators, and freeze."""
-    batch = nd.array(8 * rng.randn(4, 3, 8)), nd.array(np.arange(8) < rng.randint(1, 9, (4, 1)), dtype="float32")
-    net = Padded(**ACTIVATIONS[activation])
-    net.initialize(mx.init.Xavier(), ctx=contexts[:1])
-    with autograd.record():  # which moves the running statistics
-        net(*batch)
-    want = net(*batch).asnumpy()
-    ignored = net(batch[0], nd.ones_like(batch[1])).asnumpy() * batch[1].asnumpy()[:, None]
-    np.testing.assert_allclose(want, ignored, rtol=1e-6)  # the mask is not among what predicts
-    net.hybridize(**WAYS[way])
-    np.testing.assert_allclose(net(*batch).asnumpy(), want, rtol=1e-5, atol=1e-6)
-    net.export(str(tmp_path / "net"))
-    operators = {node["op"] for node in json.loads((tmp_path / "net-symbol.json").read_text())["nodes"]}
-    assert "BatchNorm" in operators and "Custom" not in operators
-    loaded = mx.gluon.SymbolBlock.imports(
-        str(tmp_path / "net-symbol.json"), ["data0", "data1"], str(tmp_path / "net-0000.params"), ctx=contexts[0]
-    )
-    np.testing.assert_allclose(loaded(*batch).asnumpy(), want, rtol=1e-5, atol=1e-6)
-    gluon_syncbn.freeze(net)
-    with autograd.record():
-        np.testing.assert_allclose(net(*batch).asnumpy(), want, rtol=1e-5, atol=1e-6)
-
-
 class Marked(HybridBlock):
     """Two layers under the mask that the data itself gives, and one without a mask."""
 
@@ -181,6 +120,29 @@ class Marked(HybridBlock):
     def hybrid_forward(self, F, x):
         mask = F.expand_dims(F.sum(x, axis=1), 1) > 0
         return self.residual(x, self.norm(x, mask), mask) + self.of_all(x, None)
+
+
+@pytest.mark.parametrize("way", ["hybrid", "static_alloc"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments")  # SymbolBlock.imports
+def test_what_becomes_of_a_net(contexts, rng, activation, way, tmp_path):
+    """Prediction, export as plain operators, and freeze."""
+    net, x = Marked(in_channels=5, **ACTIVATIONS[activation]), nd.array(8 * rng.randn(4, 5, 8))
+    net.initialize(ctx=contexts[:1])
+    with autograd.record():  # which moves the running statistics
+        net(x)
+    want = net(x).asnumpy()
+    net.hybridize(**WAYS[way])
+    np.testing.assert_allclose(net(x).asnumpy(), want, rtol=1e-5, atol=1e-6)
+    net.export(str(tmp_path / "net"))
+    files = str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params")
+    operators = {node["op"] for node in json.loads((tmp_path / "net-symbol.json").read_text())["nodes"]}
+    assert "BatchNorm" in operators and "Custom" not in operators
+    loaded = mx.gluon.SymbolBlock.imports(*files, ctx=contexts[0])
+    np.testing.assert_allclose(loaded(x).asnumpy(), want, rtol=1e-5, atol=1e-6)
+    gluon_syncbn.freeze(net)
+    with autograd.record():
+        np.testing.assert_allclose(net(x).asnumpy(), want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("way", ["eager", "hybrid"])

@@ -9,7 +9,7 @@ from kernel_cases import EPSILON, TOLERANCE, WAYS, check, close, drawn
 from replicas import rounded
 
 TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 12}
-NOTHING, RELU, LEAKY = (1.0, np.inf), (0.0, np.inf), (0.1, np.inf)  # slope and ceiling
+NOTHING, RELU, RELU6, LEAKY = (1.0, np.inf), (0.0, np.inf), (0.0, 6.0), (0.1, np.inf)  # slope and ceiling
 
 # (outer, channels, inner): rows longer and shorter than the vectors, one column, many, tiles and blocks
 SHAPES = [(3, 5, 77), (1, 1, 1), (2, 3, 16), (2, 4, 5), (900, 7, 1), (70, 513, 1), (6, 200, 4), (2, 3, 40000)]
@@ -158,12 +158,17 @@ def test_against_the_reference(library, shape, dtype, block):
 
 @layouts([(1, 1, 32), (40, 1, 1)], ["float32", "bfloat16"], [(1, 16, 5)])
 def test_what_stands_behind_values_that_are_not_finite(library, shape, dtype, block):
+    """An infinite one, as float16 makes it by an overflow, has the gradient of MXNet's operators."""
     x = np.resize(rounded(np.array([np.nan, -np.inf, np.inf, -1, 1]), dtype), shape)
     zero, one = np.zeros(shape[1]), np.ones(shape[1])
-    for activation, want in ((RELU, [np.nan, 0, np.inf, 0, 1]), (LEAKY, [np.nan, -np.inf, np.inf, -0.1, 1])):
+    wants = {RELU: [np.nan, 0, np.inf, 0, 1], RELU6: [np.nan, 0, 6, 0, 1], LEAKY: [np.nan, -np.inf, np.inf, -0.1, 1]}
+    for activation, want in wants.items():
         kernels = Kernels(library, x, block=block, dtype=dtype)
         y = kernels.normalise(zero, one, zero, np.empty_like(x), activation)
         np.testing.assert_allclose(y, np.resize(want, shape), rtol=TOLERANCE[dtype])
+        dz = np.empty_like(x)
+        kernels.grad_sums(np.ones_like(x), zero, one, activation=activation, y=y, dz=dz)
+        assert (dz[np.isposinf(x)] == (activation != RELU6)).all()
 
 
 @layouts([(3, 5, 77), (900, 7, 1)], ["float32", "float64"], [(3, 16, 77), (2, 32, 1507)])
