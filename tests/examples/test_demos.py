@@ -5,8 +5,8 @@ import shutil
 import sys
 
 import pytest
-from commands import TARGETS
 from environments import ended
+from pages import TARGETS
 from places import ROOT
 
 DEMOS = sorted(target for target in TARGETS if target == "quickstart" or target.startswith("demo"))

@@ -6,7 +6,6 @@ import re
 import sys
 from pathlib import Path
 
-import commands
 import pages
 import pytest
 from environments import ended
@@ -79,7 +78,9 @@ def test_a_block_of_python_runs_in_two_processes(block, launched):
 
 @named([block for block in PAGED if block.language == "sh"])
 def test_what_a_command_names_is_there(block):
-    assert not commands.lost(block.text)
+    lost = [option for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", block.text) if option not in pages.OPTIONS]
+    lost += [extra for extras in EXTRAS.findall(block.text) for extra in extras.split(",") if extra not in pages.EXTRAS]
+    assert not lost + absent(block.text, r"^ *make ([a-z][\w-]*)", [ROOT])
 
 
 @pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -88,12 +89,18 @@ def test_what_a_page_names_is_there(page):
     text = without_blocks(page)
     links = re.findall(r"\]\(([^)\s]+)", text) + re.findall(r'src="([^"]+)"', text)
     lost = [link for link in links if "://" not in link and not link.startswith("mailto:") and not leads(page, link)]
-    lost += [name for name in FILES.findall(text) if not any((base / name).exists() for base in (ROOT, page.parent))]
-    lost += [target for target in re.findall(r"`make ([a-z][\w-]*)", text) if target not in commands.TARGETS]
+    lost += absent(text, r"`make ([a-z][\w-]*)", [ROOT, page.parent])
     assert not lost, f"{page.name}: {lost}"
 
 
+EXTRAS = re.compile(r"\[([a-z][\w,]+)\]")
 FILES = re.compile(r"(?<![\w/.])((?:tests|gluon_syncbn|tools|benchmarks|examples|docs|requirements)/[\w/.]+\.\w+)")
+
+
+def absent(text, targets, folders):
+    """The files and targets of make that are named."""
+    lost = [name for name in FILES.findall(text) if not any((folder / name).exists() for folder in folders)]
+    return lost + [target for target in re.findall(targets, text, re.MULTILINE) if target not in pages.TARGETS]
 
 
 def without_blocks(page):

@@ -1,4 +1,4 @@
-"""What the pages and the docstrings show: blocks of code and of commands."""
+"""What the pages and the docstrings show: blocks of code and of commands, and what those may name."""
 
 import inspect
 import re
@@ -11,6 +11,19 @@ from places import ROOT
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 for folder in ("docs", "examples", "benchmarks", "tests"):
     PAGES += sorted((ROOT / folder).rglob("*.md"))
+PROGRAMS = [
+    path
+    for folder in ("gluon_syncbn", "examples", "benchmarks", "tools", "tests")
+    for path in (ROOT / folder).rglob("*.py")
+]
+#: Options of programs, targets of the Makefile and extras of the package.
+OPTIONS = {"--help", *re.findall(r'"(--[a-z][\w-]*)"', "".join(path.read_text(encoding="utf-8") for path in PROGRAMS))}
+TARGETS = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)[1].split()
+EXTRAS = re.findall(
+    r"^(\w+) = \[",
+    (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[project.optional-dependencies]")[2],
+    re.MULTILINE,
+)
 
 
 class Block(NamedTuple):
