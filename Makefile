@@ -36,7 +36,7 @@ help:
 	make dist     the source archive and the wheel for Linux with glibc 2.17 or later, into dist/ (2 minutes)
 	make test-dist  that, and installs it into empty environments on each Python from 3.8 to 3.13 (about 20 minutes)
 	make sanitize  the native core under ThreadSanitizer, AddressSanitizer and UBSan (at most 2 minutes)
-	make gluoncv  a model of each of GluonCV's families checked, and the table of benchmarks/results/gluoncv.md (an hour or more)
+	make gluoncv  a model of each of GluonCV's families checked, and the table of benchmarks/results/gluoncv.md (hours)
 	make docs     these pages and the API as HTML, in build/docs; warnings are errors
 	make lint     ruff, mypy, clang-format
 	make format   let ruff and clang-format rewrite the sources

@@ -4,29 +4,33 @@ The training step runs on two contexts, with one sample and with two. It is comp
 with all three samples: outputs, gradients of parameters and inputs, running statistics. In float32, the order of the
 samples alone changes the gradients of a deep net with ReLU by up to some percent. This change is the baseline, for
 each of the three kinds.
+
+``python -m families.checks MODEL CHECK [--plain]`` prints the cell of one check, which may crash or hang; with
+``--plain``, that of a net that was never converted.
 """
 
 import json
+import os
 import re
+import sys
 import tempfile
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
 from gluoncv.nn.dropblock import DropBlock
 from mxnet import autograd, gluon
-from mxnet.gluon import Block, SymbolBlock, nn
+from mxnet.gluon import Block, nn
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
 from gluon_syncbn.mxnet_side import blocks
-from gluon_syncbn.nets import graphs
 from gluon_syncbn.system.kinds import arrays_of
 
-from .models import Model
+from .models import BY_NAME, Model
 
 CONTEXTS = [mx.cpu(0), mx.cpu(1)]
 SPLIT = [[0], [1, 2]]  # the samples of each context
@@ -36,6 +40,9 @@ SMALL = 1e-3  # of the median norm; a smaller tensor counts as zero, such as the
 FLOOR = {"float32": 1e-7, "float64": 1e-15}  # of the baseline, because two orders may agree in every bit
 SAME = 1e-5  # of the largest value; below, predictions are the same
 ROUNDING = 1e-3  # of the largest value; other operators or another runtime round by less
+LIMIT = 10.0  # times the baseline
+WEAK = 0.1  # a larger baseline proves little
+Tensors = Dict[Any, np.ndarray]
 
 
 class Counts(NamedTuple):
@@ -46,32 +53,11 @@ class Counts(NamedTuple):
     frozen: int
 
 
-class Differences(NamedTuple):
-    """The largest difference of each kind, relative in the L2 norm, and that of the baseline."""
-
-    found: Dict[str, float]
-    baseline: Dict[str, float]
-    unequal: List[str]  # running statistics that differ between the contexts
-
-
-class Step(NamedTuple):
-    tensors: Dict[str, Dict[str, np.ndarray]]  # by kind and name
-    unequal: List[str]
-    batched: List[int]  # the outputs that hold samples; the others are anchors
-
-
 def count(net: Block) -> Counts:
-    layers = synchronised = frozen = 0
-    for block in blocks.iterate(net):
-        if blocks.is_batch_norm(block):
-            layers += 1
-            frozen += block._kwargs["use_global_stats"]
-            synchronised += isinstance(block, SyncBatchNorm) and not block._kwargs["use_global_stats"]
-        elif isinstance(block, SymbolBlock) and not isinstance(block, graphs.Opened):  # the loop visits its layers
-            operators = [node.operator for node in blocks.recorded(block)]
-            synchronised += operators.count("gluon_syncbn")
-            layers += len(operators)
-    return Counts(layers, synchronised, frozen)
+    rows = [row.statistics for row in gluon_syncbn.summary(net, show=False)]
+    rows = [row for row in rows if "normalises each sample" not in row]
+    frozen = sum("frozen" in row for row in rows)
+    return Counts(len(rows), sum(row.startswith("synchronised") for row in rows), frozen)
 
 
 def make(model: Model, contexts: Sequence[mx.Context] = CONTEXTS[:1], dtype: str = "float32", **norm: Any) -> Block:
@@ -115,28 +101,22 @@ def converted(net: Block) -> Tuple[Block, str]:
 
 def compare(
     model: Model, plain: Block, net: Block, dtype: str = "float32", orders: Sequence[List[int]] = ORDERS
-) -> Differences:
-    """Compares a training step of `net` on both contexts with a step of `plain` on one context."""
+) -> List[Dict[str, float]]:
+    """How far a training step of `net` on both contexts is from one of `plain` on one context: the largest difference
+    of each kind, relative in the L2 norm. Behind it that of `plain` in each other order of the samples."""
     want = _step(model, plain, [[0, 1, 2]], dtype)
-    others = [_step(model, plain, [order], dtype, want.batched) for order in orders]
-    got = _step(model, net, SPLIT, dtype, want.batched)
-    found, *moved = [
-        {kind: _worst(one.tensors[kind], tensors) for kind, tensors in want.tensors.items() if tensors}
-        for one in (got, *others)
-    ]
-    baseline = {kind: max([FLOOR[dtype], *(one[kind] for one in moved)]) for kind in found}
-    return Differences(found, baseline, got.unequal)
+    steps = [_step(model, net, SPLIT, dtype, want["outputs"])]
+    steps += [_step(model, plain, [order], dtype, want["outputs"]) for order in orders]
+    return [{kind: _worst(one[kind], tensors) for kind, tensors in want.items() if tensors} for one in steps]
 
 
-def trains(model: Model, plain: Block) -> str:
-    """The problem of the training step of plain BatchNorm on one context, or an empty string."""
-    tensors = _step(model, plain, [[0, 1, 2]], "float32").tensors
-    wrong = [name for kind in tensors.values() for name, value in kind.items() if not np.isfinite(value).all()]
-    return f"not finite: {', '.join(wrong[:3])}" if wrong else ""
+def _step(
+    model: Model, net: Block, split: List[List[int]], dtype: str, batched: Optional[Iterable[int]] = None
+) -> Dict[str, Tensors]:
+    """The tensors of one training step, by kind and name. It restores the running statistics afterwards.
 
-
-def _step(model: Model, net: Block, split: List[List[int]], dtype: str, batched: Sequence[int] = ()) -> Step:
-    """One training step. It restores the running statistics afterwards."""
+    `batched` are the outputs that hold samples; the others are anchors.
+    """
     net.hybridize()  # records afresh, because some models train another graph than they predict with
     parameters = net._collect_params_with_prefix()
     statistics = {name: p for name, p in parameters.items() if name.endswith(STATISTICS)}
@@ -147,43 +127,41 @@ def _step(model: Model, net: Block, split: List[List[int]], dtype: str, batched:
         x.attach_grad()
     with autograd.record():
         outputs = [arrays_of(model.forward(net, *shard)) for shard in shards]
-    if len(split) == 1:
+    if batched is None:
         size = len(split[0])
         batched = [i for i, y in enumerate(outputs[0]) if y.shape[0] % size == 0 and np.dtype(y.dtype).kind == "f"]
     ys = [[shard[i] for i in batched] for shard in outputs]
-    heads = [
-        _draw(y.shape, part, ctx, dtype, 100 + i)
-        for shard, part, ctx in zip(ys, split, CONTEXTS)
-        for i, y in enumerate(shard)
-    ]
-    autograd.backward([y for shard in ys for y in shard], heads)
+    autograd.backward(
+        [y for shard in ys for y in shard],
+        [
+            _draw(y.shape, part, ctx, dtype, 100 + i)
+            for shard, part, ctx in zip(ys, split, CONTEXTS)
+            for i, y in enumerate(shard)
+        ],
+    )
 
-    def gathered(name: str, rows: Sequence[List[mx.nd.NDArray]]) -> Dict[str, np.ndarray]:
+    def gathered(rows: Sequence[List[mx.nd.NDArray]]) -> List[np.ndarray]:
         """Arrays of the whole batch, in the order of the samples."""
-        order = np.argsort(np.concatenate(split))
-        found = {}
-        for i, parts in enumerate(zip(*rows)):
-            samples = [one for part, of in zip(parts, split) for one in np.split(part.asnumpy(), len(of))]
-            found[f"{name} {i}"] = np.stack([samples[place] for place in order])
-        return found
+        wholes = [
+            np.concatenate([one.asnumpy().reshape(len(of), -1, *one.shape[1:]) for one, of in zip(parts, split)])
+            for parts in zip(*rows)
+        ]
+        return [whole[np.argsort(np.concatenate(split))] for whole in wholes]
 
-    gradients = gathered("of input", [[x.grad for x in shard] for shard in inputs])
+    found: Dict[str, Tensors] = {
+        "outputs": dict(zip(batched, gathered(ys))),
+        "gradients": dict(enumerate(gathered([[x.grad for x in shard] for shard in inputs]))),
+        "statistics": {name: np.stack([one.asnumpy() for one in p.list_data()]) for name, p in statistics.items()},
+    }
     for name, p in parameters.items():
         if p.grad_req != "null":
-            gradients[name] = sum(grad.asnumpy() for grad in p.list_grad())
-    after = {name: [one.asnumpy() for one in p.list_data()] for name, p in statistics.items()}
-    unequal = [name for name, values in after.items() if any((values[0] != one).any() for one in values)]
-    tensors = {
-        "outputs": gathered("output", ys),
-        "gradients": gradients,
-        "statistics": {name: values[0] for name, values in after.items()},
-    }
+            found["gradients"][name] = sum(grad.asnumpy() for grad in p.list_grad())
     for name, parameter in statistics.items():
         parameter.set_data(before[name])
-    return Step(tensors, unequal, list(batched))
+    return found
 
 
-def _worst(got: Dict[str, np.ndarray], want: Dict[str, np.ndarray]) -> float:
+def _worst(got: Tensors, want: Tensors) -> float:
     norms = {name: float(np.linalg.norm(value.astype("float64"))) for name, value in want.items()}
     least = SMALL * float(np.median([norm for norm in norms.values() if norm] or [1]))
     worst = 0.0
@@ -310,3 +288,80 @@ def _draw(
     if shifted:
         parts = [k / 2 + (1 + k) * part for k, part in zip(samples, parts)]
     return mx.nd.array(np.concatenate(parts), ctx=ctx, dtype=dtype)
+
+
+# ---- the cells of the table ----------------------------------------------------------------------------------------
+
+
+def _norm_layer(model: Model) -> str:
+    given = count(make(model, CONTEXTS, norm_layer=SyncBatchNorm))
+    return "frozen" if given.frozen == given.layers > 0 else f"{given.synchronised} of {given.layers}"
+
+
+def _convert(net: Block, warning: str) -> str:
+    found = count(net)
+    frozen = f", {found.frozen} frozen (`use_global_stats`)" if found.frozen else ""
+    warned = f": {warning}" if found.synchronised + found.frozen < found.layers else ""
+    return f"{found.synchronised} of {found.layers}{frozen}{warned}"
+
+
+def _trained(model: Model, plain: Block, net: Block) -> str:
+    if net is plain:
+        tensors = _step(model, plain, [[0, 1, 2]], "float32")
+        wrong = [name for kind in tensors.values() for name, value in kind.items() if not np.isfinite(value).all()]
+        return _verdict(f"not finite: {wrong[:3]}" if wrong else "")
+    found, *moved = compare(model, plain, net)
+    baseline = {kind: max([FLOOR["float32"], *(one[kind] for one in moved)]) for kind in found}
+    multiple, kind = max((value / baseline[kind], kind) for kind, value in found.items())
+    text = f"{multiple:.2g} x {baseline[kind]:.0e} ({kind})"
+    weak = {name: value for name, value in baseline.items() if value > WEAK}
+    if weak:
+        text += f"; baseline of {', '.join(weak)}: {max(weak.values()):.0e}"
+    return f"{'yes' if multiple <= LIMIT else 'no'}: {text}"
+
+
+def _left(problem: Callable[[Model, Block, Path], str], model: Model, net: Block) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        return _verdict(problem(model, gluon_syncbn.revert(net), Path(folder)))
+
+
+def _verdict(problem: str) -> str:
+    return f"no: {problem}" if problem else "yes"
+
+
+#: By column, of the model, a plain net, the converted net and the warnings of `convert`.
+CHECKS: Dict[str, Callable[[Model, Block, Block, str], str]] = {
+    "layers": lambda model, plain, net, warning: str(count(plain).layers),
+    "norm_layer": lambda model, plain, net, warning: _norm_layer(model),
+    "convert": lambda model, plain, net, warning: _convert(net, warning),
+    "step": lambda model, plain, net, warning: _trained(model, plain, net),
+    "files": lambda model, plain, net, warning: _verdict(files(model, make(model), net)),
+    "export": lambda model, plain, net, warning: _left(exported, model, net),
+    "onnx": lambda model, plain, net, warning: _left(onnx, model, net),
+}
+
+
+def _reason(error: BaseException) -> str:
+    """The error in one line, without line numbers of MXNet's sources."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    found = next((line for line in reversed(lines) if "Error: " in line or "Check failed" in line), lines[0])
+    found = re.sub(r"^\w*Error: ", "", re.sub(r"\s+", " ", found).replace("|", "/"))
+    return f"{type(error).__name__}: {found[:160]}"
+
+
+def main(name: str, check: str, *options: str) -> None:
+    gluon_syncbn.cpu_devices(2)
+    gluon_syncbn.configure(timeout=60)
+    model = BY_NAME[name]
+    os.environ.update(model.environment)  # MXNet reads these at the first operator
+    try:
+        plain = make(model)
+        nets = (plain, "") if "--plain" in options else converted(make(model, CONTEXTS))
+        print(CHECKS[check](model, plain, *nets), flush=True)
+    except Exception as error:
+        print(f"no: {_reason(error)}", flush=True)
+    os._exit(0)  # skips a long clean-up
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
