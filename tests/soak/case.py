@@ -193,7 +193,7 @@ def draw(seed: int, contexts: int = 8, emulated: bool = False) -> Case:
     if set(reqs.values()) == {"null"}:
         reqs["x"] = "write"
     fused = perhaps(0.25) and not (alone and (way == "eager" or activation is None))
-    of_mxnet = fused and (way == "eager" or activation is None)  # what stands behind it
+    of_mxnet = fused and (way == "eager" or activation is None or frozen)  # what stands behind it
     if of_mxnet and way != "eager":
         # MXNet's own addition stands in the graph, and plain BatchNorm has wrong gradients there where that of the
         # addend is not written.
