@@ -44,8 +44,8 @@ help:
 	make compare  plain BatchNorm against SyncBatchNorm: accuracy over several seeds (about 30 minutes)
 	make slow     the tests that take minutes each
 	make nightly  what CI leaves out: all of slow, test-custom, test-openmpi, test-horovod, test-torch, test-dist, soak, mutants and stress (hours)
-	make soak     3,000 random layers in random ways, each step checked by reference.py (about 5 minutes);
-	              then random exchanges of two and three processes, of which one raises, stops or is killed (MINUTES=10)
+	make soak     3,000 random layers in random ways, each step checked by reference.py, and 400 random exchanges of two and
+	              three processes, of which one raises, stops or is killed (about 15 minutes)
 	make mutants  puts more than a hundred faults into a copy of the sources, of which the tests named for them find each (an hour)
 	make stress   the tests of threads, races, forks and processes 3 times, with 1 to 8 engine threads, beside a busy loop (an hour)
 	make clean    remove what was built and .venv; results in runs/ stay
@@ -161,13 +161,11 @@ compare: core
 slow: dev
 	@$(PY) -m pytest -q --durations=15 -m slow --timeout 3600 $(ARGS)
 
-# Rounds of 120 layers. One that crashes or hangs ends its round. Then jobs of processes; both say the seeds.
-MINUTES ?= 10
+# Rounds of 120 layers and of two jobs of processes, each with its seed. One that crashes or hangs ends its round.
+SOAKED := tests/layer/test_cases.py tests/processes/test_exchanges.py
 soak: dev
-	@first=$$((RANDOM * 1000)) failed=
-	seq $$first $$((first + 24)) | xargs -P 2 -I{} env GLUON_SYNCBN_TEST_SEED={} $(PY) -m pytest -q -k random $(ARGS) tests/layer/test_cases.py || failed=1
-	PYTHONPATH=tests/support:tests $(PY) -m soak.jobs --minutes $(MINUTES)
-	test -z "$$failed"
+	@first=$$((RANDOM * 1000))
+	seq $$first $$((first + 24)) | xargs -P 2 -I{} env GLUON_SYNCBN_TEST_SEED={} $(PY) -m pytest -q -m "slow or not slow" -k random $(ARGS) $(SOAKED)
 
 # One that was interrupted goes on where it was; ARGS="--again" begins anew.
 mutants: dev

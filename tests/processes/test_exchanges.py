@@ -4,12 +4,18 @@ and each has what is right, or an error that says in which exchange it was.
 The table of exchanges.py, with the first and the last rank of two and three processes.
 """
 
+import contextlib
 import json
+import os
+import signal
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
-from exchanges import assert_sound, cases
-from mpi_job import Job
+from exchanges import assert_sound, cases, drawn
+from mpi_job import BIN, Job, Programs
 from places import SUPPORT
 
 RANKS = [2, 3]
@@ -45,3 +51,31 @@ def test_some(tmp_path):
 @pytest.mark.slow
 def test_everything(tmp_path):
     list(check(tmp_path, {ranks: cases([0, ranks - 1], "now", "later") for ranks in RANKS}))
+
+
+def left(folder):
+    """The processes of a job that have not ended."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended since, or is another user's
+            if f"MPI_WORKER_REPORTS={folder}".encode() in path.read_bytes():
+                yield int(path.parent.name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", RANKS)
+def test_random(ranks):
+    """`make soak` has other seeds. Of the longer cases, the last one has a signal, and no process stays behind it."""
+    first = 16 * int(os.environ.get("GLUON_SYNCBN_TEST_SEED", 0)) + 8 * (ranks - RANKS[0])
+    asked = [drawn(seed, ranks, seed == first + 7) for seed in range(first, first + 8)]
+    with Programs() as programs:
+        path = programs.folder / ".cases"
+        path.write_text(json.dumps(asked))
+        command = [BIN / "mpiexec", "-n", ranks, sys.executable, "-W", "ignore", SUPPORT / "exchanges_worker.py", path]
+        (code,) = programs.wait([programs.start("job", command, {})], 250)
+        time.sleep(1)
+        stayed = list(left(programs.folder))
+        for pid in stayed:
+            os.kill(pid, signal.SIGKILL)
+        output = programs.output()
+    assert code is not None and not stayed, output
+    assert_sound(output, ranks, asked)
