@@ -17,18 +17,13 @@ BIN = Path(sys.executable).parent
 # The first line of a block that is the program of several processes.
 LAUNCHED = "# mpiexec -n 2 python train.py\n"
 
-MODULES = {"contrastive", "parallel", "symbol", "__version__"}
+MODULES = [gluon_syncbn.contrastive, gluon_syncbn.parallel, gluon_syncbn.symbol]
+NAMES = {
+    gluon_syncbn: sorted({*gluon_syncbn.__all__} - {"contrastive", "parallel", "symbol", "__version__"}),
+    **{module: module.__all__ for module in MODULES},
+}
 PAGED = [block for page in pages.PAGES for block in pages.of_page(page)]
-SHOWN = [
-    block
-    for module, names in (
-        (gluon_syncbn, [name for name in gluon_syncbn.__all__ if name not in MODULES]),
-        (gluon_syncbn.contrastive, gluon_syncbn.contrastive.__all__),
-        (gluon_syncbn.parallel, gluon_syncbn.parallel.__all__),
-        (gluon_syncbn.symbol, gluon_syncbn.symbol.__all__),
-    )
-    for block in pages.of_docstrings(module, names)
-]
+SHOWN = [block for module, names in NAMES.items() for block in pages.of_docstrings(module, names)]
 PYTHON = [block for block in [*PAGED, *SHOWN, *pages.of_the_index()] if block.language == "python"]
 
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").exists(), reason="needs the source tree")
@@ -131,7 +126,7 @@ def test_a_docstring_has_an_example_and_what_is_returned():
     shown = {block.page for block in SHOWN}
     with_example = "SyncBatchNorm broadcast_parameters configure convert freeze kvstore only_on revert"
     assert {f"gluon_syncbn.{name}" for name in with_example.split()} <= shown
-    for name in set(gluon_syncbn.__all__) - MODULES:
+    for name in NAMES[gluon_syncbn]:
         one = getattr(gluon_syncbn, name)
         if inspect.isfunction(one) and inspect.signature(one).return_annotation not in ("None", "Iterator[None]"):
             assert one.__doc__.startswith("Returns") or "\n    Returns\n" in one.__doc__, name
@@ -140,10 +135,7 @@ def test_a_docstring_has_an_example_and_what_is_returned():
 def test_the_reference_has_all_public_names():
     text = (ROOT / "docs" / "api.rst").read_text(encoding="utf-8")
     shown = re.findall(r"^\.\. auto(?:class|exception|function):: (\w+)$", text, re.MULTILINE)
-    public = set(gluon_syncbn.__all__) - MODULES
-    for module in (gluon_syncbn.contrastive, gluon_syncbn.parallel, gluon_syncbn.symbol):
-        public |= set(module.__all__)
-    assert set(shown) == public
+    assert set(shown) == {name for names in NAMES.values() for name in names}
 
 
 def test_one_screen_has_all_public_names():
@@ -151,8 +143,6 @@ def test_one_screen_has_all_public_names():
     listed = re.findall(r"^    (\S+) +(.+)$", gluon_syncbn.__doc__, re.MULTILINE)
     page = (ROOT / "docs" / "names.md").read_text(encoding="utf-8")
     assert listed == re.findall(r"^\| \[(.+)\]\(\S+\) \| (.+) \|$", page.replace("`", ""), re.MULTILINE)
-    public = set(gluon_syncbn.__all__) - MODULES - {"assert_synchronized"}
-    for module in ("contrastive", "parallel", "symbol"):
-        public |= {f"{module}.{name}" for name in getattr(gluon_syncbn, module).__all__}
-    assert sorted(name for name, _ in listed) == sorted(public)
+    public = {f"{module.__name__}.{name}".replace("gluon_syncbn.", "") for module in NAMES for name in NAMES[module]}
+    assert sorted(name for name, _ in listed) == sorted(public - {"assert_synchronized"})
     assert len(gluon_syncbn.__doc__.splitlines()) <= 50
