@@ -85,11 +85,11 @@ SYNCBN_API(void, layer_agree, int64_t id, Asked* processes, int64_t key, size_t 
            const Span<const size_t>& replicas) {
     const auto layer = found(id);
     const std::vector<size_t> of_each(replicas.begin(), replicas.end());
-    const auto agreed = std::make_shared<const Agreed>(
-        Agreed{reach_of(layer->pooling, of_each, rank), key, layer->name, of_each[rank]});
+    const auto agreed =
+        std::make_shared<const Agreed>(Agreed{reach_of(layer->pooling, of_each, rank), key, of_each[rank]});
     registry().change(*layer, [&](auto& config) {
         config.agreed = agreed;
-        config.agreed_by = processes->host.get();
+        config.agreed_over = processes->host.get();
     });
     layer->restart_calls();
 }

@@ -90,8 +90,8 @@ void Layer::set_timeout(double seconds) const {
 void Layer::set_exchange(Asked* const* exchange) const {
     syncbn::registry().change(*syncbn::registry().find(id), [&](auto& own) {
         own.own_exchange = **exchange;
-        own.agreed = std::make_shared<const syncbn::Agreed>(syncbn::Agreed{{}, id, name, 0});
-        own.agreed_by = own.own_exchange.host.get();
+        own.agreed = std::make_shared<const syncbn::Agreed>(syncbn::Agreed{{}, id, 0});
+        own.agreed_over = own.own_exchange.host.get();
     });
 }
 

@@ -14,8 +14,8 @@ namespace {
 
 class InMemory : public Exchange {
   public:
-    Underway begin(Combine combine, const CallId& id, const Contribution& own) override {
-        return [total = Total{combined(combine, own), 0, id.layer}](double) mutable { return std::move(total); };
+    Underway begin(Combine combine, const CallId&, const Contribution& own) override {
+        return [total = Total{combined(combine, own)}](double) mutable { return std::move(total); };
     }
 };
 
@@ -44,19 +44,18 @@ class InPython : public Exchange {
             const Vector here = combined(combine, own);
             const auto rows = spans_processes() ? std::vector<const double*>{here.data()} : own.rows;
             const size_t places = std::max(rows.size(), processes_), length = own.length;
-            const int64_t layer = id.agreed == nullptr ? id.layer : id.agreed->key;
-            if (places == 1 || length == 0) return Total{here, 0, layer};
+            if (places == 1 || length == 0) return Total{here};
             Vector given, found(places * length);
             Contribution of_all{{}, length};
             for (const double* row : rows) given.insert(given.end(), row, row + length);
             for (size_t i = 0; i < places; ++i) of_all.rows.push_back(&found[i * length]);
-            const int64_t call[] = {layer, id.node, id.sequence, id.phase};
+            const int64_t call[] = {id.layer, id.node, id.sequence, id.phase};
             SYNCBN_POINT("before_exchange");
             if (!add_(join_names(id.contexts).c_str(), call, id.timeout, static_cast<int64_t>(rows.size()),
                       static_cast<int64_t>(length), given.data(), found.data()))
                 throw std::runtime_error(python_problem);
             SYNCBN_POINT("after_exchange");
-            return Total{combined(combine, of_all), 0, layer};
+            return Total{combined(combine, of_all)};
         };
     }
 

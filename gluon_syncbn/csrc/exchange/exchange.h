@@ -20,13 +20,12 @@ namespace syncbn {
 
 // The processes' agreement about a layer. With groups, it also says which others share some with this one.
 struct Agreed : Reach {
-    int64_t key = 0;      // the same in every process
-    std::string name;     // for messages
+    int64_t key = 0;      // of the layer, the same in every process
     size_t replicas = 0;  // of this process
 };
 
-// Identifies a contribution: `node`, `sequence` and `phase` are the same in every process, and none comes again. Also has
-// the layer's name, and its timeout in seconds.
+// Identifies a contribution: the numbers are the same in every process, and none comes again. Also has the layer's name,
+// and its timeout in seconds.
 struct CallId {
     int64_t layer, node, sequence, phase;
     const char* name;
@@ -48,7 +47,6 @@ Vector combined(Combine combine, const Contribution& own);
 struct Total {
     Vector values;
     size_t first = 0;  // index of this process's first value
-    int64_t key = 0;   // of the layer, the same in every process
     // The group of each replica whose vector is here, from 0, if the exchange knows the groups of all processes.
     std::vector<int> groups = {};
     size_t stride = 0;  // between the first values of its replicas; 0 where the total is the same for all

@@ -39,7 +39,7 @@ Total side_by_side(const std::vector<Mailbox::Taken>& parts, size_t own, const A
     }
     if (agreed.ranks.empty()) return total;
     const size_t length = parts[own].length() / agreed.replicas;
-    Total of_members{{}, agreed.first * length, 0, agreed.groups};
+    Total of_members{{}, agreed.first * length, agreed.groups};
     for (const int member : agreed.members) {
         const auto vector = total.values.begin() + static_cast<int64_t>(length) * member;
         of_members.values.insert(of_members.values.end(), vector, vector + static_cast<int64_t>(length));
@@ -147,8 +147,7 @@ class Processes::WaitForVectors : public WaitForOthers {
 class Processes::Hops final : public WaitForVectors {
   public:
     Hops(Processes& processes, std::vector<Hop> hops, Combine combine, const CallId& id, const Contribution& own)
-        : WaitForVectors(processes,
-                         {Label::kVectors, static_cast<int32_t>(id.phase), id.agreed->key, id.node, id.sequence},
+        : WaitForVectors(processes, {Label::kVectors, static_cast<int32_t>(id.phase), id.layer, id.node, id.sequence},
                          id.name, id.timeout),
           combine_(combine),
           id_(id),
@@ -177,7 +176,6 @@ class Processes::Hops final : public WaitForVectors {
             mail_.report(Mailbox::State::kFailed, error.what());
             throw;
         }
-        total_.key = id_.agreed->key;
         return std::move(total_);
     }
 
@@ -283,8 +281,7 @@ Underway Processes::begin(Combine combine, const CallId& id, const Contribution&
                               std::to_string(agreed->replicas) +
                               " devices of this process take part in every step, not " + std::to_string(replicas) +
                               ": call the layer on all of them.");
-            const Total total{combined(combine, own), 0, agreed->key};
-            return [total](double) { return total; };
+            return [total = Total{combined(combine, own)}](double) { return total; };
         }
     }
     const Ranks others = without(agreed->ranks.empty() ? mail_.everybody : agreed->ranks, mail_.rank());

@@ -61,9 +61,8 @@ Underway begin_exchange(const Meeting& meeting, Phase& phase) {
     Exchange& exchange = *meeting.exchange;
     const LayerIdentity& layer = meeting.layer;
     const LayerConfig& config = *meeting.config;
-    const auto agreed = config.agreed_by == &exchange ? config.agreed : nullptr;
-    const CallId id{layer.id,           meeting.draw.node, meeting.sequence, phase.number,
-                    layer.name.c_str(), config.timeout,    agreed,           config.taking_part};
+    const CallId id{meeting.draw.layer, meeting.draw.node, meeting.sequence,           phase.number,
+                    layer.name.c_str(), config.timeout,    config.agreed_by(exchange), config.taking_part};
     if (exchange.on_devices() || sharing_of(layer.pooling) == Sharing::kEach) {
         std::vector<cuda::OnDevice> devices;
         for (const Part& part : phase.entries) {
@@ -244,7 +243,8 @@ Place Layer::join_locked(const LayerConfigPtr& config, const Key& key) {  // (1)
     if (found == open_.end()) {
         auto exchange = chosen(config->exchange, config->taking_part);
         const int64_t sequence = calls_[key.first]++;
-        const Draw draw{config->seed, id, key.first, sequence - before_seed_[key.first]};
+        const auto agreed = config->agreed_by(*exchange);
+        const Draw draw{config->seed, agreed ? agreed->key : id, key.first, sequence - before_seed_[key.first]};
         found = open_.insert(found, std::make_shared<Meeting>(*this, config, draw, sequence, std::move(exchange)));
     }
     const size_t position = (*found)->position_of(key.second);

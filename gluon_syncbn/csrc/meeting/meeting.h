@@ -66,7 +66,10 @@ struct LayerConfig : Settings {
     std::vector<std::string> taking_part;  // of these, in the same order
     std::string misplaced;                 // why these contexts cannot train; empty if they can
     std::shared_ptr<const Agreed> agreed;  // the last agreement, which holds for one exchange
-    const Exchange* agreed_by = nullptr;
+    const Exchange* agreed_over = nullptr;
+    std::shared_ptr<const Agreed> agreed_by(const Exchange& exchange) const {
+        return agreed_over == &exchange ? agreed : nullptr;
+    }
 };
 using LayerConfigPtr = std::shared_ptr<const LayerConfig>;
 

@@ -226,7 +226,7 @@ bool Call::contribute(Vector values, std::shared_ptr<const cuda::OnDevice> devic
         check_finite(at, at < 0 ? 0 : values[static_cast<size_t>(at)]);
     }
     if (!shares()) {
-        own_ = std::make_shared<const Total>(Total{std::move(values), 0, node_->layer->id});
+        own_ = std::make_shared<const Total>(Total{std::move(values)});
         return true;
     }
     SYNCBN_POINT("before_contribution");
@@ -249,9 +249,7 @@ void Call::assign(const Total& of_slots, int64_t length) {
     for (size_t at = 0; at < of_slots.values.size(); at += step) counts.push_back(of_slots.values[at]);
     if (sharing_of(pooling) == Sharing::kTotal && std::accumulate(counts.begin(), counts.end(), 0.0) == 0)
         throw Failure("the batches of all replicas are empty or masked, so there is no mean.");
-    Draw draw;
-    if (place_.meeting) draw = place_.meeting->draw;
-    draw.layer = of_slots.key;
+    const Draw draw = place_.meeting ? place_.meeting->draw : Draw{};
     const int begin = static_cast<int>((of_slots.first + place_.position * of_slots.stride) / step);
     const Range own{begin, begin + static_cast<int>(tensor_.slots.size())};
     pools_ = std::make_shared<const Pools>(pools_of(pooling, counts, draw, own, of_slots.groups));

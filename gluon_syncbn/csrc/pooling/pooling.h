@@ -34,7 +34,7 @@ struct Pooling {
 // The identity of one call of one layer, which decides a permutation: the same on every replica, without communication.
 struct Draw {
     uint64_t seed = 0;
-    int64_t layer = 0;
+    int64_t layer = 0;  // its number, the same in all processes
     int64_t node = -1;  // of a graph; -1 for an eager call
     int64_t call = 0;   // of this node, since the seed was set
 };
