@@ -98,23 +98,15 @@ SYNCBN_API(void, layer_agree, int64_t id, Asked* processes, int64_t key, size_t 
 // `repeats` forwards, it announces one of each layer. `running`: the arrays of running statistics, two for each layer.
 SYNCBN_API(void, begin_graph, const char* context, const Span<const size_t>& layers, const Span<const size_t>& nodes,
            const Span<NDArrayHandle>& running, bool repeats) {
-    struct Coming {
-        std::shared_ptr<Layer> layer;
-        std::string context;
-        std::array<const void*, 2> statistics;
-    };
-    const auto begin = [](void*, void* parameter) {
-        const auto& coming = *static_cast<Coming*>(parameter);
-        if (coming.layer) coming.layer->announce_forward(coming.context);
-        for (const void* one : coming.statistics) updates().begin(one);
-    };
-    const auto remove = [](void* coming) { delete static_cast<Coming*>(coming); };
     for (int64_t i = 0; i < running.count / 2; ++i) {
         void** const both = running.values + 2 * i;
-        auto* coming = new Coming{repeats ? found(static_cast<int64_t>(layers.values[i])) : nullptr,
-                                  context,
-                                  {data({both[0]}), data({both[1]})}};
-        check(mx.MXEnginePushSyncND(begin, coming, remove, &kCpu, nullptr, 0, both, 2, &kNoSkip, 0, "gluon_syncbn"));
+        const auto layer = repeats ? found(static_cast<int64_t>(layers.values[i])) : nullptr;
+        const std::array<const void*, 2> statistics{data({both[0]}), data({both[1]})};
+        const auto begin = [=, context = std::string(context)] {
+            if (layer) layer->announce_forward(context);
+            for (const void* one : statistics) updates().begin(one);
+        };
+        check(push(begin, {}, {2, both}));
     }
     for (int64_t i = 0; i < layers.count; ++i) {
         const auto layer = found(static_cast<int64_t>(layers.values[i]));
@@ -126,10 +118,7 @@ SYNCBN_API(void, begin_graph, const char* context, const Span<const size_t>& lay
 // MXNet's engine does not know that the operators of the graph write these arrays. Who reads them later waits for all.
 SYNCBN_API(void, end_graph, const Span<NDArrayHandle>& running) {
     within_graph = false;
-    const auto nothing = [](void*, void*) {};
-    for (int64_t i = 0; i < running.count; i += 2)
-        check(mx.MXEnginePushSyncND(nothing, nullptr, nullptr, &kCpu, nullptr, 0, running.values + i, 2, &kNoSkip, 0,
-                                    "gluon_syncbn"));
+    for (int64_t i = 0; i < running.count; i += 2) check(push([] {}, {}, {2, running.values + i}));
 }
 
 // ---- defaults ----

@@ -10,6 +10,9 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <utility>
+
+#include "types.h"
 
 extern "C" {
 struct MXCallbackList {
@@ -92,6 +95,16 @@ const struct {
 } kCpu{1, 0};
 // FnProperty::kNoSkip: runs although an operation that it waits for has failed, and is never bundled.
 const int kNoSkip = 7;
+// Has MXNet's engine call `work` when these arrays are available. MXNet deletes it when it has noted what that throws.
+// Returns MXNet's status.
+template <typename Work>
+int push(Work work, const Span<void*>& reads, const Span<void*>& writes) {
+    const auto run = [](void*, void* work) { (*static_cast<Work*>(work))(); };
+    const auto remove = [](void* work) { delete static_cast<Work*>(work); };
+    return mx.MXEnginePushSyncND(run, new Work(std::move(work)), remove, &kCpu, reads.values,
+                                 static_cast<int>(reads.count), writes.values, static_cast<int>(writes.count), &kNoSkip,
+                                 0, "gluon_syncbn");
+}
 
 // What MXNet's engine finds in the environment: whether it runs each operator in the thread that issues it, and whether it
 // bundles operators. Read before the first operators run, and not by a thread of the engine's: meanwhile, the user's thread

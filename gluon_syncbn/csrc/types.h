@@ -16,8 +16,8 @@ using Vector = std::vector<double>;
 // Values side by side, as Python passes a list of them.
 template <typename T>
 struct Span {
-    int64_t count;
-    T* values;
+    int64_t count = 0;
+    T* values = nullptr;
     T* begin() const { return values; }
     T* end() const { return values + count; }
     operator std::vector<std::remove_const_t<T>>() const { return {begin(), end()}; }

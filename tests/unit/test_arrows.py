@@ -65,7 +65,8 @@ __main__
 CORE_FLOORS = """
 activation
 plain lock
-types mxnet_api log failure point
+types
+mxnet_api log failure point
 to_python
 pooling tensor
 cpu waiting

@@ -49,30 +49,21 @@ struct Turn {
     }
 };
 
-// An operation of MXNet's engine that fails. MXNet deletes its parameter when it has noted the failure.
+// An operation of MXNet's engine that fails. The arrays that it writes share the error.
 struct Failing {
     std::optional<dmlc::Error> why;  // if empty, the failure of the step, if it has failed by then
     TurnToFail turn_of_call = {nullptr, sem_post}, turn = {nullptr, sem_post};
 
-    static void run(void*, void* parameter) {
-        auto& self = *static_cast<Failing*>(parameter);
-        if (!self.why) {
+    void operator()() {
+        if (!why) {
             const auto failure = step().failure();
             // Hundreds of failures at once can end the process (`TurnToFail`), so none comes that nobody would see.
             if (failure == nullptr || step().exiting) return;
-            self.why = error_with(failure->what(), kStepError);
+            why = error_with(failure->what(), kStepError);
         }
-        self.turn = turn_to_fail();
-        if (self.turn_of_call != nullptr) throw ErrorOfCall(*self.why, std::move(self.turn_of_call));
-        throw dmlc::Error(*self.why);
-    }
-    // Returns MXNet's status. The arrays share the error.
-    static int push(void** arrays, int64_t count, std::optional<dmlc::Error> why,
-                    TurnToFail of_call = {nullptr, sem_post}) {
-        const auto remove = [](void* parameter) { delete static_cast<Failing*>(parameter); };
-        auto* self = new Failing{std::move(why), std::move(of_call)};
-        return mx.MXEnginePushSyncND(run, self, remove, &kCpu, nullptr, 0, arrays, static_cast<int>(count), &kNoSkip, 0,
-                                     "gluon_syncbn");
+        turn = turn_to_fail();
+        if (turn_of_call != nullptr) throw ErrorOfCall(*why, std::move(turn_of_call));
+        throw dmlc::Error(*why);
     }
 };
 
@@ -80,9 +71,8 @@ struct Failing {
 // array has an operation of its own. Arrays of one operation would share its exception, and the first reader would remove
 // it from the others.
 void fail_each(const Span<NDArrayHandle>& arrays, const std::optional<dmlc::Error>& why) {
-    check(mx.MXEnginePushSyncND([](void*, void*) {}, nullptr, nullptr, &kCpu, arrays.values,
-                                static_cast<int>(arrays.count), nullptr, 0, &kNoSkip, 0, "gluon_syncbn"));
-    for (void*& array : arrays) check(Failing::push(&array, 1, why));
+    check(push([] {}, arrays, {}));
+    for (void*& array : arrays) check(push(Failing{why}, {}, {1, &array}));
 }
 
 // MXNet keeps one exception for all custom operators. If two fail before MXNet reads it, one is lost, and that operator
@@ -93,7 +83,7 @@ void fail_each(const Span<NDArrayHandle>& arrays, const std::optional<dmlc::Erro
 void fail_array(void* array, const char* what) {
     static Renewed<Turn>& calls = *new Renewed<Turn>;
     const dmlc::Error error = error_with(what, kStepError);
-    if (Failing::push(&array, 1, error, calls->taken()) != 0) throw error;
+    if (push(Failing{error, calls->taken()}, {}, {1, &array}) != 0) throw error;
 }
 
 constexpr int kPropertyCallbacks = 8;
@@ -417,9 +407,7 @@ SYNCBN_API(void, fail_arrays, const Span<NDArrayHandle>& arrays) {
 
 // If the step has failed when these arrays are available, gives them one error in the place of theirs. An update that was
 // left out has not touched them, and the first reader removes the error from all. They do not share memory.
-SYNCBN_API(void, share_failure, const Span<NDArrayHandle>& arrays) {
-    check(Failing::push(arrays.values, arrays.count, std::nullopt));
-}
+SYNCBN_API(void, share_failure, const Span<NDArrayHandle>& arrays) { check(push(Failing{}, {}, arrays)); }
 
 // Waits until MXNet has computed this array, or never will. Throws Failure if that takes more seconds: what has not happened,
 // and what to do about it.
@@ -428,11 +416,9 @@ SYNCBN_API(void, await_array, const Span<NDArrayHandle>& array, double timeout, 
         using Wait::Wait;
         void warn(const std::string&) override {}  // the replicas that wait for this one do
     };
-    auto* const done = new std::promise<void>;
-    const auto run = [](void*, void* done) { static_cast<std::promise<void>*>(done)->set_value(); };
-    const auto remove = [](void* done) { delete static_cast<std::promise<void>*>(done); };
-    const auto future = done->get_future();
-    check(mx.MXEnginePushSyncND(run, done, remove, &kCpu, array.values, 1, nullptr, 0, &kNoSkip, 0, "gluon_syncbn"));
+    std::promise<void> done;
+    const auto future = done.get_future();
+    check(push([done = std::move(done)]() mutable { done.set_value(); }, array, {}));
     QuietWait wait(timeout, "", what, advice);
     while (future.wait_for(kSlice) != std::future_status::ready) wait.look();
 }
