@@ -51,8 +51,4 @@ struct Rectifier {
     };
 };
 
-// All activations, as define(name, trait, ...).
-#define SYNCBN_ACTIVATIONS(define, ...) \
-    define(identity, Identity, ##__VA_ARGS__) define(rectifier, Rectifier, ##__VA_ARGS__)
-
 }  // namespace syncbn

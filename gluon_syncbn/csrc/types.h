@@ -49,15 +49,11 @@ inline const char* name_of(Type type) { return type_of_data(type).name; }
 // The type of parameters and running statistics.
 inline Type parameter_type_of(Type data) { return data == Type::kFloat64 ? Type::kFloat64 : Type::kFloat32; }
 
-// The activation after a normalisation: see activation.h.
+// The activation after a normalisation: a `Rectifier` of activation.h or, if there is not any, `Identity`.
 struct Activation {
-    enum class Kind : int { kIdentity, kRectifier };
-    Kind kind = Kind::kIdentity;
     double slope = 1, ceiling = std::numeric_limits<double>::infinity();
-    bool any() const { return kind != Kind::kIdentity; }
+    bool any() const { return slope != 1; }
 };
-constexpr const char* kActivations[] = {"identity", "rectifier"};
-inline const char* name_of(Activation::Kind kind) { return kActivations[static_cast<int>(kind)]; }
 
 // A tensor of 2 to 5 dimensions seen from its channel axis: [outer][channels][inner], row-major. For channels-first,
 // inner is the product of the spatial extents; for channels-last it is 1. Float32 and bfloat16 in oneDNN's layout may

@@ -66,7 +66,7 @@ Layer::Layer(Random& random, const Spec& spec, const std::string& name)
 syncbn::NodePtr Layer::node(int number) const {
     syncbn::Node node;
     node.layer = syncbn::registry().find(id);
-    node.activation = {static_cast<syncbn::Activation::Kind>(spec.slope != 1), spec.slope};
+    node.activation = {spec.slope};
     node.adds = spec.adds;
     node.number = number;
     node.fix_gamma = spec.fix_gamma;

@@ -9,12 +9,6 @@ using syncbn::cpu::Half;
 using syncbn::cpu::Value;
 using syncbn::cpu::Work;
 
-// A slope of 1 is nothing.
-static syncbn::Activation behind(double slope, double ceiling) {
-    using Kind = syncbn::Activation::Kind;
-    return {slope == 1 ? Kind::kIdentity : Kind::kRectifier, slope, ceiling};
-}
-
 // Of the calls that follow; null: none.
 static const float* mask = nullptr;
 
@@ -28,19 +22,19 @@ void normalise(const void* x, int type, int64_t outer, int64_t channels, int64_t
                const double* mean, const double* scale, const double* shift, double slope, double ceiling,
                const void* addend, void* y) {
     syncbn::cpu::normalise(Work{Type(type), Shape{outer, channels, inner, block}, threads}, x,
-                           {mean, scale, shift, behind(slope, ceiling)}, addend, y);
+                           {mean, scale, shift, {slope, ceiling}}, addend, y);
 }
 void grad_sums(const void* dy, const void* x, int type, int64_t outer, int64_t channels, int64_t inner, int64_t block,
                int threads, const double* mean, const double* scale, const double* shift, double slope, double ceiling,
                const double* invstd, const void* y, void* dz, double* sum_dz, double* sum_dz_xhat) {
     syncbn::cpu::grad_sums(Work{Type(type), Shape{outer, channels, inner, block}, threads}, dy, x,
-                           {{mean, scale, shift, behind(slope, ceiling)}, invstd, y, dz}, sum_dz, sum_dz_xhat);
+                           {{mean, scale, shift, {slope, ceiling}}, invstd, y, dz}, sum_dz, sum_dz_xhat);
 }
 void grad_input(const void* dy, const void* x, int type, int64_t outer, int64_t channels, int64_t inner, int64_t block,
                 int threads, const double* mean, const double* scale, const double* shift, double z_slope,
                 double ceiling, const double* fed_mean, const double* mean_dz, const double* slope, void* dx, int add) {
     syncbn::cpu::grad_input(Work{Type(type), Shape{outer, channels, inner, block}, threads, mask}, dy, x,
-                            {{mean, scale, shift, behind(z_slope, ceiling)}, fed_mean, mean_dz, slope, add != 0}, dx);
+                            {{mean, scale, shift, {z_slope, ceiling}}, fed_mean, mean_dz, slope, add != 0}, dx);
 }
 void to_half(const float* values, int64_t n, Half* out) {
     for (int64_t i = 0; i < n; ++i) Value<Half>::store(out + i, values[i]);

@@ -139,31 +139,31 @@ struct GradInputOf {
 // ---- the micro-kernels, one set per data type and instruction set ------------------------------------------------
 // Overloads of plain functions: instruction-set clones of template instances are not portable among g++ versions.
 
-#define SYNCBN_MICROKERNELS_OF(TYPE, T, SET, WIDTH)                                                                  \
-    SET void micro_moments(const Tile& tile, const T* x, double* sum, double* square) {                              \
-        const Column<Compute<T>> none = {};                                                                          \
-        SYNCBN_IF(tile.mask != nullptr, kMasked, add_up<WIDTH>(MomentsOf<kMasked, T>{x}, tile, none, sum, square);)  \
-    }                                                                                                                \
-    SET void micro_grad_sums(const Tile& tile, const GradSources<T>& from, const Column<Compute<T>>& z,              \
-                             const Activation& with, double* sum_dz, double* sum_dz_xc) {                            \
-        SYNCBN_ACTIVATION(                                                                                           \
-            with, A,                                                                                                 \
-            SYNCBN_IF(from.y != nullptr, kByOutput,                                                                  \
-                      add_up<WIDTH>(GradSumsOf<A, kByOutput, T>{from, with}, tile, z, sum_dz, sum_dz_xc);))          \
-    }                                                                                                                \
-    SET void micro_normalise(const Run& run, const Column<Compute<T>>& k, const T* x, const T* addend, T* y,         \
-                             const Activation& with) {                                                               \
-        SYNCBN_ACTIVATION(with, A,                                                                                   \
-                          SYNCBN_IF(addend != nullptr, kAddend,                                                      \
-                                    for_each_value<WIDTH>(NormaliseOf<A, kAddend, T>{x, addend, y, with}, run, k);)) \
-    }                                                                                                                \
-    SET void micro_grad_input(const Run& run, const Column<Compute<T>>& k, const T* dy, const T* x, T* dx,           \
-                              const Activation& with, bool add) {                                                    \
-        SYNCBN_ACTIVATION(                                                                                           \
-            with, A,                                                                                                 \
-            SYNCBN_IF(add, kAdd,                                                                                     \
-                      SYNCBN_IF(run.mask != nullptr, kMasked,                                                        \
-                                for_each_value<WIDTH>(GradInputOf<A, kAdd, kMasked, T>{dy, x, dx, with}, run, k);))) \
+#define SYNCBN_MICROKERNELS_OF(TYPE, T, SET, WIDTH)                                                                    \
+    SET void micro_moments(const Tile& tile, const T* x, double* sum, double* square) {                                \
+        const Column<Compute<T>> none = {};                                                                            \
+        SYNCBN_IF(tile.mask != nullptr, kMasked, add_up<WIDTH>(MomentsOf<kMasked, T>{x}, tile, none, sum, square);)    \
+    }                                                                                                                  \
+    SET void micro_grad_sums(const Tile& tile, const GradSources<T>& from, const Column<Compute<T>>& z,                \
+                             const Activation& with, double* sum_dz, double* sum_dz_xc) {                              \
+        SYNCBN_IF(                                                                                                     \
+            with.any(), kAny,                                                                                          \
+            SYNCBN_IF(from.y != nullptr, kByOutput,                                                                    \
+                      add_up<WIDTH>(GradSumsOf<Trait<kAny>, kByOutput, T>{from, with}, tile, z, sum_dz, sum_dz_xc);))  \
+    }                                                                                                                  \
+    SET void micro_normalise(const Run& run, const Column<Compute<T>>& k, const T* x, const T* addend, T* y,           \
+                             const Activation& with) {                                                                 \
+        SYNCBN_IF(with.any(), kAny,                                                                                    \
+                  SYNCBN_IF(addend != nullptr, kAddend,                                                                \
+                            for_each_value<WIDTH>(NormaliseOf<Trait<kAny>, kAddend, T>{x, addend, y, with}, run, k);)) \
+    }                                                                                                                  \
+    SET void micro_grad_input(const Run& run, const Column<Compute<T>>& k, const T* dy, const T* x, T* dx,             \
+                              const Activation& with, bool add) {                                                      \
+        SYNCBN_IF(with.any(), kAny,                                                                                    \
+                  SYNCBN_IF(add, kAdd,                                                                                 \
+                            SYNCBN_IF(run.mask != nullptr, kMasked,                                                    \
+                                      for_each_value<WIDTH>(                                                           \
+                                          GradInputOf<Trait<kAny>, kAdd, kMasked, T>{dy, x, dx, with}, run, k);)))     \
     }
 #define SYNCBN_MICROKERNELS(SET, WIDTH) SYNCBN_NUMBERS(SYNCBN_MICROKERNELS_OF, SET, WIDTH)
 

@@ -125,7 +125,9 @@ SYNCBN_INLINE double total(const Lanes<double, Width>& lanes) {
     return sum;
 }
 
-// An activation of a value.
+// An activation, if there is any, of a value.
+template <bool Any>
+using Trait = std::conditional_t<Any, Rectifier, Identity>;
 template <class A, typename V>
 struct Behind : A::template On<V> {
     SYNCBN_METHOD explicit Behind(const Activation& with) : A::template On<V>(with.slope, with.ceiling) {}

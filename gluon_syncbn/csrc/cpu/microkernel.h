@@ -26,7 +26,7 @@
 #define SYNCBN_FOR_EACH_SET(define) define(, 2)
 #endif
 
-// Selects an instance of a template: in the statements, the compiler knows NAME, a bool or an activation.
+// Selects an instance of a template: in the statements, the compiler knows NAME.
 #define SYNCBN_IF(condition, NAME, ...) \
     if (condition) {                    \
         constexpr bool NAME = true;     \
@@ -35,14 +35,6 @@
         constexpr bool NAME = false;    \
         __VA_ARGS__                     \
     }
-#define SYNCBN_CASE_OF_ACTIVATION(name, TRAIT, NAME, ...) \
-    case Activation::Kind::k##TRAIT: {                    \
-        using NAME = TRAIT;                               \
-        __VA_ARGS__                                       \
-        break;                                            \
-    }
-#define SYNCBN_ACTIVATION(of, NAME, ...) \
-    switch ((of).kind) { SYNCBN_ACTIVATIONS(SYNCBN_CASE_OF_ACTIVATION, NAME, __VA_ARGS__) }
 
 namespace syncbn {
 namespace cpu {

@@ -784,8 +784,8 @@ struct Kernels {
 typedef Half Data_float16;
 typedef float Data_float32;
 typedef double Data_float64;
-#define SYNCBN_ACTIVATION(NAME, A) typedef syncbn::A Activation_##NAME;
-SYNCBN_ACTIVATIONS(SYNCBN_ACTIVATION)
+typedef Identity Activation_identity;
+typedef Rectifier Activation_rectifier;
 
 template <class Arguments>
 __device__ Arguments arguments_of(void (*kernel)(const Arguments&));

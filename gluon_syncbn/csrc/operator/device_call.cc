@@ -33,7 +33,7 @@ constexpr double kWatchAfter = 0.05;  // seconds after which a wait checks for o
 
 // An addition needs an activation too: none is a slope of 1 there.
 Kernel kernel_of(const char* stem, Type type, const Activation& activation = {}, bool adds = false) {
-    return {stem, name_of(type), name_of(adds && !activation.any() ? Activation::Kind::kRectifier : activation.kind)};
+    return {stem, name_of(type), adds || activation.any() ? "rectifier" : "identity"};
 }
 
 class DeviceCall : public Call {

@@ -317,7 +317,7 @@ NodePtr node_of(int64_t layer, const Numbers& numbers, bool on_cpus, Node node) 
     node.axis = static_cast<int>(axis);
     node.epsilon = eps;
     node.momentum = static_cast<float>(momentum);  // as MXNet's BatchNorm keeps it
-    node.activation = {slope == 1 ? Activation::Kind::kIdentity : Activation::Kind::kRectifier, slope, ceiling};
+    node.activation = {slope, ceiling};
     node.adds = adds != 0;
     node.masks = masks != 0;
     node.fix_gamma = fix_gamma != 0;
