@@ -312,4 +312,4 @@ def summands(names: Sequence[str], arrays: List[List[NDArray]]) -> Tuple[Any, ..
     return lines.encode(), count, types, sizes, contexts, handles
 
 
-_FLOATS = {0: "float32", 1: "float64", 2: "float16", 12: "bfloat16"}  # as kTypesOfData in csrc/types.h
+_FLOATS = {0: "float32", 1: "float64", 2: "float16", 12: "bfloat16"}  # as kTypes in csrc/types.h

@@ -49,11 +49,6 @@ struct Tensor {
             sample += size;
         }
     }
-    // Sets the number of neighbouring channels, here and in the slots: see `Shape`.
-    void lay_out(int64_t block) {
-        shape.block = block;
-        for (Slot& slot : slots) slot.shape.block = block;
-    }
 };
 
 // An array that lives on the device.

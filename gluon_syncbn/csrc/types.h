@@ -26,26 +26,15 @@ struct Span {
 // The types of data, by MXNet's own flags.
 enum class Type : int { kFloat32 = 0, kFloat64 = 1, kFloat16 = 2, kBfloat16 = 12 };
 
-// MXNet computes with some on CPUs only.
-struct TypeOfData {
-    Type type;
+// All of MXNet's types by their flags, also those that no data has.
+constexpr struct {
     const char* name;
-    int64_t bytes;
-    bool on_gpus;
-};
-constexpr TypeOfData kTypesOfData[] = {{Type::kBfloat16, "bfloat16", 2, false},
-                                       {Type::kFloat16, "float16", 2, true},
-                                       {Type::kFloat32, "float32", 4, true},
-                                       {Type::kFloat64, "float64", 8, true}};
-// Returns null for an unknown flag.
-inline const TypeOfData* type_of_data(int flag) {
-    for (const TypeOfData& of : kTypesOfData)
-        if (static_cast<int>(of.type) == flag) return &of;
-    return nullptr;
-}
-inline const TypeOfData& type_of_data(Type type) { return *type_of_data(static_cast<int>(type)); }
-inline int64_t size_of(Type type) { return type_of_data(type).bytes; }
-inline const char* name_of(Type type) { return type_of_data(type).name; }
+    int bytes, floating;
+} kTypes[] = {{"float32", 4, 1}, {"float64", 8, 1}, {"float16", 2, 1}, {"uint8", 1, 0}, {"int32", 4, 0},
+              {"int8", 1, 0},    {"int64", 8, 0},   {"bool", 1, 0},    {"int16", 2, 0}, {"uint16", 2, 0},
+              {"uint32", 4, 0},  {"uint64", 8, 0},  {"bfloat16", 2, 1}};
+inline int64_t size_of(Type type) { return kTypes[static_cast<int>(type)].bytes; }
+inline const char* name_of(Type type) { return kTypes[static_cast<int>(type)].name; }
 // The type of parameters and running statistics.
 inline Type parameter_type_of(Type data) { return data == Type::kFloat64 ? Type::kFloat64 : Type::kFloat32; }
 

@@ -89,7 +89,6 @@ void Call::fill_written(bool failed) {
 bool Call::begin(bool backward, const Arrays& arrays, bool training) {
     const Stage before = stage_;
     arrays_ = arrays;
-    tensor_.lay_out(arrays_.block);
     if (backward) {
         stage_ = before == Stage::kComplete || before == Stage::kBackward ? Stage::kBackward : Stage::kOrphaned;
         ++place_.phase;
@@ -193,7 +192,6 @@ std::shared_ptr<const void> Call::repeat() {
     place_ = {result->place.meeting, result->place.position, place_.phase};
     pools_ = result->pools;
     tensor_.slots = result->slots;
-    tensor_.lay_out(tensor_.shape.block);
     return result->device;
 }
 

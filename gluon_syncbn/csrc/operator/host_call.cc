@@ -193,7 +193,9 @@ class HostCall : public Call {
         static const int all = std::min(omp_get_num_procs(), omp_get_max_threads());
         const size_t replicas = frozen_ ? 1 : place_.meeting ? place_.meeting->replicas() : config_->contexts.size();
         const int threads = std::max(1, all / std::max(1, static_cast<int>(replicas)));  // the others use the rest
-        return {tensor_.type, slot.shape, threads, mask.empty() ? nullptr : mask.data() + slot.first / channels()};
+        Shape shape = slot.shape;
+        shape.block = arrays_.block;
+        return {tensor_.type, shape, threads, mask.empty() ? nullptr : mask.data() + slot.first / channels()};
     }
     // The address of the slot's part; null for null.
     void* at(void* values, const Slot& slot) const {

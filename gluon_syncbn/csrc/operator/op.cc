@@ -171,14 +171,6 @@ std::string text_of(const std::vector<int64_t>& shape) {
     return "(" + text + (shape.size() == 1 ? ",)" : ")");
 }
 
-// All of MXNet's types by their numbers, also those that no data has.
-constexpr struct {
-    const char* name;
-    int bytes, floating;
-} kTypes[] = {{"float32", 4, 1}, {"float64", 8, 1}, {"float16", 2, 1}, {"uint8", 1, 0}, {"int32", 4, 0},
-              {"int8", 1, 0},    {"int64", 8, 0},   {"bool", 1, 0},    {"int16", 2, 0}, {"uint16", 2, 0},
-              {"uint32", 4, 0},  {"uint64", 8, 0},  {"bfloat16", 2, 1}};
-
 Mask mask_of(const Node& node, const std::vector<int64_t>& data, const std::vector<int64_t>& shape, int axis,
              int type) {
     std::vector<int64_t> extents = data, given = shape, full = data;
@@ -217,7 +209,7 @@ int infer_shape(int size, int* dims, int** shapes, const Node& node) {
 int infer_type(int size, int* types, const Node& node) {
     const int data = types[0] >= 0 ? types[0] : types[node.inputs];
     if (data < 0) return 1;
-    if (type_of_data(data) == nullptr)
+    if (kTypes[data].floating == 0)
         refuse(node,
                std::string("data must be bfloat16, float16, float32 or float64; ") + kTypes[data].name + " was given");
     const int parameter = static_cast<int>(parameter_type_of(static_cast<Type>(data)));
@@ -272,11 +264,11 @@ int create_operator(const char* context, int, unsigned** shapes, const int* dims
         const std::vector<int64_t> data(shapes[0], shapes[0] + dims[0]);
         mask = mask_of(node, data, {shapes[at], shapes[at] + dims[at]}, axis, types[at]);
     }
-    const TypeOfData& data = *type_of_data(types[0]);
-    if (on_gpu && !data.on_gpus)
-        refuse(node, std::string(data.name) + " data is on " + context +
+    const auto type = static_cast<Type>(types[0]);
+    if (on_gpu && type == Type::kBfloat16)
+        refuse(node, std::string(name_of(type)) + " data is on " + context +
                          ", but MXNet 1.9 computes with it on CPUs only; use float16 there");
-    auto op = (on_gpu ? device_call : host_call)(property.node, context, {data.type, shape, samples, mask, {}});
+    auto op = (on_gpu ? device_call : host_call)(property.node, context, {type, shape, samples, mask, {}});
     bool training = false;
     mx.MXAutogradIsTraining(&training);
     if (training && !node.frozen) op->issue();
