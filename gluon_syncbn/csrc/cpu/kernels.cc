@@ -7,8 +7,7 @@
 
 #include "cpu/microkernel.h"
 
-namespace syncbn {
-namespace cpu {
+namespace syncbn::cpu {
 namespace {
 
 constexpr int64_t kTile = 512;              // columns at a time: their sums stay in the first-level cache
@@ -389,5 +388,4 @@ const char* instruction_set() {
     return "baseline";
 }
 
-}  // namespace cpu
-}  // namespace syncbn
+}  // namespace syncbn::cpu

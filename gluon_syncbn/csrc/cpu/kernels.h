@@ -5,8 +5,7 @@
 
 #include "types.h"
 
-namespace syncbn {
-namespace cpu {
+namespace syncbn::cpu {
 
 // The shape of the work, and the number of threads. Where `mask` is 0, a position does not count in `moments`. No
 // gradient flows through these to it in `grad_input`. The other functions do not read the mask.
@@ -57,5 +56,4 @@ void grad_input(const Work& work, const void* dy, const void* x, const GradInput
 // The instruction set of this machine's kernels: "avx512f", "avx2" or "baseline".
 const char* instruction_set();
 
-}  // namespace cpu
-}  // namespace syncbn
+}  // namespace syncbn::cpu

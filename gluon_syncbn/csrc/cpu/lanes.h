@@ -8,8 +8,7 @@
 
 #define SYNCBN_UNROLL _Pragma("GCC unroll 4")
 
-namespace syncbn {
-namespace cpu {
+namespace syncbn::cpu {
 
 // Eight float64 partial sums fill the widest register.
 constexpr int kLanes = 8;
@@ -147,5 +146,4 @@ struct Behind<A, Lanes<C, Width>> {
     }
 };
 
-}  // namespace cpu
-}  // namespace syncbn
+}  // namespace syncbn::cpu

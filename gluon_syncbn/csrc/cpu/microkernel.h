@@ -36,8 +36,7 @@
         __VA_ARGS__                     \
     }
 
-namespace syncbn {
-namespace cpu {
+namespace syncbn::cpu {
 
 constexpr int64_t kAhead = 512;  // values to prefetch for the sums, which otherwise wait for memory
 
@@ -280,5 +279,4 @@ SYNCBN_INLINE void add_up(const Formula formula, const Tile tile, const Column<C
     }
 }
 
-}  // namespace cpu
-}  // namespace syncbn
+}  // namespace syncbn::cpu

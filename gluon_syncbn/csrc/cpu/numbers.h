@@ -15,8 +15,7 @@
     define(kFloat32, float, ##__VA_ARGS__) define(kFloat64, double, ##__VA_ARGS__) \
         define(kFloat16, Half, ##__VA_ARGS__) define(kBfloat16, Bfloat16, ##__VA_ARGS__)
 
-namespace syncbn {
-namespace cpu {
+namespace syncbn::cpu {
 
 template <typename To, typename From>
 SYNCBN_INLINE void copy_bits(const From& from, To* to) {
@@ -119,5 +118,4 @@ void with_type(Type type, const F& f) {
 }
 #undef SYNCBN_CASE
 
-}  // namespace cpu
-}  // namespace syncbn
+}  // namespace syncbn::cpu

@@ -14,8 +14,7 @@
 #include "point.h"
 #include "waiting/wait.h"
 
-namespace syncbn {
-namespace cuda {
+namespace syncbn::cuda {
 namespace {
 
 using Communicator = void*;
@@ -133,5 +132,4 @@ void close_collectives() {
     connected.clear();
 }
 
-}  // namespace cuda
-}  // namespace syncbn
+}  // namespace syncbn::cuda

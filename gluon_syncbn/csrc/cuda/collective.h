@@ -8,8 +8,7 @@
 #include <string>
 #include <vector>
 
-namespace syncbn {
-namespace cuda {
+namespace syncbn::cuda {
 
 // The contribution of a replica on its GPU: `length` numbers, which `stream` computes. The collective writes those of
 // all devices to `gathered`, side by side in their order.
@@ -35,5 +34,4 @@ void abort_collectives(int device);
 
 void close_collectives();
 
-}  // namespace cuda
-}  // namespace syncbn
+}  // namespace syncbn::cuda

@@ -10,8 +10,7 @@
 #include "cuda/driver.h"
 #include "failure.h"
 
-namespace syncbn {
-namespace cuda {
+namespace syncbn::cuda {
 namespace {
 
 template <typename... Arguments>
@@ -100,5 +99,4 @@ const std::string& compiled(int capability, const std::string& line, bool anew) 
     return image;
 }
 
-}  // namespace cuda
-}  // namespace syncbn
+}  // namespace syncbn::cuda

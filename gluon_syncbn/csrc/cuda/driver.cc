@@ -6,8 +6,7 @@
 #include "failure.h"
 #include "types.h"
 
-namespace syncbn {
-namespace cuda {
+namespace syncbn::cuda {
 namespace {
 
 // The numbers of the driver's interface.
@@ -155,5 +154,4 @@ void launch(const Lease& on, const Kernel& kernel, Grid grid, const void* argume
          static_cast<unsigned>(grid.z), kBlock, 1, 1, 0, on.stream(), pointers, nullptr);
 }
 
-}  // namespace cuda
-}  // namespace syncbn
+}  // namespace syncbn::cuda

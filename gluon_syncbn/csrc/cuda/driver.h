@@ -14,8 +14,7 @@
 #include "lock.h"
 #include "mxnet_api.h"
 
-namespace syncbn {
-namespace cuda {
+namespace syncbn::cuda {
 
 // Set before the first use of a GPU.
 inline struct Setup {
@@ -141,5 +140,4 @@ const std::string& compiled(int capability, const std::string& line, bool anew =
 // Launches a kernel. `arguments` is its structure of params.h, which may end at once.
 void launch(const Lease& on, const Kernel& kernel, Grid grid, const void* arguments);
 
-}  // namespace cuda
-}  // namespace syncbn
+}  // namespace syncbn::cuda

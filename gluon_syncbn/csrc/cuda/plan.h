@@ -6,8 +6,7 @@
 #include "cuda/driver.h"
 #include "types.h"
 
-namespace syncbn {
-namespace cuda {
+namespace syncbn::cuda {
 
 constexpr Index kBlocks = 2048;   // enough blocks to fill the largest GPU
 constexpr Index kPerThread = 32;  // the fewest values for a thread of a block
@@ -38,5 +37,4 @@ struct Plan : Tiling {
     Index segments() const { return samples * per_sample * channels * ceil_div(inner, segment); }
 };
 
-}  // namespace cuda
-}  // namespace syncbn
+}  // namespace syncbn::cuda

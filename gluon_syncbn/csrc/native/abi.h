@@ -19,8 +19,7 @@
 
 #include "mxnet_api.h"
 
-namespace syncbn {
-namespace native {
+namespace syncbn::native {
 
 // A std::string as before g++ 5. Exceptions keep their text in one, behind the pointer to their virtual functions.
 class OldString {
@@ -222,5 +221,4 @@ class NDArray {
     char rest_[216];
 };
 
-}  // namespace native
-}  // namespace syncbn
+}  // namespace syncbn::native

@@ -19,8 +19,7 @@
 // own threads.
 SYNCBN_COUNTS syncbn_blocked_calls{0}, syncbn_lone_calls{0};
 
-namespace syncbn {
-namespace native {
+namespace syncbn::native {
 namespace {
 
 int64_t block_of(const Descriptor& descriptor) { return descriptor.inner_blocks[0]; }
@@ -275,5 +274,4 @@ SYNCBN_API(std::string, take_calls, const char* device) {
     return "";
 }
 
-}  // namespace native
-}  // namespace syncbn
+}  // namespace syncbn::native

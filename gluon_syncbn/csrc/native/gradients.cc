@@ -13,8 +13,7 @@
 #include "tensor.h"
 #include "to_python.h"
 
-namespace syncbn {
-namespace native {
+namespace syncbn::native {
 namespace {
 
 // The values of an array that this thread may write.
@@ -110,5 +109,4 @@ SYNCBN_API(void, sum, Asked* exchange, int64_t trainer, const char* update, cons
     }
 }
 
-}  // namespace native
-}  // namespace syncbn
+}  // namespace syncbn::native

@@ -35,8 +35,7 @@
 
 SYNCBN_COUNTS syncbn_resources{0};  // MXNet's objects that were made for replicas
 
-namespace syncbn {
-namespace native {
+namespace syncbn::native {
 namespace {
 
 // What each thread has of a type, by number. What it leaves when it ends is taken by the next thread that needs one.
@@ -293,5 +292,4 @@ SYNCBN_API(std::string, separate_resources) {
 // they run, or -1.
 SYNCBN_API(int, issue_on, int context) { return std::exchange(replica, context); }
 
-}  // namespace native
-}  // namespace syncbn
+}  // namespace syncbn::native

@@ -10,8 +10,7 @@
 #include "to_python.h"
 #include "waiting/step.h"
 
-namespace syncbn {
-namespace native {
+namespace syncbn::native {
 namespace {
 
 // Fails the step for a failure that this operation of the engine has found in its array. `parameter`: of what it is.
@@ -42,5 +41,4 @@ SYNCBN_API(void, watch, const char* context, const Span<NDArrayHandle>& arrays) 
                                  "gluon_syncbn_watch", false));
 }
 
-}  // namespace native
-}  // namespace syncbn
+}  // namespace syncbn::native
