@@ -142,7 +142,9 @@ SYNCBN_API(void, seed, uint64_t seed) {
 // In memory of this process. `gpus`: "nccl", the "host", or either if empty.
 SYNCBN_API(Asked, memory_exchange, const char* gpus) {
     const std::string way = gpus;
-    return {memory_exchange(), way == "nccl" ? Nccl::kRequired : way == "host" ? Nccl::kNever : Nccl::kIfThere};
+    return {std::make_shared<Exchange>(), way == "nccl"   ? Nccl::kRequired
+                                          : way == "host" ? Nccl::kNever
+                                                          : Nccl::kIfThere};
 }
 
 // By a store of MXNet's or by Horovod, which the user has named. No other exchange runs Python.

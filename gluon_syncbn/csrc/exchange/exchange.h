@@ -56,6 +56,7 @@ struct Total {
 // Leaving it early means a failure, which must be reported elsewhere.
 using Underway = std::function<std::optional<Total>(double seconds)>;
 
+// This one is between threads of one process, whose memory holds all vectors already.
 class Exchange {
   public:
     virtual ~Exchange() = default;
@@ -68,11 +69,9 @@ class Exchange {
     // Or brings each replica all vectors, side by side in the order of the ranks. On GPUs, this may only begin, in
     // the replicas' streams, and the total has the samples of all slots. Does not wait, for a thread that may be needed
     // elsewhere. The rows and the name must stay valid. Throws std::runtime_error, or Failure, with the reason.
-    virtual Underway begin(Combine combine, const CallId& id, const Contribution& own) = 0;
+    virtual Underway begin(Combine combine, const CallId& id, const Contribution& own);
 };
 
-// Between threads of one process, whose memory holds all vectors already.
-std::shared_ptr<Exchange> memory_exchange();
 // By others, which a function in Python asks: `out` gets the rows of all contexts of this process, "cpu(0), cpu(1)", by a
 // KVStore of MXNet's. Between so many `processes`, it gets those of all, in the order of their ranks, by what adds the
 // gradients of their job. Each is for the call {layer, node, sequence, phase}, within so many seconds. Several threads call

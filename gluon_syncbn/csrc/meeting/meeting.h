@@ -51,7 +51,7 @@ enum class Nonfinite : int { kPropagate = 0, kSkip = 1, kError = 2 };
 
 struct Settings {
     double timeout = 300;  // seconds
-    Asked exchange{memory_exchange()};
+    Asked exchange{std::make_shared<Exchange>()};
     std::vector<std::string> devices;  // contexts that alone may take part; empty means all
     uint64_t seed = 0;                 // of the permutations
     Nonfinite nonfinite = Nonfinite::kPropagate;
