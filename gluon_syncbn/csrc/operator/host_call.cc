@@ -95,7 +95,7 @@ class HostCall : public Call {
 
     bool begin_differentiate() override {
         const int64_t n = channels();
-        dgamma_ = dbeta_ = Vector(n, 0.0);
+        Vector dgamma(n, 0.0), dbeta(n, 0.0);  // this replica's part
         // With an addend, y gives the sign of z.
         void* const y = node_->adds && node_->activation.any() ? data(arrays_[kY]) : nullptr;
         const Vector shift = by_input() ? this->shift() : Vector();
@@ -112,11 +112,18 @@ class HostCall : public Call {
                                part, part + n);
             }
             for (int64_t c = 0; c < n; ++c) {
-                dbeta_[c] += part[c];
-                if (!node_->fix_gamma) dgamma_[c] += part[n + c];
+                dbeta[c] += part[c];
+                if (!node_->fix_gamma) dgamma[c] += part[n + c];
             }
             part += gradients_length(n);
         }
+        const auto write = [&](const Vector& values, Role of) {
+            if (arrays_.wants(of))
+                replace(arrays_[of], tensor_.parameter_type(), n,
+                        [&](int64_t c, double old) { return values[c] + (arrays_.adds(of) ? old : 0.0); });
+        };
+        write(dgamma, kDgamma);
+        write(dbeta, kDbeta);
         return frozen_ || contribute(std::move(sums));
     }
 
@@ -157,13 +164,6 @@ class HostCall : public Call {
                                 at(data(arrays_[kDx]), slot));
             }
         }
-        const auto write_gradient = [&](const Vector& values, Role of) {
-            if (arrays_.wants(of))
-                replace(arrays_[of], tensor_.parameter_type(), n,
-                        [&](int64_t c, double old) { return values[c] + (arrays_.adds(of) ? old : 0.0); });
-        };
-        write_gradient(dgamma_, kDgamma);
-        write_gradient(dbeta_, kDbeta);
     }
 
     // ---- arrays ----------------------------------------------------------------------------------------------
@@ -210,12 +210,9 @@ class HostCall : public Call {
         });
         return out;
     }
-    Vector gamma() const {
-        return node_->fix_gamma ? Vector(static_cast<size_t>(channels()), 1.0) : parameter(arrays_[kGamma]);
-    }
     // Of each channel.
     Vector scale(const Slot& slot) const {
-        Vector out = gamma();
+        Vector out = node_->fix_gamma ? Vector(static_cast<size_t>(channels()), 1.0) : parameter(arrays_[kGamma]);
         for (size_t c = 0; c < out.size(); ++c) out[c] *= slot.used->invstd[c];
         return out;
     }
@@ -294,7 +291,6 @@ class HostCall : public Call {
         });
     }
 
-    Vector dgamma_, dbeta_;  // of the first half of a backward: this replica's part
     std::vector<std::vector<char>> scratch_;
 };
 
