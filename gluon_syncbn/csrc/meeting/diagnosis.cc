@@ -27,7 +27,7 @@ Renewed<Answer>& answer = *new Renewed<Answer>;  // outlives the threads that wa
 std::vector<std::string> replicas_of(const Meeting& meeting, const Phase& phase, bool arrived) {
     std::vector<std::string> found;
     for (size_t i = 0; i < meeting.replicas(); ++i)
-        if ((i < phase.entries.size() && phase.entries[i].arrived) == arrived) found.push_back(meeting.contexts()[i]);
+        if ((i < phase.entries.size() && phase.entries[i]) == arrived) found.push_back(meeting.contexts()[i]);
     return found;
 }
 

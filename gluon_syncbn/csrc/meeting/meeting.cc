@@ -47,11 +47,11 @@ std::string name_of_call(const Meeting& meeting, const Phase& phase) {
 void check_equal(Meeting& meeting, const Phase& phase, size_t position, const Part& own) {
     for (size_t other = 0; other < meeting.replicas(); ++other) {
         const auto& entry = phase.entries[other];
-        if (!entry.arrived || (entry.channels == own.channels && entry.type == own.type)) continue;
+        if (!entry || (entry->channels == own.channels && entry->type == own.type)) continue;
         std::ostringstream why;
         why << meeting.contexts()[position] << " came with " << own.channels << " channels of " << name_of(own.type)
-            << ", " << meeting.contexts()[other] << " with " << entry.channels << " channels of " << name_of(entry.type)
-            << ". All replicas must run the same net on data of the same type.";
+            << ", " << meeting.contexts()[other] << " with " << entry->channels << " channels of "
+            << name_of(entry->type) << ". All replicas must run the same net on data of the same type.";
         fail_and_throw(meeting, {meeting.layer.name, "", "", why.str()});
     }
 }
@@ -65,14 +65,14 @@ Underway begin_exchange(const Meeting& meeting, Phase& phase) {
                     layer.name.c_str(), config.timeout,    config.agreed_by(exchange), config.taking_part};
     if (exchange.on_devices() || sharing_of(layer.pooling) == Sharing::kEach) {
         std::vector<cuda::OnDevice> devices;
-        for (const Part& part : phase.entries) {
-            phase.row.insert(phase.row.end(), part.values.begin(), part.values.end());
-            if (exchange.on_devices()) devices.push_back(*part.device);
+        for (const auto& part : phase.entries) {
+            phase.row.insert(phase.row.end(), part->values.begin(), part->values.end());
+            if (exchange.on_devices()) devices.push_back(*part->device);
         }
         return exchange.begin(Combine::kSideBySide, id, {{phase.row.data()}, phase.row.size(), std::move(devices)});
     }
-    Contribution own{{}, phase.entries[0].values.size()};
-    for (const Part& part : phase.entries) own.rows.push_back(part.values.data());
+    Contribution own{{}, phase.entries[0]->values.size()};
+    for (const auto& part : phase.entries) own.rows.push_back(part->values.data());
     return exchange.begin(phase.number == 0 ? Combine::kMerge : Combine::kAdd, id, own);
 }
 
@@ -307,7 +307,7 @@ bool Layer::contribute(const Place& place, Part part, double seconds) {
     phase.number = place.phase;
     if (phase.entries.empty()) phase.entries.resize(meeting.replicas());
     check_equal(meeting, phase, place.position, part);
-    phase.entries[place.position] = {std::move(part), true};  // (2)
+    phase.entries[place.position] = std::move(part);  // (2)
     if (++phase.arrived < meeting.replicas()) {
         const auto ended = [&] { return phase.total != nullptr || failure_of(meeting) != nullptr; };
         meeting.changed->wait_for(lock, std::chrono::duration<double>(seconds), ended);

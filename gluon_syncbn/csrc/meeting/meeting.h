@@ -32,6 +32,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -84,10 +85,7 @@ struct Part {
 // One exchange: the forward of a meeting is phase 0, its k-th backward is phase k.
 struct Phase {
     int number = 0;
-    struct Entry : Part {
-        bool arrived = false;
-    };
-    std::vector<Entry> entries;  // [positions]
+    std::vector<std::optional<Part>> entries;  // [positions] of those that have arrived
     size_t arrived = 0;
     Vector row;                          // of all replicas' vectors, if the exchange takes them side by side
     Underway underway;                   // the running exchange; the last replica to arrive finishes it
