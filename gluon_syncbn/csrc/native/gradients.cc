@@ -16,17 +16,6 @@
 namespace syncbn::native {
 namespace {
 
-// The values of an array that this thread may write.
-void* plain_values(void* handle) {
-    NDArray& array = *static_cast<NDArray*>(handle);
-    if (library.is_blocked != nullptr && !array.is_plain()) library.reorder_chunk(&array.chunk());
-    return data({handle});
-}
-
-void check(int status) {
-    if (status != 0) throw Failure(std::string("MXNet's engine refused a sum of gradients: ") + mx.MXGetLastError());
-}
-
 // An array in each context.
 struct Handles : std::vector<void*> {
     ~Handles() {
@@ -47,7 +36,11 @@ struct Operation {
         std::vector<void*> values;
         Gradients::Round::Done end;
         try {
-            for (void* handle : *self.arrays) values.push_back(plain_values(handle));
+            for (void* handle : *self.arrays) {
+                const NDArray& array = *static_cast<NDArray*>(handle);
+                if (library.is_blocked != nullptr && !array.is_plain()) library.reorder_chunk(&array.chunk());
+                values.push_back(data({handle}));
+            }
             end = [done, arrays = self.arrays](const std::exception_ptr& failure) {
                 failure == nullptr ? done(nullptr) : done.fail(failure);
             };
