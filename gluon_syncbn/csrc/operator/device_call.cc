@@ -170,8 +170,8 @@ class DeviceCall : public Call {
         work_->lease.status()->given_up = 1;
         bool idle = false;
         try {
-            if (!idle_within(kWatchAfter)) abort_collectives(work_->lease.device.id);
-            idle = idle_within(kGrace);
+            if (!idle_within(work().lease, kWatchAfter)) abort_collectives(work_->lease.device.id);
+            idle = idle_within(work_->lease, kGrace);
         } catch (const Failure&) {  // the device's own error is reported already
         }
         if (!idle || work_->may_be_posted) {
@@ -257,8 +257,7 @@ class DeviceCall : public Call {
             with.status = own->lease.status();
             try {
                 launch(own->lease, kernel, plan.each(), &with);
-                for (const double start = seconds(); !own->lease.idle(); std::this_thread::sleep_for(kPause))
-                    if (seconds() - start > limit) throw Failure("the GPU has not updated the running statistics.");
+                if (!idle_within(own->lease, limit)) throw Failure("the GPU has not updated the running statistics.");
             } catch (const Failure&) {
                 leave(std::move(own));
                 throw;
@@ -266,9 +265,9 @@ class DeviceCall : public Call {
         };
     }
 
-    bool idle_within(double limit) {
+    static bool idle_within(const Lease& lease, double limit) {
         const double start = seconds();
-        while (!work().lease.idle()) {
+        while (!lease.idle()) {
             const double waited = seconds() - start;
             if (waited > limit) return false;
             if (waited < kSpin)
@@ -282,7 +281,7 @@ class DeviceCall : public Call {
     // Waits until all work on the stream is done; throws Failure. Polls instead of waiting in the driver, where a wait
     // would not end if a collective hangs.
     void wait() {
-        if (idle_within(kWatchAfter)) return;
+        if (idle_within(work().lease, kWatchAfter)) return;
         Wait wait(config_->timeout, node_->layer->name, "the GPU has not finished",
                   "Either a GPU of this layer is lost (nvidia-smi), or another user of NCCL in this process waits for "
                   "the same GPUs. NCCL_DEBUG=INFO shows what NCCL does. configure(kvstore='host') avoids NCCL.");
