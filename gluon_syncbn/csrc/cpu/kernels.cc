@@ -40,41 +40,36 @@ struct MomentsOf {
     }
 };
 
-// y and dz are null unless dz is found from y.
-template <typename T>
-struct GradSources {
-    const T *dy, *x, *y;
-    T* dz;
-};
-
-// Of dz and of dz * (x - mean). Here dz is dy, or is found from z. If it is found from y, it is written too.
+// Of dz and of dz * (x - mean). Here dz is dy, or is found from z. If it is found from y, it is written too; otherwise
+// both are null.
 template <class A, bool ByOutput, typename T>
 struct GradSumsOf {
     using Data = T;
     static constexpr bool kMasked = false, kNeedsZ = A::kChanges && !ByOutput;
-    const GradSources<T> from;
+    const T *dy, *x, *y;
+    T* dz;
     const Activation activation;
 
     SYNCBN_METHOD void fetch(int64_t at) const {
-        __builtin_prefetch(from.x + at);
-        __builtin_prefetch(from.dy + at);
-        if (ByOutput) __builtin_prefetch(from.y + at);
+        __builtin_prefetch(x + at);
+        __builtin_prefetch(dy + at);
+        if (ByOutput) __builtin_prefetch(y + at);
     }
     template <typename V, typename W, class K>
     SYNCBN_METHOD void add(SumPair<W>* sums, int64_t at, const W& mean, const K& k, bool) const {
         const Behind<A, V> behind(activation);
         V value, grad, z;
-        load(from.x + at, &value);
-        load(from.dy + at, &grad);
+        load(x + at, &value);
+        load(dy + at, &grad);
         if (kNeedsZ) {
             z_of(k, value, &z);
             behind.through(&grad, z);
         }
         if (ByOutput) {
-            load(from.y + at, &z);
+            load(y + at, &z);
             behind.through(&grad, z);
-            store(grad, from.dz + at);
-            load(from.dz + at, &grad);  // the sums are of what was written, which is rounded
+            store(grad, dz + at);
+            load(dz + at, &grad);  // the sums are of what was written, which is rounded
         }
         W wide, wide_grad;
         widen(value, &wide);
@@ -143,12 +138,12 @@ struct GradInputOf {
         const Column<Compute<T>> none = {};                                                                            \
         SYNCBN_IF(tile.mask != nullptr, kMasked, add_up<WIDTH>(MomentsOf<kMasked, T>{x}, tile, none, sum, square);)    \
     }                                                                                                                  \
-    SET void micro_grad_sums(const Tile& tile, const GradSources<T>& from, const Column<Compute<T>>& z,                \
-                             const Activation& with, double* sum_dz, double* sum_dz_xc) {                              \
-        SYNCBN_IF(                                                                                                     \
-            with.any(), kAny,                                                                                          \
-            SYNCBN_IF(from.y != nullptr, kByOutput,                                                                    \
-                      add_up<WIDTH>(GradSumsOf<Trait<kAny>, kByOutput, T>{from, with}, tile, z, sum_dz, sum_dz_xc);))  \
+    SET void micro_grad_sums(const Tile& tile, const Column<Compute<T>>& z, const T* dy, const T* x, const T* y,       \
+                             T* dz, const Activation& with, double* sum, double* sum_xc) {                             \
+        SYNCBN_IF(with.any(), kAny,                                                                                    \
+                  SYNCBN_IF(y != nullptr, kByOutput,                                                                   \
+                            add_up<WIDTH>(GradSumsOf<Trait<kAny>, kByOutput, T>{dy, x, y, dz, with}, tile, z, sum,     \
+                                          sum_xc);))                                                                   \
     }                                                                                                                  \
     SET void micro_normalise(const Run& run, const Column<Compute<T>>& k, const T* x, const T* addend, T* y,           \
                              const Activation& with) {                                                                 \
@@ -350,13 +345,12 @@ void grad_sums(const Work& work, const void* dy, const void* x, const GradSumsAr
     means.put(0, with.with.mean);
     with_type(work.type, [&](auto* t) {
         using T = std::remove_pointer_t<decltype(t)>;
-        const GradSources<T> from{static_cast<const T*>(dy), static_cast<const T*>(x), static_cast<const T*>(with.y),
-                                  static_cast<T*>(with.dz)};
         const bool needs_z = activation.any() && with.with.scale != nullptr;
         Table<Compute<T>> z(view, work.shape.channels, needs_z ? 4 : 0);
         if (needs_z) z.put_z(with.with);
         sum_up(work, view, means, sum_dz, sum_dz_xhat, [&](const Tile& tile, double* sum, double* sum_xc) {
-            micro_grad_sums(tile, from, z.from(tile.column), activation, sum, sum_xc);
+            micro_grad_sums(tile, z.from(tile.column), static_cast<const T*>(dy), static_cast<const T*>(x),
+                            static_cast<const T*>(with.y), static_cast<T*>(with.dz), activation, sum, sum_xc);
         });
     });
     for (int64_t c = 0; c < work.shape.channels; ++c) sum_dz_xhat[c] *= with.invstd[c];
