@@ -237,21 +237,26 @@ def test_same_bits_whatever_the_order_of_arrival(contexts, rng, pooling):
         assert_same_bits(run(rng.permutation(4)), first)
 
 
-def test_too_few_slots_with_samples(contexts, rng):
-    layer = prepare(ShuffleBatchNorm(in_channels=5, virtual_devices=4), make_batch(rng, 1), contexts[:1], "float64")
-    with autograd.record():
-        y = layer(nd.ones((1, 5, 4), dtype="float64"))
-    with pytest.raises(mx.MXNetError, match="had 1 slot with values in this step, expected at least two"):
-        y.asnumpy()
-    y = step(layer, make_batch(rng, 1), contexts, "float64")
-    assert np.isfinite(y.outputs[0]).all()
-
-
-def test_a_channel_axis_that_turns_out_to_be_the_first(contexts, rng):
-    layer = SyncBatchNorm(axis=-2, in_channels=5, mode="local", virtual_devices=2)
-    layer.initialize()
-    with pytest.raises(mx.MXNetError, match="along axis 0, but here that is the channel axis"), autograd.record():
-        layer(nd.ones((5, 4))).asnumpy()
+@pytest.mark.parametrize(
+    "settings, places, shape, said",
+    [
+        (
+            {"mode": "shuffle", "virtual_devices": 4},
+            1,
+            (1, 5),
+            "had 1 slot with values in this step, expected",
+        ),
+        ({"axis": -2, "mode": "local", "virtual_devices": 2}, 1, (5, 4), "along axis 0, but here that is the channel"),
+        ({"groups": [[0, 2], [1, 3]]}, 4, (2, 5), "groups name 4 replicas, but 2 take part in this step"),
+    ],
+    ids=str,
+)
+def test_what_turns_out_in_a_step(contexts, settings, places, shape, said):
+    layer = SyncBatchNorm(in_channels=5, **settings)
+    layer.initialize(ctx=contexts[:places])
+    with pytest.raises(mx.MXNetError, match=said), gluon_syncbn.only_on(contexts[: min(places, 2)]), autograd.record():
+        ys = [layer(nd.ones(shape, ctx=context)) for context in contexts[: min(places, 2)]]
+        ys[0].asnumpy()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -286,15 +291,6 @@ def test_a_layer_that_is_used_often(contexts, rng, pooling, way):
                 np.testing.assert_allclose(xs[call][i].grad.asnumpy(), dx, rtol=0, atol=1e-9)
             dgamma = dgamma + uses[0].dgamma + uses[1].dgamma
         np.testing.assert_allclose(sum(g.asnumpy() for g in layer.gamma.list_grad()), dgamma, rtol=1e-9)
-
-
-def test_named_groups_and_fewer_devices(contexts, rng):
-    batch = make_batch(rng, 4)
-    layer = prepare(SyncBatchNorm(in_channels=5, groups=[[0, 2], [1, 3]]), batch, contexts[:4], "float64")
-    with pytest.raises(mx.MXNetError, match="groups name 4 replicas, but 2 take part in this step"):
-        with gluon_syncbn.only_on(contexts[:2]):
-            step(layer, make_batch(rng, 2), contexts, "float64")
-    assert_same(step(layer, batch, contexts, "float64"), specification(layer, batch), 1e-11)
 
 
 MEMORY = """
