@@ -265,26 +265,21 @@ def test_blocks_of_channels(contexts, activation, addend, spatial, dtype):
     assert calls == (6 if stays else 0)
 
 
-@native
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    "pooling", [{"mode": "local", "virtual_devices": 2}, {"mode": "shuffle"}, {"group_size": 2}], ids=str
-)
-def test_blocks_in_each_mode_and_way(contexts, pooling, way):
-    assert blocked_calls(contexts, channels=16, places=4, pooling=pooling, way=way) == 8
+MODES = {"mode": "local", "virtual_devices": 2}, {"mode": "shuffle"}, {"group_size": 2}
 
 
 @native
-@pytest.mark.parametrize("channels, blocks, settings, blocked", [
-    (16, ("heads",), {}, 0),
-    (16, ("x",), {}, 2),  # the forwards
-    (16, ("x", "heads"), {"reqs": {"x": "add"}}, 2),
-    (20, ("x", "heads"), {}, 0),  # they fill no block
-    (16, ("x", "heads"), {"masked": "all", "spatial": (5, 7)}, 4),
-    (8, ("x", "heads"), {"masked": "all", "spatial": (5, 7)}, 4),
-])  # fmt: skip
-def test_mixed_layouts(contexts, channels, blocks, settings, blocked):
-    assert blocked_calls(contexts, channels=channels, in_blocks=blocks, places=2, **settings) == blocked
+@pytest.mark.parametrize("settings, blocked", [
+    *(({"places": 4, "pooling": pooling, "way": way}, 8) for pooling in MODES for way in WAYS),
+    ({"in_blocks": ("heads",)}, 0),
+    ({"in_blocks": ("x",)}, 2),  # the forwards
+    ({"reqs": {"x": "add"}}, 2),
+    ({"channels": 20}, 0),  # they fill no block
+    *(({"masked": "all", "spatial": (5, 7), "channels": channels}, 4) for channels in (8, 16)),
+], ids=str)  # fmt: skip
+def test_mixed_layouts(contexts, settings, blocked):
+    given = {"channels": 16, "places": 2, "in_blocks": ("x", "heads"), **settings}
+    assert blocked_calls(contexts, **given) == blocked
 
 
 # ---- other custom operators -----------------------------------------------------------------------------------
