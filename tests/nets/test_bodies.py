@@ -9,17 +9,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from nets import filled, imported
 
-from gluon_syncbn import (
-    SyncBatchNorm,
-    SyncBatchNormAdd,
-    assert_synchronised,
-    configure,
-    convert,
-    install,
-    revert,
-    summary,
-    uninstall,
-)
+from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, assert_synchronised, configure, convert, revert, summary
 from gluon_syncbn.mxnet_side import callers
 from gluon_syncbn.mxnet_side.blocks import recorded
 from gluon_syncbn.mxnet_side.nodes import is_ours, json_of, walk
@@ -159,14 +149,3 @@ def test_truth_values_of_a_file(true):
     assert [node.frozen for node in recorded(net)] == [False, True]
     layers = convert(net).__layers__.values()
     assert [(one._kwargs["fix_gamma"], one._kwargs["use_global_stats"]) for one in layers] == [(1, 0), (0, 1)]
-
-
-def test_a_node_without_attributes(contexts):
-    """It has MXNet's defaults."""
-    install(convert=True)
-    try:
-        module = mx.mod.Module(mx.sym.BatchNorm(mx.sym.var("data"), name="bn"), label_names=None, context=contexts[:2])
-        module.bind([("data", (4, 3))])
-    finally:
-        uninstall()
-    assert operators(module._exec_group.symbol) == ["Custom"]
