@@ -339,8 +339,6 @@ class SyncBatchNorm(nn.BatchNorm):
             replicas.runs(EAGER)
         if not eager:
             traced(self.running_mean, replicas)
-        if training and not frozen and replicas.problem:
-            replicas.check(replicas.contexts)
         data = [x] if addend is None else [x, addend]
         with session.issuing(mx.current_context()) if eager else nullcontext():  # that of x, by HybridBlock.forward
             y = op.sync_batch_norm(F, replicas, data, [parameters[name] for name in PARAMETERS], mask, frozen)

@@ -64,18 +64,14 @@ SYNCBN_API(int64_t, layers) { return static_cast<int64_t>(registry().all().size(
 // Whether a node of a graph, or a call, has the layer, beside the registry and this function.
 SYNCBN_API(bool, layer_in_use, int64_t id) { return found(id).use_count() > 2; }
 
-// Sets the contexts that hold a layer's parameters. `misplaced`: why these cannot train; empty if they can. Forgets
-// unfinished meetings if the contexts have changed: `reset_ctx` to the same contexts does not wait, and a step may be
-// running.
-SYNCBN_API(void, layer_place, int64_t id, const Span<const char*>& contexts, const char* misplaced) {
+// Sets the contexts that hold a layer's parameters. Forgets unfinished meetings if they have changed: `reset_ctx` to the
+// same contexts does not wait, and a step may be running.
+SYNCBN_API(void, layer_place, int64_t id, const Span<const char*>& contexts) {
     read_environment();
     const auto layer = found(id);
     const std::vector<std::string> now(contexts.begin(), contexts.end());
     bool same = false;
-    registry().change(*layer, [&](auto& config) {
-        same = std::exchange(config.contexts, now) == now;
-        config.misplaced = misplaced;
-    });
+    registry().change(*layer, [&](auto& config) { same = std::exchange(config.contexts, now) == now; });
     if (!same) layer->forget();
 }
 

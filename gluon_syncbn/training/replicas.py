@@ -199,7 +199,6 @@ class Replicas:
         self.channels = 0
         self.contexts: List[Context] = []
         self.order = 0  # in which layers got contexts first, which is that of the net; 0: it has none yet
-        self.problem = ""  # why these contexts cannot train, at least without other processes
         #: The parameters of the running statistics, by their `id`: their class may define ``==``.
         self.running: weakref.WeakValueDictionary[int, Parameter] = weakref.WeakValueDictionary()
         self.ran = NEVER  # how the last training call on these contexts came
@@ -268,8 +267,6 @@ class Replicas:
         for context in contexts:
             if context.device_type == "gpu":
                 cuda.check_architecture(context.device_id)
-        misplaced = self._placement_problem(contexts)
-        self.problem = misplaced or self.settings.problem(len(contexts))
         if self.contexts != contexts:
             self.ran = NEVER
             if not self.settings.one_pool:
@@ -289,7 +286,7 @@ class Replicas:
         self.order = self.order or 1 + max(one.order for one in list(self.by_id.values()))
         if len(contexts) > 1 and session.first("room for errors"):
             _make_room_for_errors()
-        _native.layer_place(self.id, [str(context) for context in contexts], misplaced)
+        _native.layer_place(self.id, [str(context) for context in contexts])
 
     def problem_on(self, contexts: List[Context]) -> str:
         """Returns why the layer cannot train on these contexts; empty if it can."""

@@ -133,7 +133,6 @@ const Fault kFaults[] = {
     {false, [](const Trial&) { fail_exchanges(1); }},
     {true, [](const Trial&) { fail_exchanges(1); }},
     {false, [](const Trial& trial) { trial.victim.context = "cpu(9)"; }},
-    {false, [](const Trial& trial) { trial.layer.place(trial.layer.spec.contexts, "num_devices: 9"); }},
     {false, [](const Trial&) { syncbn_fail("the script has raised an exception"); }},
     {true, [](const Trial&) { syncbn_fail("the script has raised an exception"); }},
 };

@@ -74,13 +74,13 @@ syncbn::NodePtr Layer::node(int number) const {
     return std::make_shared<const syncbn::Node>(std::move(node));
 }
 
-void Layer::place(int contexts, const char* misplaced) const {
+void Layer::place(int contexts) const {
     replaced_ = contexts != spec.contexts || *misplaced != 0;
     std::vector<std::string> names;
     std::vector<const char*> texts;
     for (int i = 0; i < contexts; ++i) names.push_back(context_name(i));
     for (const std::string& name : names) texts.push_back(name.c_str());
-    syncbn_layer_place(id, {contexts, texts.data()}, misplaced);
+    syncbn_layer_place(id, {contexts, texts.data()});
 }
 
 void Layer::set_timeout(double seconds) const {

@@ -41,7 +41,7 @@ class Layer {
 
     syncbn::NodePtr node(int number) const;
     // As the parameters' contexts say.
-    void place(int contexts, const char* misplaced = "") const;
+    void place(int contexts) const;
     void set_timeout(double seconds) const;
     void set_exchange(Asked* const* exchange) const;
     // Python holds on to it no longer. What is in flight goes on.

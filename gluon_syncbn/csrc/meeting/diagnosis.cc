@@ -78,7 +78,6 @@ std::string LongWaits::meanwhile(const LongWait& wait) const {
 }
 
 std::string why_not_here(const LayerConfig& config, const std::string& context) {
-    if (!config.misplaced.empty()) return config.misplaced;
     std::ostringstream why;
     if (config.contexts.empty())
         why << "the contexts of the layer's parameters are not known; initialise the net before the first step. A "

@@ -229,7 +229,7 @@ void Layer::check_step(const LayerConfig& config, const Key& key) {
 
 Place Layer::join_locked(const LayerConfigPtr& config, const Key& key) {  // (1)
     const auto& contexts = config->taking_part;
-    if (std::find(contexts.begin(), contexts.end(), key.second) == contexts.end() || !config->misplaced.empty())
+    if (std::find(contexts.begin(), contexts.end(), key.second) == contexts.end())
         step().fail(Failure(name, key.second, "", why_not_here(*config, key.second)));
     if (step().failure() != nullptr) return {};
     const auto over = [](const auto& meeting) { return meeting->settled() && meeting->phases[0].total != nullptr; };

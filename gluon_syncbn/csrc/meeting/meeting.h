@@ -65,7 +65,6 @@ struct LayerConfig : Settings {
     Asked own_exchange;                    // without a host: the default
     std::vector<std::string> contexts;     // that hold the parameters
     std::vector<std::string> taking_part;  // of these, in the same order
-    std::string misplaced;                 // why these contexts cannot train; empty if they can
     std::shared_ptr<const Agreed> agreed;  // the last agreement, which holds for one exchange
     const Exchange* agreed_over = nullptr;
     std::shared_ptr<const Agreed> agreed_by(const Exchange& exchange) const {
