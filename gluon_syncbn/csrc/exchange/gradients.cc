@@ -65,9 +65,10 @@ std::string without_counters(const std::string& text) {
     return rest;
 }
 
-// A hash as two numbers that any sum with zeros leaves as they are.
+// FNV-1a, as two numbers that any sum with zeros leaves as they are.
 std::array<double, 2> digest_of(const std::string& text) {
-    const uint64_t hash = std::hash<std::string>()(text);
+    uint64_t hash = 0xcbf29ce484222325;
+    for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3;
     return {static_cast<double>(hash >> 32), static_cast<double>(hash & 0xffffffff)};
 }
 
