@@ -1,4 +1,4 @@
-"""The networks of `models.py`, their losses, and their images."""
+"""The networks of `models.py` and `recompute.py`, their losses, and their images."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ def network(cell: Cell, layer: Any) -> Any:
     from gluoncv.model_zoo.pspnet import PSPNet
 
     classes = classes_of(cell)
-    if cell["model"] in ("ResNet-18", "MobileNetV2"):
-        name = {"ResNet-18": "resnet18_v1", "MobileNetV2": "mobilenetv2_1.0"}[cell["model"]]
+    name = {"ResNet-18": "resnet18_v1", "ResNet-50": "resnet50_v1b", "MobileNetV2": "mobilenetv2_1.0"}.get(
+        cell["model"]
+    )
+    if name:
         return get_model(name, classes=classes, norm_layer=layer)
     make = FastSCNN if cell["model"] == "FastSCNN" else functools.partial(PSPNet, backbone="resnet50")
     return make(classes, aux=True, pretrained_base=False, crop_size=cell["crop"], norm_layer=layer)

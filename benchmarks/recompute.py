@@ -14,9 +14,9 @@ from typing import Any, Dict, List, Sequence
 
 import _measuring
 import _results
+from _networks import batch, criterion, network
 from tqdm import tqdm
 
-CLASSES = 150
 STEPS = 2
 CASES: List[_measuring.Cell] = [
     {"model": "ResNet-50", "crop": 224, "images": 16},
@@ -63,38 +63,29 @@ def row(result: Dict[str, Any]) -> List[str]:
 def child(cells: Sequence[_measuring.Cell]) -> None:
     """Measures the only cell, and prints a line of JSON."""
     import mxnet as mx
-    from gluoncv.model_zoo import get_model
-    from gluoncv.model_zoo.pspnet import PSPNet
     from mxnet.gluon import Trainer
 
     import gluon_syncbn
 
     (cell,) = cells
     mx.random.seed(0)
-    crop, images = cell["crop"], cell["images"]
-    if cell["model"] == "ResNet-50":
-        net = get_model("resnet50_v1b", classes=CLASSES)
-        gluon_syncbn.convert(net)
-    else:
-        layer = gluon_syncbn.SyncBatchNorm
-        net = PSPNet(CLASSES, aux=True, pretrained_base=False, crop_size=crop, norm_layer=layer, backbone="resnet50")
+    net, loss = network(cell, gluon_syncbn.SyncBatchNorm), criterion(cell)
+    x, labels = batch(cell, mx.cpu())
     net.initialize(mx.init.Xavier(), force_reinit=True)
-    net(mx.nd.zeros((1, 3, crop, crop)))  # which fixes the shapes
+    net(x[:1])  # which fixes the shapes
     if cell["recomputed"]:
         for stage in (net.layer1, net.layer2, net.layer3, net.layer4):
             for unit in stage:
                 gluon_syncbn.recompute(unit)
     trainer = Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-3, "momentum": 0.9})
-    x = mx.nd.random.normal(shape=(images, 3, crop, crop))
     mx.nd.waitall()
     before = _measuring.resident_mib()
     for _ in range(STEPS):
         begin = time.perf_counter()
         with mx.autograd.record():
-            outputs = net(x)
-            loss = sum(y.square().mean() for y in (outputs if isinstance(outputs, tuple) else [outputs]))
-        loss.backward()
-        trainer.step(images)
+            value = loss(net(x), labels)
+        value.backward()
+        trainer.step(cell["images"])
         mx.nd.waitall()
         seconds = time.perf_counter() - begin
     peak = _measuring.peak_mib()
