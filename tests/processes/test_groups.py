@@ -5,15 +5,13 @@ from mpi_job import Job
 from places import SUPPORT
 
 pytestmark = pytest.mark.timeout(600)  # one job does most of this
-NUMBERS = "groups_equal_the_specification+empty_shards+layers_in_any_order"
-MEMBERS = "messages_to_members_only+members_do_not_wait_for_others+raises+stays_away"
 
 
 @pytest.mark.parametrize(
     "processes, arguments, settings",
     [
-        (4, [f"{NUMBERS}+{MEMBERS}"], {}),
-        (2, [f"{NUMBERS}+messages_to_members_only+fewer_devices+other_devices"], {}),
+        (4, ["layers_in_any_order+members_do_not_wait_for_others"], {}),
+        (2, ["layers_in_any_order+fewer_devices+other_devices"], {}),
         # MXNet may put the copies of two layers into one operation, which would wait for both.
         (4, ["layers_in_any_order"], {"GLUON_SYNCBN_OPERATOR": "custom"}),
         pytest.param(4, ["layers_in_any_order", 1000], {}, marks=[pytest.mark.slow, pytest.mark.timeout(1500)]),

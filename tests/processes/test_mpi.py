@@ -22,7 +22,6 @@ ENDS_FIRST = [rf"^rank {rank} of 2 ends, and its job with it .*rank 1 of 2 has e
 FAILS = [rf"^rank {rank} of 2 ends, and its job with it .*OSError left the recorded step" for rank in (0, 1)]
 #: Jobs of two processes that end early, and what they say, once. Rank 0 saves its work.
 ENDS = {
-    "saves_its_work raises": ["SAVED", *ENDS_FIRST],
     "saves_its_work exits": ["SAVED", *ENDS_FIRST],
     "saves_its_work left_the_scope": ["SAVED", *FAILS],
     "interrupted": ["INTERRUPTED"],

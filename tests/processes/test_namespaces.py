@@ -143,23 +143,3 @@ def test_two_hosts(hosts):
     assert "OK 0" in said and "OK 1" in said
     crossed = [after - first for after, first in zip(hosts.traffic(), before)]
     assert min(crossed) > 55_000 and max(crossed) < 450_000, crossed
-
-
-def test_a_link_that_is_cut(hosts):
-    """Each process gets an error that names the other one, soon after its time limit of 5 s, and ends by itself."""
-    hosts.start("steps_until_a_link_is_cut")
-
-    def until(condition):
-        end = time.monotonic() + LIMIT
-        while not condition():
-            assert time.monotonic() < end, hosts.output()
-            time.sleep(0.05)
-
-    files = [[hosts.folder / f"{name} {rank}" for rank in (0, 1)] for name in ("running", "told")]
-    until(lambda: all(path.exists() for path in files[0]))
-    processes = [Path("/proc", path.read_text(), "cmdline") for path in files[0]]  # empty as soon as it has ended
-    ip("-n", hosts.names[1], "link", "set", "eth0", "down")
-    cut = time.monotonic()
-    until(lambda: all(path.exists() for path in files[1]))
-    assert time.monotonic() < cut + 30
-    until(lambda: not any(path.exists() and path.read_bytes() for path in processes))

@@ -53,7 +53,6 @@ CASES = {
     "has_a_handler_that_calls_the_one_before_it": End(),
     "is_stopped": End(),
     "a_kvstore_on_changing_contexts": End(),
-    "configures_in_mid_step": End(errors=SILENT),
     "has_the_naive_engine": End(settings={"MXNET_ENGINE_TYPE": "NaiveEngine"}),
     "has_little_memory": End(settings={"MALLOC_ARENA_MAX": "1"}),
     "forks_or_waits_between_two_replicas": End(),

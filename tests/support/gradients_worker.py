@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import itertools
 import os
 import pickle
 import tempfile
@@ -13,7 +12,7 @@ import mpi_worker
 import numpy as np
 import pytest
 from mpi_worker import CONTEXTS, DEVICES, HERE, OWN, devices_of, kv
-from ranks import learns, leave, main
+from ranks import learns, main
 from replicas import WAYS
 
 import gluon_syncbn
@@ -348,25 +347,6 @@ MISUSES = {
 # ---- the store of the one is that of the other -------------------------------------------------------------------
 
 
-def takes_many_small_steps():
-    """The core looks again and again whether a round has begun, and it begins at any moment."""
-    net = nn.HybridSequential()
-    for _ in range(6):
-        net.add(nn.Dense(3, in_units=3))
-    net.initialize(ctx=OWN)
-    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01}, kvstore=kv)
-    gluon_syncbn.broadcast_parameters(net, kvstore=kv)
-    x = nd.ones((2, 3), ctx=OWN[0]) * (1 + kv.rank)
-    for _ in range(1500):
-        with autograd.record():
-            ys = [net(x.as_in_context(context)).square().mean() for context in OWN]
-        autograd.backward(ys)
-        trainer.step(10)
-        net[0].weight.data(OWN[0]).wait_to_read()
-    values = np.concatenate([p.data(OWN[0]).asnumpy().ravel() for p in net.collect_params().values()])
-    assert all((theirs == values).all() for theirs in kv.allgather("the parameters", values))
-
-
 def shares_the_store():
     """First a layer names it and the Trainer nothing, then the reverse; neither calls `configure`. A name is enough."""
     name = kv.type[len("gluon_syncbn_") :]
@@ -454,19 +434,6 @@ def load_other_states(net):
         file.write(pickle.dumps({2: nd.ones((300_000, 4))}))
         file.flush()
         net[1].weight._trainer.load_states(file.name)
-
-
-def steps_until_a_link_is_cut():
-    gluon_syncbn.configure(timeout=5)
-    pair = Pair()
-    with learns(rf"rank {1 - kv.rank}.* of (SyncBatchNorm '|trainer)"):
-        for k in itertools.count():
-            pair.step()
-            nd.waitall()
-            if k == 2:
-                leave(f"running {kv.rank}", str(os.getpid()))
-    leave(f"told {kv.rank}")
-    raise SystemExit(3)  # the ranks do not meet again
 
 
 def begins(net):

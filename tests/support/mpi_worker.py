@@ -10,7 +10,6 @@ import sys
 import time
 import unittest
 import warnings
-from contextlib import nullcontext
 
 import light  # noqa: F401
 import numpy as np
@@ -420,7 +419,7 @@ def saves_its_work():
             faulty = kv.rank == 1 and k == 2
             if faulty and way == "exits":
                 sys.exit()
-            with nullcontext() if faulty and way == "raises" else autograd.record():
+            with autograd.record():
                 if faulty:
                     raise OSError("the disk is full")
                 y = layer(nd.array(np.random.randn(2, 5, 3), ctx=CONTEXTS[0]))

@@ -298,27 +298,6 @@ def a_kvstore_on_changing_contexts():
             assert_same(got, truth(part, momentum=0), 1e-11)
 
 
-def configures_in_mid_step():
-    """Whatever adds the statistics meanwhile, they are right."""
-    stop = threading.Event()
-
-    def change():
-        stores = [None, mx.kv.create("device"), "local", mx.kv.create("local")]
-        while not stop.is_set():
-            for store in stores:
-                gluon_syncbn.configure(kvstore=store)
-                time.sleep(2e-4)
-
-    changer = threading.Thread(target=change)
-    changer.start()
-    own = prepare(SyncBatchNorm(in_channels=5, momentum=0), batch, HERE, "float64")
-    want = truth(batch, momentum=0)
-    for _ in range(300):
-        assert_same(step(own, batch, HERE, "float64"), want, 1e-11)
-    stop.set()
-    changer.join()
-
-
 # ---- engines and forks ---------------------------------------------------------------------------------------
 
 
