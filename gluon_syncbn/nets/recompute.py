@@ -11,13 +11,13 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple, TypeVar
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple, TypeVar
 
 import mxnet as mx
 import numpy as np
 from mxnet import autograd
 from mxnet.autograd import _RecordingStateScope as _Recording  # MXNet's: that of `steps` begins a step
-from mxnet.gluon import Block, HybridBlock, Parameter, SymbolBlock, nn
+from mxnet.gluon import Block, Constant, HybridBlock, Parameter, SymbolBlock, nn
 from mxnet.ndarray import NDArray
 
 from .. import _native
@@ -141,8 +141,13 @@ def _forward(block: Block, replaced: Optional[Callable[..., Any]], *args: Any) -
     _forwards.install()  # after an `uninstall`
     _check(block, within, operators, context)
     call = _Call(forward, context, seed)
-    of_layers = [one for layer in filter(blocks.is_batch_norm, within) for one in layer._reg_params.values()]
-    outputs, inputs = call.compute(args, {id(one) for one in of_layers})
+    outputs, inputs = call.compute(args)
+    known = {id(one) for layer in filter(blocks.is_batch_norm, within) for one in layer._reg_params.values()}
+    for one in call.arrays if autograd.is_training() else ():  # of what an operator writes, the next call has to wait
+        if not (one._differentiable or isinstance(one, Constant) or id(one) in known):
+            raise ValueError(
+                f"block: '{block.name}' was given, whose forward hands '{one.name}' to an operator, expected {_LAYER}"
+            )
     # An output may be one of the inputs, or be returned twice.
     outputs = map_arrays(lambda array: array.detach() if is_float(array) else array, outputs)
     if not _floats(outputs):
@@ -173,10 +178,10 @@ class _Call:
         self._training, self._current = autograd.is_training(), mx.Context(mx.current_context())
         self._np_shape, self._np_array = mx.util.is_np_shape(), mx.util.is_np_array()
         self._args: Any = ()
-        self._arrays: Arrays = {}
+        self.arrays: Arrays = {}
         self._trained: List[Parameter] = []  # which gradients are asked for is known at the first forward
 
-    def compute(self, args: Any, of_layers: Set[int]) -> Tuple[Any, List[NDArray]]:
+    def compute(self, args: Any) -> Tuple[Any, List[NDArray]]:
         """Runs the first forward, and records nothing. Returns its outputs, and the arrays that get gradients."""
         used: Arrays = {}
         with _Recording(False, self._training):
@@ -185,16 +190,14 @@ class _Call:
             self._args = map_arrays(lambda array: array.copy(), args)
             with _frame(self.context, self._seed, used), self._tape.running(again=False):
                 outputs = self._forward(*args)
-            # Others are running statistics, which MXNet's operator moves in its backward on a CPU.
-            copied = (p for p in used if p._differentiable or id(p) in of_layers or self.context.device_type == "gpu")
-            self._arrays = {**used, **{parameter: used[parameter].copy() for parameter in copied}}
+            self.arrays = {parameter: array.copy() for parameter, array in used.items()}
         self._trained = [parameter for parameter in used if parameter.grad_req != "null"]
         return outputs, _floats(args) + [used[parameter] for parameter in self._trained]
 
     def differentiate(self, heads: List[NDArray], gradients: List[NDArray], requests: List[int]) -> None:
         """Runs the second forward and its backward. Issues operators and waits for none."""
         args = map_arrays(lambda array: array.detach(), self._args)
-        arrays = {parameter: array.detach() for parameter, array in self._arrays.items()}
+        arrays = {parameter: array.detach() for parameter, array in self.arrays.items()}
         inputs = _floats(args) + [arrays[parameter] for parameter in self._trained]
         asked = [one for one in zip(inputs, gradients, requests) if one[2] != _native.NULL]
         if not asked:
@@ -325,17 +328,19 @@ _forwards = _Forwards()
 # ---- what a block is -------------------------------------------------------------------------------------------
 
 
+_LAYER = "SyncBatchNorm, which alone can repeat a forward (gluon_syncbn.convert; mode='local' is plain)"
+
+
 def _check(block: Block, within: List[Block], operators: _Operators, context: mx.Context) -> None:
-    trains, layer = autograd.is_training(), "SyncBatchNorm, which alone can repeat a forward"
-    layer += " (gluon_syncbn.convert; mode='local' is plain)"
-    expected = dict.fromkeys(operators.plain if trains else (), layer)
+    trains = autograd.is_training()
+    expected = dict.fromkeys(operators.plain if trains else (), _LAYER)
     for one in within:
         if isinstance(one, HybridBlock) and one._active and dict(one._flags).get("static_alloc"):
             expected[one.name] = "no static_alloc, whose arrays are the next forward's when the second one is issued"
         elif isinstance(one, nn.Dropout) and trains and one._rate > 0 and context.device_type == "gpu":
             expected[one.name] = "no Dropout on a GPU, whose mask MXNet cannot draw again"
         elif blocks.is_batch_norm(one) and trains and not isinstance(one, SyncBatchNorm):
-            expected.update({} if one._kwargs["use_global_stats"] else {one.name: layer})
+            expected.update({} if one._kwargs["use_global_stats"] else {one.name: _LAYER})
     for name, text in expected.items():
         raise ValueError(f"block: '{block.name}' was given, which holds '{name}', expected {text}")
 

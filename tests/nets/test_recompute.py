@@ -40,13 +40,6 @@ class Calls(Operates):
         return self.hybrid_forward(nd, x, *[one.data() for one in self._reg_params.values()])
 
 
-def an_operator(contexts):
-    """It moves its running statistics in the backward."""
-    net = nn.Sequential()
-    net.add(Calls())
-    return filled(net, contexts, "float32", SHAPE)
-
-
 def make_data(contexts):
     rng = np.random.RandomState(2)
     shapes = [(SIZES[i], *SHAPE) for i in range(len(contexts))]
@@ -122,7 +115,7 @@ def frozen_weights(net, xs, ys, heads):
     net.collect_params(".*weight").setattr("grad_req", "null")
 
 
-#: The number of replicas and of steps, the step, settings of layers, and the net.
+#: The number of replicas and of steps, the step, and settings of layers.
 STEPS = {
     "one, hybrid": (1, 3, forward_and_backward),
     "two": (2, 3, forward_and_backward),
@@ -136,7 +129,6 @@ STEPS = {
     "local": (4, 1, forward_and_backward, {"mode": "local", "virtual_devices": 2}),
     "shuffle": (4, 1, forward_and_backward, {"mode": "shuffle", "virtual_devices": 2}),
     "groups": (4, 1, forward_and_backward, {"group_size": 2}),
-    "an operator of a plain block": (1, 1, forward_and_backward, {}, an_operator),
     "another backward": (2, 1, meanwhile(lambda _, xs, ys, heads: autograd.backward(ys, heads, retain_graph=True))),
     "another batch": (2, 1, meanwhile(another_batch)),
     "other layers": (2, 1, meanwhile(other_layers)),
@@ -151,7 +143,7 @@ def test_it_trains_as_without(contexts, name):
     """
     replicas, steps, step, *given = STEPS[name]
     contexts = contexts[:replicas]
-    net, found = (given[1:] or [make_net])[0](contexts, **dict(*given[:1])), []
+    net, found = make_net(contexts, **dict(*given)), []
     net.collect_params(".*(weight|bias|gamma|beta)").setattr("grad_req", "add" if "added" in name else "write")
     for active in (False, True):
         gluon_syncbn.configure(seed=3)
@@ -382,6 +374,10 @@ def test_an_operator_of_batch_normalisation_is_no_layer(contexts):
     convert(within)
     recompute(in_a_graph, active=False)
     record(within, contexts[0]).wait_to_read()
+    untold = recompute(Calls())
+    untold.initialize(ctx=contexts[:1])
+    with pytest.raises(ValueError, match=r"hands '\w*running_mean' to an operator, expected SyncBatchNorm"):
+        record(untold, contexts[0])
 
 
 def test_a_hybridized_block_cannot_hold_it(contexts):
