@@ -75,7 +75,7 @@ syncbn::NodePtr Layer::node(int number) const {
 }
 
 void Layer::place(int contexts) const {
-    replaced_ = contexts != spec.contexts || *misplaced != 0;
+    replaced_ = contexts != spec.contexts;
     std::vector<std::string> names;
     std::vector<const char*> texts;
     for (int i = 0; i < contexts; ++i) names.push_back(context_name(i));
