@@ -123,10 +123,12 @@ def rows_arrive(job, *_):
 
 
 def fault(job, kind):
-    gluon_syncbn.configure(timeout=4)  # seconds
+    gluon_syncbn.configure(timeout=4 if kind == "other net" else 60)  # seconds, of a first step on a busy machine
     start = time.monotonic()
     try:
         for step, (xs, heads) in enumerate(batches(3)):
+            if step == 1 and kind != "killed at the end":
+                gluon_syncbn.configure(timeout=4)
             if kind == "other net" and job.rank == 1:
                 job.net.norm = gluon_syncbn.SyncBatchNorm(in_channels=3, momentum=0.5, kvstore=job.store)
                 job.net.norm.initialize(ctx=contexts)
@@ -148,6 +150,7 @@ def fault(job, kind):
             if not (step == 1 and job.rank == 1 and kind == "no step"):
                 job.trainer.step(sum(SIZES))
             mx.nd.waitall()
+        gluon_syncbn.configure(timeout=4)
         if kind == "killed at the end" and job.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
     except (mx.MXNetError, gluon_syncbn.StepError) as error:
