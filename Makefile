@@ -70,10 +70,11 @@ check: lint
 	@$(PY) -m pytest -q -m "not processes and not gpu and not slow and not cuda_packages" tests/unit $$($(PY) tools/tests_of.py) $(ARGS)
 
 # Workers take whole files of tests: three, because tests wait a good part of their time. A thread of theirs that has
-# nothing to do leaves its core to another one.
+# nothing to do leaves its core to another one. A worker that a test ends is not replaced: with --dist loadfile its
+# successors begin with that test.
 WORKERS ?= 3
 test: lint
-	@OMP_WAIT_POLICY=passive $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --durations=15 $(ARGS)
+	@OMP_WAIT_POLICY=passive $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --max-worker-restart 0 --durations=15 $(ARGS)
 
 test-newest:
 	@VENV=.venv-3.13 PYTHON=$${PYTHON:-python3.13} tools/venv.sh dev
