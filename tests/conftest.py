@@ -2,8 +2,11 @@
 
 import collections
 import contextlib
+import ctypes
 import faulthandler
+import functools
 import os
+import signal
 from pathlib import Path
 
 import environments  # isort: skip  # noqa: F401  (first: it keeps the environment of the shell)
@@ -25,6 +28,10 @@ SEED = int(os.environ.get("GLUON_SYNCBN_TEST_SEED", 0))
 
 # Where a test does hang, show where: pytest's own time limit sees Python frames only.
 faulthandler.enable()
+
+# A child of a fork ends with its parent: its copy of a worker's pipe would have pytest-xdist wait for ever.
+PR_SET_PDEATHSIG = 1
+os.register_at_fork(after_in_child=functools.partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGKILL))
 
 
 @pytest.fixture
