@@ -25,5 +25,4 @@ def recipe(target):
 def test_a_demo_ends_well(target, tmp_path):
     if shutil.which("make") is None:
         pytest.skip("needs make")
-    done = ended(recipe(target), cwd=tmp_path, timeout=3000)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    ended(recipe(target), code=0, cwd=tmp_path, timeout=3000)

@@ -30,8 +30,8 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("segmentation_mo
 
 def train(*options, program=SEGMENTATION / "train.py", launcher=(), code=0):
     """What train.py, or a program in its place, prints until it ends with this exit code."""
-    done = ended([*launcher, sys.executable, program, *options], PACKAGE.parent, timeout=100, OMP_NUM_THREADS=1)
-    assert done.returncode == code, done.stdout + done.stderr
+    command = [*launcher, sys.executable, program, *options]
+    done = ended(command, PACKAGE.parent, code=code, timeout=100, OMP_NUM_THREADS=1)
     return done.stdout + done.stderr
 
 
@@ -256,8 +256,8 @@ with Interrupt() as interrupt:
 
 
 def test_the_second_signal_ends_a_step_that_does_not_end():
-    done = ended([sys.executable, "-c", TWO_SIGNALS], timeout=100)
-    assert done.returncode == 128 + signal.SIGINT and "stopping after this step" in done.stderr
+    done = ended([sys.executable, "-c", TWO_SIGNALS], code=128 + signal.SIGINT, timeout=100)
+    assert "stopping after this step" in done.stderr
 
 
 def test_evaluate_repeats_the_score_of_training(trained, data, call):

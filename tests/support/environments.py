@@ -15,9 +15,11 @@ def shell(*folders, **variables):
     return {name: str(value) for name, value in found.items()}
 
 
-def ended(command, *folders, cwd=None, input=None, timeout=200, **variables):
-    """A program after its end, in this environment: its exit code, its output and its errors, as text."""
+def ended(command, *folders, code=None, cwd=None, input=None, timeout=200, **variables):
+    """A program after its end, maybe with this exit code, in this environment; its output and its errors are text."""
     texts = {"capture_output": True, "text": True, "input": input}
-    return subprocess.run(
+    done = subprocess.run(
         [str(word) for word in command], env=shell(*folders, **variables), cwd=cwd, timeout=timeout, **texts
     )
+    assert code in (None, done.returncode), done.stdout + done.stderr
+    return done
