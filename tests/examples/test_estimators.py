@@ -14,14 +14,12 @@ from places import PACKAGE, SUPPORT
     "name, synchronised, left",
     [
         ("ssd", 27, "_expand_"),
-        pytest.param("yolo", 27, "yolov30_", marks=pytest.mark.slow),
         pytest.param("faster_rcnn", 30, None, marks=pytest.mark.slow),
     ],
 )
 def test_an_estimator_trains(tmp_path, name, synchronised, left):
     command = [sys.executable, "-W", "ignore", "-m", "gluon_syncbn", "run", "--cpus", "2"]
-    ran = ended([*command, SUPPORT / "estimator_job.py", name], PACKAGE.parent, cwd=tmp_path, timeout=250)
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    ran = ended([*command, SUPPORT / "estimator_job.py", name], PACKAGE.parent, code=0, cwd=tmp_path, timeout=250)
     result = json.loads(ran.stdout.splitlines()[-1])
     assert result["steps"] >= 8
     statistics = {key: value for key, value in result["statistics"].items() if left is None or left not in key}

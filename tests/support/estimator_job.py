@@ -52,20 +52,6 @@ SMALL_RCNN = {
 #: The estimator, its settings, and those of its training.
 ESTIMATORS = {
     "ssd": (estimators.SSDEstimator, {"ssd": {"syncbn": True, "transfer": "ssd_300_mobilenet0.25_coco"}}, {}),
-    "yolo": (
-        estimators.YOLOv3Estimator,
-        {
-            "yolo3": {
-                "syncbn": True,
-                "transfer": None,
-                "base_network": "mobilenet0.25",
-                "data_shape": 96,
-                "no_random_shape": True,
-                "filters": (32, 16, 8),
-            }
-        },
-        {},
-    ),
     "faster_rcnn": (
         estimators.FasterRCNNEstimator,
         SMALL_RCNN,
