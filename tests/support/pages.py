@@ -4,7 +4,7 @@ import inspect
 import re
 import textwrap
 from pathlib import Path
-from typing import Iterator, List, NamedTuple
+from typing import Any, Iterator, List, NamedTuple
 
 from places import ROOT
 
@@ -40,29 +40,27 @@ class Block(NamedTuple):
 
 def of_page(page: Path) -> Iterator[Block]:
     """Fenced blocks, also within lists. ``<!-- not run: REASON -->`` stands on the line above."""
-    lines = page.read_text(encoding="utf-8").split("\n")
-    name, at = str(page.relative_to(ROOT)), 0
-    while at < len(lines):
-        fence = re.fullmatch(r"( *)```(.*)", lines[at])
-        if fence:
-            indent, language = fence.groups()
-            end = lines.index(indent + "```", at + 1)
-            elsewhere = re.fullmatch(r" *<!-- not run: (.+) -->", lines[at - 1])
-            text = textwrap.dedent("\n".join(lines[at + 1 : end]))
-            if language == "diff":  # runs as what it leads to
-                language, text = "python", re.sub(r"^(-.*|[ +])", "", text, flags=re.MULTILINE)
-            yield Block(name, at + 2, language, text, elsewhere[1] if elsewhere else "")
-            at = end
-        at += 1
+    fenced = r"^(?: *<!-- not run: (.+) -->\n)?( *)```(.*)\n((?:.*\n)*?)\2```$"
+    for elsewhere, _, language, text, line in _found(fenced, page.read_text(encoding="utf-8"), 4):
+        if language == "diff":  # runs as what it leads to
+            language, text = "python", re.sub(r"^(-.*|[ +])", "", text, flags=re.MULTILINE)
+        yield Block(str(page.relative_to(ROOT)), line, language, text, elsewhere or "")
 
 
 def of_the_index() -> Iterator[Block]:
     """Indented blocks of the text that an index of packages shows."""
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     text = re.search(r'\[project.readme\].*?"""(.*?)"""', project, re.DOTALL)[1]
-    for at, block in enumerate(re.findall(r"(?:^(?: {4}.*)?\n)+", text, re.MULTILINE)):
-        if block.strip():
-            yield Block("pyproject.toml", at + 1, "python", textwrap.dedent(block))
+    for block, line in _found(r"^((?: {4}.*\n)(?:(?: {4}.*)?\n)*)", text, 1):
+        yield Block("pyproject.toml", line, "python", block)
+
+
+def _found(pattern: str, text: str, group: int) -> Iterator[List[Any]]:
+    """The groups of each match, of which one is a block, and the line where that begins."""
+    for hit in re.finditer(pattern, text, re.MULTILINE):
+        groups = list(hit.groups())
+        groups[group - 1] = textwrap.dedent(groups[group - 1])
+        yield [*groups, 1 + text.count("\n", 0, hit.start(group))]
 
 
 def of_docstrings(module, names: List[str]) -> Iterator[Block]:
@@ -75,17 +73,6 @@ def of_docstrings(module, names: List[str]) -> Iterator[Block]:
             owned += [(f"{module.__name__}.{name}.{key}", value) for key, value in methods]
         for owner, one in owned:
             if inspect.isclass(one) or inspect.isfunction(one):
-                yield from _literal(owner, inspect.getdoc(one) or "")
-
-
-def _literal(owner: str, text: str) -> Iterator[Block]:
-    lines = text.split("\n")
-    for at, line in enumerate(lines):
-        if not line.rstrip().endswith("::") or line.lstrip().startswith(".."):
-            continue
-        deeper = len(line) - len(line.lstrip())
-        end = at + 1
-        while end < len(lines) and (not lines[end].strip() or len(lines[end]) - len(lines[end].lstrip()) > deeper):
-            end += 1
-        block = textwrap.dedent("\n".join(lines[at + 1 : end])).strip("\n")
-        yield Block(owner, at + 2, "python", block)
+                text = (inspect.getdoc(one) or "") + "\n"
+                for _, block, line in _found(r"^( *)(?!\.\.| ).*::\n((?:\1 +\S.*\n|\n)+)", text, 2):
+                    yield Block(owner, line, "python", block.strip("\n"))
