@@ -26,17 +26,6 @@ def make(adds, **settings):
     return (SyncBatchNormAdd if adds else SyncBatchNorm)(in_channels=5, **settings)
 
 
-@pytest.fixture
-def batch(rng):
-    """Of one or two replicas, with outputs on both sides of 0 and of 6."""
-
-    def batch(replicas, dtype="float64"):
-        made = make_batch(rng, replicas, dtype=dtype)
-        return made._replace(gamma=4 * made.gamma), [2 * rng.randn(*x.shape) + k for k, x in enumerate(made.shards)]
-
-    return batch
-
-
 # ---- errors ------------------------------------------------------------------------------------------------
 
 
@@ -83,8 +72,10 @@ def test_an_input_that_there_is_not_is_refused(cls, count, said):
 @pytest.mark.on_gpus
 @pytest.mark.parametrize("adds", [False, True], ids=["alone", "added"])
 @pytest.mark.parametrize("behind", ACTIVATIONS)
-def test_gradients_of_predictions_and_frozen_statistics(batch, contexts, adds, behind):
-    (batch, addends), context, mean, var = batch(1), contexts[0], np.arange(5), np.arange(1, 6)
+def test_gradients_of_predictions_and_frozen_statistics(rng, contexts, adds, behind):
+    batch, context, mean, var = make_batch(rng, 1), contexts[0], np.arange(5), np.arange(1, 6)
+    batch = batch._replace(gamma=4 * batch.gamma)  # of outputs on both sides of 0 and of 6
+    addends = [2 * rng.randn(*x.shape) for x in batch.shards]
     x, other, head = (on_devices(arrays, contexts, "float64")[0] for arrays in (batch.shards, addends, batch.heads))
     for use_global_stats in (False, True):
         layer = make(adds, use_global_stats=use_global_stats, **ACTIVATIONS[behind])
@@ -153,8 +144,7 @@ def test_statistics_of_a_population(contexts, rng, way):
     net = Marked(in_channels=5)
     net.cast("float64")
     net.initialize(ctx=contexts[:2])
-    if WAYS[way] is not None:
-        net.hybridize(**WAYS[way])
+    net.hybridize(**WAYS[way])
     gluon_syncbn.update_bn_stats(net, [on_devices(batch, contexts, "float64") for batch in batches])
     counting = np.concatenate([x.swapaxes(0, 1)[:, x.sum(1) > 0] for batch in batches for x in batch], axis=1)
     everything = np.concatenate([x.swapaxes(0, 1).reshape(5, -1) for batch in batches for x in batch], axis=1)
@@ -166,25 +156,22 @@ def test_statistics_of_a_population(contexts, rng, way):
 
 @pytest.mark.parametrize("settings", [{}, {"activation": "leaky"}, {"mode": "local"}], ids=str)
 def test_in_a_module(contexts, rng, settings):
-    batch = make_batch(rng, 2)._replace(shards=[rng.randn(3, 5, 4, 6) + k for k in range(2)])
-    batch = batch._replace(heads=[rng.randn(3, 5, 4, 6) for _ in range(2)])
+    whole = make_batch(rng, 1)._replace(gamma=np.ones(5), beta=np.zeros(5))
+    batch = whole._replace(**{name: np.split(getattr(whole, name)[0], 2) for name in ("shards", "heads")})
     masks = make_masks(rng, batch)
     data, mask = mx.sym.var("data"), mx.sym.var("mask")
     y = gluon_syncbn.symbol.SyncBatchNorm(data, mask=mask, name="bn", eps=1e-5, fix_gamma=False, **settings)
     module = mx.mod.Module(y, ["data", "mask"], None, context=contexts[:2])
-    shapes = [mx.io.DataDesc("data", (6, 5, 4, 6), "float64"), mx.io.DataDesc("mask", (6, 4, 6), "float64")]
+    shapes = [mx.io.DataDesc("data", (2, 5, 4, 6), "float64"), mx.io.DataDesc("mask", (2, 4, 6), "float64")]
     module.bind(shapes, inputs_need_grad=True)
-    given = {"bn_gamma": nd.array(batch.gamma, dtype="float64"), "bn_beta": nd.array(batch.beta, dtype="float64")}
-    states = {"bn_moving_mean": nd.zeros(5, dtype="float64"), "bn_moving_var": nd.ones(5, dtype="float64")}
-    module.init_params(arg_params=given, aux_params=states)
-    whole = [nd.array(np.concatenate(arrays), dtype="float64") for arrays in (batch.shards, masks, batch.heads)]
-    module.forward(mx.io.DataBatch(whole[:2]), is_train=True)
-    module.backward(whole[2:])
+    module.init_params()
+    given = [nd.array(np.concatenate(arrays), dtype="float64") for arrays in (batch.shards, masks, batch.heads)]
+    module.forward(mx.io.DataBatch(given[:2]), is_train=True)
+    module.backward(given[2:])
     gradients = [sum(one.asnumpy() for one in parts) for parts in module._exec_group.grad_arrays]
     dx, of_mask = module.get_input_grads()
     want = specification(SyncBatchNorm(**settings), batch, masks=masks)
-    pairs = [(module.get_outputs()[0], want.outputs), (dx, want.dxs)]
-    for got, parts in pairs:
+    for got, parts in ((module.get_outputs()[0], want.outputs), (dx, want.dxs)):
         np.testing.assert_allclose(got.asnumpy(), np.concatenate(parts), rtol=0, atol=1e-11)
     np.testing.assert_allclose(gradients, [want.dgamma, want.dbeta], rtol=1e-11)
     assert not of_mask.asnumpy().any()

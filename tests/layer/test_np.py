@@ -1,4 +1,4 @@
-"""Nets and a training under ``npx.set_np()``. The layer by itself is in test_cases.py."""
+"""A net under ``npx.set_np()``. The layer by itself is in test_cases.py."""
 
 import mxnet as mx
 import numpy as np
@@ -12,11 +12,8 @@ import gluon_syncbn
 F32 = TOLERANCE["float32"]
 
 
-# Gluon's split_and_load, and its import of a graph with arrays of mx.np.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:ndarray.as_in_context has been renamed"),
-    pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments"),
-]
+# Gluon's import of a graph with arrays of mx.np.
+pytestmark = pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments")
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +66,12 @@ def given(net):
     return net
 
 
+def updated(net):
+    """By a Trainer of its own: parameters as the last context has them."""
+    gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}).step(5)
+    return {name: parameter.list_data()[-1].asnumpy() for name, parameter in net.collect_params().items()}
+
+
 @pytest.mark.parametrize("broadcast", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 def test_what_becomes_of_a_net(contexts, rng, capsys, tmp_path, broadcast, way):
@@ -77,15 +80,16 @@ def test_what_becomes_of_a_net(contexts, rng, capsys, tmp_path, broadcast, way):
     images = [rng.randn(*s) * (i + 1) + i for i, s in enumerate(shapes)], [rng.randn(s[0], 6, 6, 6) for s in shapes]
     xs, heads = (put(arrays, contexts) for arrays in images)
     whole = [put([np.concatenate(arrays)], contexts) for arrays in images]
-    want = step_of_net(ready(Residual(broadcast), contexts[:1], whole[0][0]), *whole)
+    plain = ready(Residual(broadcast), contexts[:1], whole[0][0])
+    want, trained = step_of_net(plain, *whole), updated(plain)
 
     net = ready(Residual(broadcast), contexts[:2], xs[0])
     before = net(xs[0]).asnumpy()
     assert gluon_syncbn.convert(net, fuse=way != "eager") is net
-    if WAYS[way] is not None:
-        net.hybridize(**WAYS[way])
+    net.hybridize(**WAYS[way])
     for recomputed in (False, *([True] if way in ("eager", "hybrid") else [])):
         assert_near(step_of_net(gluon_syncbn.recompute(given(net), recomputed), xs, heads), want, 10 * F32)
+        assert_near(updated(net), trained, 10 * F32)
     gluon_syncbn.recompute(net, False)
     gluon_syncbn.summary(net)
     rows = capsys.readouterr().out
@@ -117,29 +121,3 @@ def test_what_becomes_of_a_net(contexts, rng, capsys, tmp_path, broadcast, way):
     gluon_syncbn.revert(net)
     assert type(net.norm) is nn.BatchNorm
     near(net(xs[0]), before)
-
-
-def test_a_training(contexts, rng):
-    """As *Dive into Deep Learning* does it on two devices: split_and_load, a backward for each loss, and a Trainer."""
-    batches = [(rng.randn(n, 1, 8, 8), rng.randint(0, 10, n)) for n in (8, 8, 6)]
-
-    def trained(norm, devices, batches=batches):
-        net, loss = nn.Sequential(), gluon.loss.SoftmaxCrossEntropyLoss()
-        net.add(nn.Conv2D(4, 3, use_bias=False), norm(in_channels=4), nn.Activation("relu"), nn.Flatten(), nn.Dense(10))
-        net = ready(net, devices, mx.np.zeros((1, 1, 8, 8), ctx=devices[0]))
-        trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01})
-        for batch in batches:
-            parts = [
-                gluon.utils.split_and_load(mx.np.array(a, dtype="float32"), devices, even_split=False) for a in batch
-            ]
-            with autograd.record():
-                losses = [loss(net(x), y) for x, y in zip(*parts)]
-            for one in losses:
-                one.backward()
-            trainer.step(len(batch[1]))
-        return [parameter.data(devices[-1]) for parameter in net.collect_params().values()]
-
-    start, wanted = trained(nn.BatchNorm, contexts[:1], []), trained(nn.BatchNorm, contexts[:1])
-    for got, want, before in zip(trained(gluon_syncbn.SyncBatchNorm, contexts[:2]), wanted, start):
-        near(got, want.asnumpy(), 20 * F32)
-        assert np.abs(want.asnumpy() - before.asnumpy()).max() > 1e-3

@@ -41,7 +41,7 @@ BATCH_NORM = nn.BatchNorm
 OURS = (SyncBatchNorm, gluon_syncbn.symbol.SyncBatchNorm)
 EACH = pytest.mark.parametrize("kind", NETS)
 HOW = {
-    **{way: lambda net, way=way: net.hybridize(active=WAYS[way] is not None, **WAYS[way] or {}) or net for way in WAYS},
+    **{way: lambda net, way=way: net.hybridize(**WAYS[way]) or net for way in WAYS},
     "in an eager net": lambda net: within(net, False),
     "in a graph": lambda net: within(net, True),
 }

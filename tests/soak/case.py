@@ -80,10 +80,6 @@ class Case:
         left = self.fused and (self.way == "eager" or self.activation is None)  # what `convert` cannot fuse
         return left or self.reverted or self.settings["use_global_stats"]
 
-    def __str__(self) -> str:
-        said = {name: value for name, value in vars(self).items() if name not in ("rng", "seed") and value}
-        return f"case {self.seed}: " + ", ".join(f"{name} {value}" for name, value in said.items())
-
     # ---- data --------------------------------------------------------------------------------------------------
 
     def shards(self) -> List[np.ndarray]:

@@ -17,7 +17,6 @@ from gluon_syncbn.system import kinds
 
 from . import events
 from .case import Case
-from .events import Wrong
 from .truth import Forward, Gradients, Near, Truth, exact
 
 TIMEOUT = 30.0  # seconds that a replica waits for the others
@@ -72,8 +71,7 @@ class Trial:
         self.layer = next(block for block in blocks.iterate(self.net) if isinstance(block, nn.BatchNorm))
         self.net.cast(case.dtype)
         self.net.initialize(ctx=self.places)
-        if WAYS[case.way] is not None:
-            self.net.hybridize(**WAYS[case.way])
+        self.net.hybridize(**WAYS[case.way])
         rng, channels = self.rng, case.channels
         values = {
             "gamma": rng.uniform(0.5, 2, channels) * rng.choice((-1, 1), channels),
@@ -104,10 +102,8 @@ class Trial:
 
     def run(self) -> None:
         for number, kind in enumerate(self.case.steps):
-            try:
-                getattr(self, kind)() if hasattr(self, kind) else getattr(events, kind)(self)
-            except Wrong as error:
-                raise Wrong(f"step {number}, {kind}: {error}") from None
+            print(f"step {number}: {kind}")
+            getattr(self, kind)() if hasattr(self, kind) else getattr(events, kind)(self)
         mx.nd.waitall()
 
     def start_over(self, seed: int) -> None:
@@ -240,8 +236,7 @@ class Trial:
             wants = [self.truth.accumulated(req, START, want, self.case.dtype) for want in wants]
             self._check_all(f"gradient of {name}", [array.grad for array in arrays], wants)
         frozen = self.case.settings["use_global_stats"]  # in whose graphs nothing uses a mask
-        if not frozen and any(mark is not None and mark.grad.asnumpy().any() for mark in batch.marks):
-            raise Wrong("a mask has got a gradient")
+        assert frozen or not any(mark is not None and mark.grad.asnumpy().any() for mark in batch.marks)
 
     def _check_parameters(self, gradients: Gradients) -> None:
         for name, parts in (("gamma", gradients.gammas), ("beta", gradients.betas)):
@@ -271,12 +266,11 @@ class Trial:
         allowed = TIMES * want.slack
         error = np.abs(got - want.value)
         strain = np.nan_to_num(error / np.maximum(allowed, 1e-300), nan=np.inf)
-        if strain.max() > 1:
-            where = np.unravel_index(np.argmax(strain), error.shape)
-            raise Wrong(
-                f"{name} at {where}: {got[where]} where {float(want.value[where])} was expected, "
-                f"off by {float(error[where]):.2e}, allowed {allowed[where]:.2e}"
-            )
+        where = np.unravel_index(np.argmax(strain), error.shape)
+        assert strain[where] <= 1, (
+            f"{name} at {where}: {got[where]} where {float(want.value[where])} was expected, "
+            f"off by {float(error[where]):.2e}, allowed {allowed[where]:.2e}"
+        )
 
 
 def fill(array: nd.NDArray, value: float) -> None:

@@ -1,7 +1,7 @@
 """Masks for the batch of a test, and a step of a layer with them."""
 
 import numpy as np
-from replicas import on_devices, step_of
+from replicas import on_devices, step
 
 
 def make_masks(rng, batch, axis=1, values=(1.0, -3.0, 0.5)):
@@ -17,7 +17,9 @@ def make_masks(rng, batch, axis=1, values=(1.0, -3.0, 0.5)):
 
 def masked_step(layer, batch, masks, contexts, dtype):
     """And no gradient reaches a mask."""
-    inputs = [on_devices(batch.shards, contexts, dtype), on_devices(masks, contexts, "float32")]
-    got, gradients = step_of(layer, inputs, on_devices(batch.heads, contexts, dtype))
-    assert not any(gradient.any() for gradient in gradients)
+    masks = on_devices(masks, contexts, "float32")
+    for mask in masks:
+        mask.attach_grad()
+    got = step(layer, batch, contexts, dtype, masks)
+    assert not any(mask.grad.asnumpy().any() for mask in masks)
     return got

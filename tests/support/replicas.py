@@ -8,8 +8,7 @@ import os
 import signal
 import threading
 import time
-from itertools import chain
-from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence
 
 import mxnet as mx
 import numpy as np
@@ -20,9 +19,9 @@ from mxnet.gluon import nn
 import gluon_syncbn
 from gluon_syncbn.system import kinds
 
-#: hybridize arguments of every way in which Gluon runs a net; None is eager.
+#: Arguments of `hybridize`, of every way in which Gluon runs a net.
 WAYS = {
-    "eager": None,
+    "eager": {"active": False},
     "hybrid": {},
     "static_alloc": {"static_alloc": True},
     "static_shape": {"static_alloc": True, "static_shape": True},
@@ -76,7 +75,9 @@ def make_batch(rng, replicas, *, channels=5, spatial=(4, 6), axis=1, dtype="floa
         scale = 1 + np.arange(channels).reshape([-1 if a == axis % len(shape) else 1 for a in range(len(shape))])
         shards.append(rounded(((i + 1) * rng.randn(*shape) + i - 1) * scale + offset, dtype))
         heads.append(rounded(rng.randn(*shape) + 0.3 * i, dtype))
-    return Batch(shards, heads, *make_affine(rng, channels))
+    # of values that float32 parameters can hold
+    affine = [v.astype("float32").astype("float64") for v in (rng.rand(channels) + 0.5, rng.randn(channels))]
+    return Batch(shards, heads, *affine)
 
 
 def rounded(array, dtype):
@@ -87,19 +88,13 @@ def rounded(array, dtype):
     return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view("float32")
 
 
-def make_affine(rng, channels):
-    """gamma and beta, in float64, of values that float32 parameters can hold."""
-    return [v.astype("float32").astype("float64") for v in (rng.rand(channels) + 0.5, rng.randn(channels))]
-
-
-def prepare(layer, batch: Batch, contexts: Sequence[mx.Context], dtype: str, way: Optional[dict] = None):
+def prepare(layer, batch: Batch, contexts: Sequence[mx.Context], dtype: str, way: dict = WAYS["eager"]):
     layer.cast(dtype)
     layer.initialize(ctx=list(contexts))
     array = mx.np.array if mx.util.is_np_array() else nd.array
     layer.gamma.set_data(array(batch.gamma, dtype=layer.gamma.dtype))
     layer.beta.set_data(array(batch.beta, dtype=layer.beta.dtype))
-    if way is not None:
-        layer.hybridize(**way)
+    layer.hybridize(**way)
     return layer
 
 
@@ -161,22 +156,11 @@ def assert_near(got: Dict[str, np.ndarray], want: Dict[str, np.ndarray], toleran
         np.testing.assert_allclose(got[name], value, rtol=0, atol=atol, err_msg=name)
 
 
-def step(layer, batch: Batch, contexts: Sequence[mx.Context], dtype: str) -> Result:
-    return step_of(layer, [on_devices(batch.shards, contexts, dtype)], on_devices(batch.heads, contexts, dtype))[0]
-
-
-def step_of(layer, inputs, heads, req="write", before=0.0) -> Tuple[Result, List[np.ndarray]]:
-    """With arrays of each replica for each input. Beside the result, the gradients of the last input."""
-    for array in chain(*inputs):
-        array.attach_grad(req)
-        if req == "add" and before:  # by a copy, which the emulator of GPUs can do
-            dtype = "bfloat16" if array.dtype == kinds.BFLOAT16 else np.dtype(array.dtype).name
-            on_devices([np.full(array.shape, before)], [array.ctx], dtype)[0].copyto(array.grad)
-    with autograd.record():
-        ys = [layer(*given) for given in zip(*inputs)]
-    autograd.backward(ys, heads)
-    gradients = [[array.grad for array in arrays] for arrays in inputs]
-    return collect(layer, ys, gradients[0], [x.ctx for x in inputs[0]]), [kinds.values(g) for g in gradients[-1]]
+def step(layer, batch: Batch, contexts: Sequence[mx.Context], dtype: str, *others) -> Result:
+    """`others` are further inputs."""
+    xs, heads = (on_devices(arrays, contexts, dtype) for arrays in (batch.shards, batch.heads))
+    ys = forward_and_backward(layer, xs, heads, *others)
+    return collect(layer, ys, [x.grad for x in xs], [x.ctx for x in xs])
 
 
 def step_in_any_order(rng, layers, xs, heads, pause=0.0):
@@ -190,14 +174,6 @@ def step_in_any_order(rng, layers, xs, heads, pause=0.0):
     order = rng.permutation(len(layers))
     autograd.backward([y for i in order for y in ys[i]], [head for i in order for head in heads[i]])
     return ys
-
-
-def assert_whole(net, plain, shards, heads, contexts, tolerance, dtype="float32") -> None:
-    """A step of a net on these contexts is that of the plain one on its own context, with the whole batch."""
-    got = step_of_net(net, *(on_devices(arrays, contexts, dtype) for arrays in (shards, heads)))
-    own = next(iter(plain.collect_params().values())).list_ctx()
-    whole = (on_devices([np.concatenate(arrays)], own, dtype) for arrays in (shards, heads))
-    assert_near(got, step_of_net(plain, *whole), tolerance)
 
 
 def collect(layer, ys, dxs, contexts) -> Result:
@@ -216,9 +192,9 @@ def collect(layer, ys, dxs, contexts) -> Result:
     )
 
 
-def truth(batch: Batch, steps: int = 1, axis: int = 1, **settings) -> Result:
+def truth(batch: Batch, steps: int = 1) -> Result:
     """One device, plain ``nn.BatchNorm`` in float64, the concatenated batch."""
-    plain = prepare(nn.BatchNorm(axis=axis, in_channels=len(batch.gamma), **settings), batch, [mx.cpu()], "float64")
+    plain = prepare(nn.BatchNorm(in_channels=len(batch.gamma)), batch, [mx.cpu()], "float64")
     whole = Batch([np.concatenate(batch.shards)], [np.concatenate(batch.heads)], batch.gamma, batch.beta)
     for _ in range(steps):
         result = step(plain, whole, [mx.cpu()], "float64")

@@ -70,7 +70,7 @@ def play(layer, shards):
         yield act, made
 
 
-def a_layer(contexts, rng, way=None):
+def a_layer(contexts, rng, way=WAYS["eager"]):
     """A layer, its batch, and the shards of that on their contexts."""
     batch = make_batch(rng, len(contexts))
     layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts, "float64", way)
