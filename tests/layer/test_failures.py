@@ -20,7 +20,8 @@ from gate import Gate
 from internals import core, exchange_of
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from replicas import WAYS, forward_and_backward, in_threads, make_batch, on_devices, prepare, short_waits
+from replicas import WAYS, forward_and_backward, make_batch, on_devices, prepare, short_waits
+from soak.events import OutOfData
 
 import gluon_syncbn
 from gluon_syncbn import StepError, SyncBatchNorm
@@ -28,7 +29,6 @@ from gluon_syncbn.mxnet_side import callers
 from gluon_syncbn.mxnet_side.nodes import json_of
 from gluon_syncbn.training import steps
 
-EAGER = pytest.param("eager", marks=pytest.mark.on_gpus)
 AT_ONCE = 20  # seconds, of a layer that would wait for 60
 
 
@@ -53,10 +53,6 @@ def recorded(layer, xs):
 
 def shards(rng, contexts, dtype="float32"):
     return on_devices(make_batch(rng, len(contexts)).shards, contexts, dtype)
-
-
-class OutOfData(Exception):
-    pass
 
 
 # ---- what is wrong with a step, and what its error says ------------------------------------------------------------
@@ -88,16 +84,6 @@ def the_backward_of_one_loss(layer, xs):
     yield [xs[1].grad]
 
 
-@scenario("forward of call 2: 1 of 2 replicas arrived ({0}), missing {1}", "Nobody has called", timeout=2)
-def a_device_leaves_out_a_layer(layer, xs):
-    """Its partner waits there, and it waits in the next layer, whose replicas have all been called."""
-    after = a_layer([x.context for x in xs])
-    with autograd.record():
-        after(xs[1])
-        y = after(layer(xs[0]))
-    yield [y]
-
-
 @scenario("forward of call 2: 1 of 2 replicas arrived ({1}), missing {0}", "Meanwhile {0} waits in Sync", timeout=2)
 def a_device_leaves_out_a_stage(layer, xs):
     """It waits in the backward of the layer before, as long as the others wait for it in that stage."""
@@ -114,14 +100,6 @@ def a_read_between_replicas(layer, xs):
         for x in xs:
             layer(x).asnumpy()  # between
     yield []
-
-
-@scenario("OutOfData left the recorded step (sample 17)", places=3)
-def an_exception_between_replicas(layer, xs):
-    with suppress(OutOfData), autograd.record():
-        ys = [layer(x) for x in xs[:2]]
-        raise OutOfData("sample 17")
-    yield ys
 
 
 @scenario("OutOfData left the recorded step (hook)")
@@ -162,6 +140,8 @@ def a_device_is_busy(layer, xs):
 @scenario("on {2}: the layer was called here", "only_on(...) lets only {0}, {1} take part", places=3)
 def a_call_on_another_device(layer, xs):
     with gluon_syncbn.only_on([x.context for x in xs[:2]]):
+        with pytest.raises(ValueError, match="active already"):
+            gluon_syncbn.only_on(xs[0].context).__enter__()
         yield recorded(layer, xs)[2:]
         steps.drain()  # the others heard of it too, or had met before
 
@@ -340,20 +320,6 @@ def test_a_batch_on_fewer_devices_ends_soon(contexts, rng, caplog, reads):
     assert not caplog.records  # the error has been raised, and is not logged too
 
 
-def test_a_read_while_the_thread_of_another_replica_is_late(contexts, rng):
-    """It has not trained before, and comes later than a read may wait for nobody."""
-    layer, xs, ys = a_layer(contexts[:2], timeout=100), shards(rng, contexts[:2]), [None, None]
-
-    def replica(i):
-        time.sleep(4 * i)
-        with autograd.record():
-            ys[i] = layer(xs[i])
-        ys[i].wait_to_read()
-
-    in_threads(replica, 2)
-    assert all(y is not None and np.isfinite(y.asnumpy()).all() for y in ys)
-
-
 def test_once_failed_the_rest_of_the_step_fails_at_once(contexts, rng):
     layer = a_layer(contexts[:2])
     xs = shards(rng, contexts[:2])
@@ -412,8 +378,7 @@ def small(rng, places, *behind, way="hybrid", optimizer="adam", **settings):
     net = nn.HybridSequential()
     net.add(nn.Dense(5, in_units=5), SyncBatchNorm(in_channels=5), *behind)
     net.initialize(ctx=places)
-    if WAYS[way] is not None:
-        net.hybridize(**WAYS[way])
+    net.hybridize(**WAYS[way])
     trainer = gluon.Trainer(net.collect_params(), optimizer, {"learning_rate": 0.1}, **settings)
     return net, trainer, *([nd.array(rng.randn(4, 5), ctx=place) for place in places] for _ in range(2))
 
@@ -546,22 +511,14 @@ def test_the_step_before_an_exception(contexts, rng, updates, called):
 # ---- some of the contexts ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", [EAGER, *list(WAYS)[1:]])
-def test_devices(contexts, rng, way):
+@pytest.mark.on_gpus
+def test_devices(contexts, rng):
     """A step on some contexts is right on those, and gives the others their running statistics."""
-    layer = a_layer(contexts[:4], way)
+    layer = a_layer(contexts[:4])
+    for some in (contexts[:4], [contexts[1], contexts[3]]):
+        with gluon_syncbn.only_on(some):
+            assert_next_step_is_right(layer, some, rng)
     assert_next_step_is_right(layer, contexts[:4], rng)
-    with gluon_syncbn.only_on([contexts[1], contexts[3]]):
-        assert_next_step_is_right(layer, [contexts[1], contexts[3]], rng)
-    assert_next_step_is_right(layer, contexts[:4], rng)
-
-
-def test_devices_in_devices(contexts):
-    with gluon_syncbn.only_on(contexts[0]):
-        with pytest.raises(ValueError, match="active already"):
-            gluon_syncbn.only_on(contexts[:1]).__enter__()
-    with pytest.raises(ValueError, match=r"contexts: .* was given, expected a list of different mx.Context"):
-        gluon_syncbn.only_on([contexts[0], contexts[0]]).__enter__()
 
 
 # ---- a failed step and the parameters ----------------------------------------------------------------------
@@ -638,18 +595,6 @@ def test_a_graph_that_has_no_layer_here(contexts, tmp_path, of):
             mx.MXNetError, match=r"of another process, or one that is gone. .* net.export, net.save and"
         ):
             load(path).infer_shape(data=(2, 4))
-
-
-def test_reset_while_a_healthy_step_is_in_flight(contexts, rng):
-    """It waits for the step, whose replicas find each other and whose results stand."""
-    layer = a_layer(contexts[:2])
-    (first, second), gate = shards(rng, contexts[:2]), Gate()
-    with autograd.record():
-        ys = [layer(first), layer(gate.behind(second))]
-    threading.Timer(0.5, gate.open).start()
-    gluon_syncbn.reset()
-    for y in ys:
-        assert np.isfinite(y.asnumpy()).all()
 
 
 def test_an_error_that_stays(contexts, rng, monkeypatch):

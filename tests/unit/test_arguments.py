@@ -46,6 +46,7 @@ ALIKE = {
     "batches": [[3], [[3]], [nd.ones((2, 2))], [[nd.ones((2, 2))] * 2]],
     "shards": [[nd.ones((2, 2)), 3], [nd.ones((2, 2)), nd.ones((2, 3))]],
     "last_batch": ["rollover"],
+    "contexts": [[mx.cpu(0)] * 2],
     "params": [[nd.ones(1)], [nn.Dense(1)]],
 }
 
