@@ -5,7 +5,6 @@ import ctypes
 import re
 
 import pytest
-from places import ROOT
 from sources import CORE, PYTHON, TREES
 
 from gluon_syncbn import _native
@@ -153,16 +152,3 @@ def test_what_comes_before_mxnet_does_not_import_it():
 def test_the_environment_is_read_in_one_function():
     """And not in each call: a thread that writes to `os.environ` moves it meanwhile."""
     assert {file: text.count("getenv(") for file, text in CORE.items() if "getenv(" in text} == {"mxnet_api.h": 2}
-
-
-@pytest.mark.skipif(not (ROOT / "tools").exists(), reason="needs the source tree")
-def test_what_changes_has_tests(monkeypatch):
-    """What `make check` runs after a change is there, and each file of the package has some."""
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import tests_of
-
-    files = [f"gluon_syncbn/{file}" for file in (*PYTHON, *(f"csrc/{file}" for file in CORE))]
-    for file in [*files, "README.md", "docs/index.rst"]:
-        found = tests_of.tests_of(file)
-        assert found and all((ROOT / test).exists() for test in found), file
-    assert all((ROOT / beginning).exists() for beginning in tests_of.TESTS)
