@@ -318,8 +318,8 @@ def poor_machine(tmp_path):
     return tools
 
 
-def make(tree, tools, *arguments):
-    return run(["env", "-i", f"PATH={tools}", f"HOME={tools}", "make", *arguments], tree)
+def make(tree, tools, target, code):
+    return run(["env", "-i", f"PATH={tools}", f"HOME={tools}", "make", target], tree, code=code)[1]
 
 
 def test_make_without_a_python_that_serves_says_why_and_what_to_install(tree, poor_machine):
@@ -328,8 +328,8 @@ def test_make_without_a_python_that_serves_says_why_and_what_to_install(tree, po
     (poor_machine / "poor").mkdir()
     (poor_machine / "poor" / "ensurepip.py").write_text("raise ImportError\n")
     script(poor_machine / "python3.9", f'PYTHONPATH="{poor_machine}/poor" exec "{sys.executable}" "$@"\n')
-    status, output = make(tree, poor_machine, "test")
-    assert status == 2 and not (tree / ".venv").exists()
+    output = make(tree, poor_machine, "test", code=2)
+    assert not (tree / ".venv").exists()
     for said in (
         "a Python from 3.8 to 3.13 is needed",
         "make PYTHON=/path/to/python",
@@ -343,10 +343,8 @@ def test_make_without_a_python_that_serves_says_why_and_what_to_install(tree, po
 def test_make_leaves_a_foreign_venv_alone(tree, poor_machine):
     (tree / ".venv").mkdir()
     (tree / ".venv" / "mine").write_text("")
-    status, output = make(tree, poor_machine, "core")
-    assert status == 2
-    assert ".venv exists and was not made by this Makefile" in output
-    assert make(tree, poor_machine, "clean")[0] == 0
+    assert ".venv exists and was not made by this Makefile" in make(tree, poor_machine, "core", code=2)
+    make(tree, poor_machine, "clean", code=0)
     assert (tree / ".venv" / "mine").exists()
 
 

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import traceback
 import warnings
+from pathlib import Path
 
 warnings.simplefilter("ignore")
 
@@ -68,23 +69,17 @@ def answer(block):
 
 def answers(blocks):
     with multiprocessing.get_context("fork").Pool(AT_ONCE, maxtasksperchild=1) as pool:  # which ends all at its end
-        return [got(result) for result in [pool.apply_async(answer, [block]) for block in blocks]]
-
-
-def got(result):
-    try:
-        return result.get(LIMIT)
-    except multiprocessing.TimeoutError:
-        return 1, f"it crashed, or did not end within {LIMIT} s"
+        for result in [pool.apply_async(answer, [block]) for block in blocks]:
+            try:
+                yield result.get(LIMIT)
+            except multiprocessing.TimeoutError:
+                yield 1, f"it crashed, or did not end within {LIMIT} s"
 
 
 def main(blocks, answered=None):
-    with open(blocks, encoding="utf-8") as file:
-        given = json.load(file)
+    given = json.loads(Path(blocks).read_text(encoding="utf-8"))
     if answered:
-        found = answers(given)
-        with open(answered, "w", encoding="utf-8") as file:
-            json.dump(found, file)
+        Path(answered).write_text(json.dumps(list(answers(given))), encoding="utf-8")
         return
     with tempfile.TemporaryDirectory() as folder:
         prepare(folder)
