@@ -20,7 +20,7 @@ from gate import Gate
 from internals import core, exchange_of
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from replicas import WAYS, forward_and_backward, make_batch, on_devices, prepare, short_waits
+from replicas import WAYS, forward_and_backward, make_batch, on_devices, prepare, ready, short_waits
 from soak.events import OutOfData
 
 import gluon_syncbn
@@ -51,8 +51,8 @@ def recorded(layer, xs):
         return [layer(x) for x in xs]
 
 
-def shards(rng, contexts, dtype="float32"):
-    return on_devices(make_batch(rng, len(contexts)).shards, contexts, dtype)
+def shards(rng, contexts):
+    return on_devices(make_batch(rng, len(contexts)).shards, contexts, "float32")
 
 
 # ---- what is wrong with a step, and what its error says ------------------------------------------------------------
@@ -375,10 +375,7 @@ def test_a_store_that_runs_an_optimizer(contexts, rng):
 
 def small(rng, places, *behind, way="hybrid", optimizer="adam", **settings):
     """A net that begins with a dense layer and ours, its trainer, and data and heads of each place."""
-    net = nn.HybridSequential()
-    net.add(nn.Dense(5, in_units=5), SyncBatchNorm(in_channels=5), *behind)
-    net.initialize(ctx=places)
-    net.hybridize(**WAYS[way])
+    net = ready(nn.Dense(5, in_units=5), SyncBatchNorm(in_channels=5), *behind, contexts=places, way=way)
     trainer = gluon.Trainer(net.collect_params(), optimizer, {"learning_rate": 0.1}, **settings)
     return net, trainer, *([nd.array(rng.randn(4, 5), ctx=place) for place in places] for _ in range(2))
 
@@ -508,19 +505,6 @@ def test_the_step_before_an_exception(contexts, rng, updates, called):
     np.testing.assert_allclose(weights(reads=False), expected, rtol=0, atol=1e-5)
 
 
-# ---- some of the contexts ----------------------------------------------------------------------------------
-
-
-@pytest.mark.on_gpus
-def test_devices(contexts, rng):
-    """A step on some contexts is right on those, and gives the others their running statistics."""
-    layer = a_layer(contexts[:4])
-    for some in (contexts[:4], [contexts[1], contexts[3]]):
-        with gluon_syncbn.only_on(some):
-            assert_next_step_is_right(layer, some, rng)
-    assert_next_step_is_right(layer, contexts[:4], rng)
-
-
 # ---- a failed step and the parameters ----------------------------------------------------------------------
 
 
@@ -564,6 +548,16 @@ def test_a_failed_step_leaves_every_parameter_as_it_was(contexts, rng, way, upda
 
 
 # ---- what else there is --------------------------------------------------------------------------------------
+
+
+@pytest.mark.on_gpus
+def test_devices(contexts, rng):
+    """A step on some contexts is right on those, and gives the others their running statistics."""
+    layer = a_layer(contexts[:4])
+    for some in (contexts[:4], [contexts[1], contexts[3]]):
+        with gluon_syncbn.only_on(some):
+            assert_next_step_is_right(layer, some, rng)
+    assert_next_step_is_right(layer, contexts[:4], rng)
 
 
 def test_room_for_errors_in_the_list_of_mxnet(contexts, monkeypatch):

@@ -9,7 +9,7 @@ from masks import make_masks
 from mxnet import autograd, nd
 from mxnet.gluon import HybridBlock
 from poolings import specification
-from replicas import WAYS, make_batch, on_devices, prepare, short_waits
+from replicas import WAYS, make_batch, on_devices, prepare, ready, short_waits
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, reference
@@ -42,8 +42,7 @@ EXPECTED = r"the mask has the shape .* and the data \(2, 5, 4, 6\); expected \(2
 )
 def test_another_shape_is_an_error(contexts, shape, adds, said):
     x, other = nd.ones((2, 5, 4, 6), ctx=contexts[0]), nd.ones(shape, ctx=contexts[0])
-    layer = make(adds)
-    layer.initialize(ctx=contexts[:1])
+    layer = ready(make(adds), contexts=contexts[:1])
     for hybridized in (False, True):
         layer.hybridize(hybridized)
         with pytest.raises(mx.MXNetError, match=said), short_waits(), autograd.train_mode():
@@ -60,8 +59,7 @@ class Misspelt(SyncBatchNorm):
     [(SyncBatchNorm, 3, "behind the mask"), (SyncBatchNormAdd, 4, "behind the mask"), (Misspelt, 2, "masks")],
 )
 def test_an_input_that_there_is_not_is_refused(cls, count, said):
-    layer = cls(in_channels=5, prefix="bn_")
-    layer.initialize()
+    layer = ready(cls(in_channels=5, prefix="bn_"))
     with pytest.raises(TypeError, match=f"SyncBatchNorm 'bn': hybrid_forward has no argument {said}"):
         layer(*[nd.ones((2, 5))] * count)
 

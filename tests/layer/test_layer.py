@@ -31,6 +31,7 @@ from replicas import (
     make_batch,
     on_devices,
     prepare,
+    ready,
     rounded,
     step,
     step_of_net,
@@ -118,8 +119,7 @@ def test_a_pickled_net_in_another_process(contexts, tmp_path):
 
 
 def test_processes_compare_the_present_settings():
-    layer = SyncBatchNorm(in_channels=3)
-    layer.initialize()
+    layer = ready(SyncBatchNorm(in_channels=3))
     twin = copy.deepcopy(layer)
     for one, other in ((layer, twin), (twin, layer)):
         freeze(one)
@@ -178,8 +178,7 @@ def test_eager_calls_have_a_number_in_place_of_their_attributes(monkeypatch):
     given, custom = [], op.ARRAYS.Custom
     noted = lambda *args, **kwargs: given.append(kwargs) or custom(*args, **kwargs)  # noqa: E731
     monkeypatch.setattr(op.ARRAYS, "Custom", noted)
-    layer = gluon_syncbn.SyncBatchNorm(in_channels=3)
-    layer.initialize()
+    layer = ready(gluon_syncbn.SyncBatchNorm(in_channels=3))
     for frozen in (False, True, False):
         layer._kwargs["use_global_stats"] = frozen
         with autograd.record():
@@ -193,8 +192,7 @@ def test_eager_calls_have_a_number_in_place_of_their_attributes(monkeypatch):
 
 
 def test_a_schedule_of_the_momentum_keeps_few_calls(rng):
-    layer = gluon_syncbn.SyncBatchNorm(in_channels=3, gamma_initializer=mx.init.Constant(1.5))
-    layer.initialize()
+    layer = ready(gluon_syncbn.SyncBatchNorm(in_channels=3, gamma_initializer=mx.init.Constant(1.5)))
     x, head, found = *(mx.nd.array(rng.normal(2, 3, (4, 3))) for _ in range(2)), []
     x.attach_grad()
     for change in (0, 300):  # a forward whose call is forgotten before its backward
@@ -252,8 +250,7 @@ def test_same_bits_whatever_the_order_of_arrival(contexts, rng, pooling):
     ids=str,
 )
 def test_what_turns_out_in_a_step(contexts, settings, places, shape, said):
-    layer = SyncBatchNorm(in_channels=5, **settings)
-    layer.initialize(ctx=contexts[:places])
+    layer = ready(SyncBatchNorm(in_channels=5, **settings), contexts=contexts[:places])
     with pytest.raises(mx.MXNetError, match=said), gluon_syncbn.only_on(contexts[: min(places, 2)]), autograd.record():
         ys = [layer(nd.ones(shape, ctx=context)) for context in contexts[: min(places, 2)]]
         ys[0].asnumpy()
@@ -347,9 +344,7 @@ def test_no_mode_keeps_more_than_its_input():
 def test_contexts_that_do_not_fit(contexts, rng, way, channels, places, settings, said, fitting):
     """The thread that trains gets the error. The layer predicts, and trains after it was moved."""
     batch, places, fitting = make_batch(rng, len(fitting)), *([contexts[i] for i in some] for some in (places, fitting))
-    layer = SyncBatchNorm(in_channels=channels, prefix="bn_", **settings)
-    layer.initialize(ctx=places)
-    layer.hybridize(**WAYS[way])
+    layer = ready(SyncBatchNorm(in_channels=channels, prefix="bn_", **settings), contexts=places, way=way)
     x = nd.array(batch.shards[0], ctx=contexts[0])
     for _ in range(2):  # also with a graph that has predicted
         with pytest.raises(ValueError, match=said), autograd.record():

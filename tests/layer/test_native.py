@@ -25,6 +25,7 @@ from replicas import (
     make_batch,
     on_devices,
     prepare,
+    ready,
     step,
     truth,
 )
@@ -183,10 +184,8 @@ MEETINGS = {
 @pytest.mark.parametrize("meeting", MEETINGS)
 def test_a_call_that_waits_for_nobody_is_run_by_the_engine(contexts, meeting):
     replicas, settings, training, waits = MEETINGS[meeting]
-    net = nn.HybridSequential()
-    net.add(nn.Conv2D(32, 7, in_channels=32), SyncBatchNorm(in_channels=32, **settings))
-    net.initialize(ctx=contexts[:replicas])
-    net.hybridize()
+    blocks = nn.Conv2D(32, 7, in_channels=32), SyncBatchNorm(in_channels=32, **settings)
+    net = ready(*blocks, contexts=contexts[:replicas], way="hybrid")
     before = core_count("lone_calls")
     for _ in range(10):
         gate = Gate()
@@ -300,15 +299,16 @@ class CopiesProperty(mx.operator.CustomOpProp):
         return Copies(str(ctx))
 
 
+def custom():
+    return nn.HybridLambda(lambda F, x: F.Custom(x, op_type=COPIES))
+
+
 @native
 @pytest.mark.parametrize("way", WAYS)
 def test_other_custom_operators_go_on(contexts, rng, way):
     """Behind convolutions too, of whose outputs MXNet alone hands them copies that it has freed: each of these fails
     then."""
-    net = nn.HybridSequential()
-    net.add(nn.Conv2D(32, 3, in_channels=3), nn.HybridLambda(lambda F, x: F.Custom(x, op_type=COPIES)))
-    net.initialize()
-    net.hybridize(**WAYS[way])
+    net = ready(nn.Conv2D(32, 3, in_channels=3), custom(), way=way)
     x = nd.array(rng.randn(2, 3, 9, 9))
     x.attach_grad()
     for _ in range(3):
@@ -344,12 +344,8 @@ ENDS = {
 @pytest.mark.parametrize("end", ENDS)
 def test_an_operator_that_fails_on_one_device_ends_the_step_of_all(contexts, rng, monkeypatch, way, direction, end):
     """MXNet leaves out the calls of the layer behind it. Nobody has read its result."""
-    net = nn.HybridSequential()
     before, behind = (SyncBatchNorm(in_channels=5, timeout=100) for _ in range(2))
-    fails = nn.HybridLambda(lambda F, x: F.Custom(x, op_type=COPIES))
-    net.add(nn.Dense(5, in_units=5), before, fails, behind)
-    net.initialize(ctx=contexts[:2])
-    net.hybridize(**WAYS[way])
+    net = ready(nn.Dense(5, in_units=5), before, custom(), behind, contexts=contexts[:2], way=way)
     trainer = mx.gluon.Trainer(net.collect_params(), "sgd")
 
     def train():

@@ -11,7 +11,7 @@ import pytest
 from mxnet import nd
 from mxnet.gluon import nn
 from poolings import POOLINGS, specification
-from replicas import WAYS, forward_and_backward, make_batch, on_devices, prepare, step
+from replicas import WAYS, forward_and_backward, make_batch, on_devices, prepare, ready, step
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
@@ -57,9 +57,8 @@ def logged(caplog, count):
 def test_one_warning(contexts, rng, caplog):
     caplog.set_level(logging.WARNING, logger="gluon_syncbn")
     gluon_syncbn.configure(nonfinite="skip")
-    net = nn.HybridSequential()
-    net.add(SyncBatchNorm(in_channels=5, prefix="front_"), nn.Activation("tanh"), SyncBatchNorm(in_channels=5))
-    net.initialize(ctx=contexts[:2])
+    blocks = SyncBatchNorm(in_channels=5, prefix="front_"), nn.Activation("tanh"), SyncBatchNorm(in_channels=5)
+    net = ready(*blocks, contexts=contexts[:2])
     good, bad = (make_batch(rng, 2) for _ in range(2))
     bad.shards[1][0, 2].flat[1] = np.inf
 
@@ -80,8 +79,7 @@ def test_one_warning(contexts, rng, caplog):
 @pytest.mark.parametrize("mode, places, samples, warns", [("sync", 1, 1, 1), ("local", 2, 1, 1), ("sync", 2, 1, 0)])
 def test_one_value_for_each_channel(contexts, mode, places, samples, warns, caplog):
     caplog.set_level(logging.WARNING, logger="gluon_syncbn")
-    layer = SyncBatchNorm(in_channels=5, mode=mode, prefix="front_")
-    layer.initialize(ctx=contexts[:places])
+    layer = ready(SyncBatchNorm(in_channels=5, mode=mode, prefix="front_"), contexts=contexts[:places])
     for _ in range(2):
         forward_and_backward(layer, [nd.random.normal(shape=(samples, 5), ctx=c) for c in contexts[:places]])
         layer(mx.nd.ones((1, 5)))  # a prediction

@@ -23,17 +23,14 @@ def set_np():
     mx.npx.reset_np()
 
 
-def put(arrays, contexts, dtype="float32"):
-    return [mx.np.array(a, ctx=c, dtype=dtype) for a, c in zip(arrays, contexts)]
+def put(arrays, contexts):
+    return [mx.np.array(a, ctx=c, dtype="float32") for a, c in zip(arrays, contexts)]
 
 
 def near(got, want, tolerance=F32):
     assert type(got) is mx.np.ndarray
     want = want.asnumpy() if isinstance(want, mx.nd.NDArray) else want
     assert np.abs(got.asnumpy() - want).max() <= tolerance * np.abs(want).max()
-
-
-# ---- nets ------------------------------------------------------------------------------------------------------
 
 
 class Residual(nn.HybridBlock):
