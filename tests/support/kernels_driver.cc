@@ -1,12 +1,8 @@
-// The four kernels and the conversions of 16-bit types behind C names, for tests/unit/test_kernels.py.
+// The four kernels behind C names, for tests/unit/test_kernels.py.
 #include "cpu/kernels.h"
-#include "cpu/numbers.h"
 
 using syncbn::Shape;
 using syncbn::Type;
-using syncbn::cpu::Bfloat16;
-using syncbn::cpu::Half;
-using syncbn::cpu::Value;
 using syncbn::cpu::Work;
 
 // Of the calls that follow; null: none.
@@ -35,14 +31,5 @@ void grad_input(const void* dy, const void* x, int type, int64_t outer, int64_t 
                 double ceiling, const double* fed_mean, const double* mean_dz, const double* slope, void* dx, int add) {
     syncbn::cpu::grad_input(Work{Type(type), Shape{outer, channels, inner, block}, threads, mask}, dy, x,
                             {{mean, scale, shift, {z_slope, ceiling}}, fed_mean, mean_dz, slope, add != 0}, dx);
-}
-void to_half(const float* values, int64_t n, Half* out) {
-    for (int64_t i = 0; i < n; ++i) Value<Half>::store(out + i, values[i]);
-}
-void to_bfloat16(const float* values, int64_t n, Bfloat16* out) {
-    for (int64_t i = 0; i < n; ++i) Value<Bfloat16>::store(out + i, values[i]);
-}
-void from_half(const Half* values, int64_t n, float* out) {
-    for (int64_t i = 0; i < n; ++i) out[i] = Value<Half>::load(values + i);
 }
 }

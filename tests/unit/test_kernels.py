@@ -156,7 +156,7 @@ def test_against_the_reference(library, shape, dtype, block):
         check(step_of(library, dtype, block), (shape[0], 1, *shape[1:]), dtype, 2, way)
 
 
-@layouts([(1, 1, 32), (40, 1, 1)], ["float32", "bfloat16"], [(1, 16, 5)])
+@layouts([(1, 1, 32), (40, 1, 1)], ["float32", "float16", "bfloat16"], [(1, 16, 5)])
 def test_what_stands_behind_values_that_are_not_finite(library, shape, dtype, block):
     """An infinite one, as float16 makes it by an overflow, has the gradient of MXNet's operators."""
     x = np.resize(rounded(np.array([np.nan, -np.inf, np.inf, -1, 1]), dtype), shape)
@@ -205,38 +205,27 @@ def test_same_bits_for_any_number_of_threads_and_alignment(library, shape, dtype
             np.testing.assert_array_equal(got, want)
 
 
-def converted(function, values, dtype):
-    got = np.empty(values.size, dtype)
-    function(values.ctypes.data_as(ctypes.c_void_p), ctypes.c_int64(got.size), got.ctypes.data_as(ctypes.c_void_p))
-    return got
-
-
-RANDOM = np.random.RandomState(0).randint(0, 1 << 32, 200000, dtype=np.uint64).astype(np.uint32).view(np.float32)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_rounding(library, dtype):
+    """To the nearest, ties to even: each value of the type, what is halfway between two, and any other float32."""
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    exact = bits.view(dtype).astype("float32") if dtype == "float16" else (bits.astype("uint32") << 16).view("float32")
+    finite = np.sort(exact[np.isfinite(exact)]).astype("float64")
+    some = np.random.RandomState(0).randint(0, 1 << 32, 200000, dtype=np.uint64).astype("uint32").view("float32")
+    largest = [65519.9, 65520, 1e9, *np.finfo("float32").max * np.array([1, -1]), np.inf, -np.inf, np.nan]
+    values = np.concatenate([exact, (finite[1:] + finite[:-1]) / 2, some, largest]).astype("float32")
+    zero = np.zeros(values.size)
+    x = zero.reshape(1, -1, 1).astype("float16" if dtype == "float16" else "float32")
+    got = Kernels(library, x, dtype=dtype).normalise(zero, zero, values.astype("float64"), np.empty_like(x)).ravel()
+    with np.errstate(over="ignore", invalid="ignore"):
+        want = np.where(np.isfinite(values), rounded(values, dtype), values)
+    np.testing.assert_array_equal(got, want)
 
 
 def test_every_half(library):
-    halves = np.arange(1 << 16, dtype=np.uint16)
-    got = converted(library.from_half, halves, np.float32)
-    np.testing.assert_array_equal(got, halves.view(np.float16).astype(np.float32))
-
-
-def test_rounding_to_half(library):
-    exact = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
-    exact = exact[np.isfinite(exact)]
-    middles = (np.sort(exact)[1:] + np.sort(exact)[:-1]) / 2  # ties
-    named = np.array([65519.9, 65520, 1e9, np.inf, -np.inf, np.nan], np.float32)
-    values = np.concatenate([exact, RANDOM, middles, named])
-    with np.errstate(over="ignore", invalid="ignore"):
-        want = values.astype(np.float16)
-    np.testing.assert_array_equal(converted(library.to_half, values, np.uint16).view(np.float16), want)
-
-
-def test_rounding_to_bfloat16(library):
-    exact = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
-    ties = (np.arange(1 << 16, dtype=np.uint32) << 16 | 0x8000).view(np.float32)
-    values = np.concatenate([exact, RANDOM, ties])
-    got = (converted(library.to_bfloat16, values, np.uint16).astype(np.uint32) << 16).view(np.float32)
-    finite = np.isfinite(values)  # largest values round to infinity
-    with np.errstate(over="ignore"):
-        np.testing.assert_array_equal(got[finite], rounded(values[finite], "bfloat16"))
-    np.testing.assert_array_equal(got[~finite], values[~finite])
+    """As the mean of a channel that has no other value."""
+    halves = np.arange(1 << 16, dtype=np.uint16).view("float16")
+    mean, _ = Kernels(library, halves.reshape(1, -1, 1)).moments()
+    finite = np.isfinite(halves)
+    np.testing.assert_array_equal(mean[finite], halves[finite])
+    assert not np.isfinite(mean[~finite]).any()
