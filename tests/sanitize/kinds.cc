@@ -1,3 +1,7 @@
+#include <unistd.h>
+
+#include <csignal>
+
 #include "log.h"
 #include "step.h"
 
@@ -163,6 +167,41 @@ void recover(Run& run, Layer& layer) {
     right_step(run, layer);
 }
 
+// ---- SIGINT, and handlers of it as Python and libraries have them ----------------------------------------------
+
+using Handler = void (*)(int, siginfo_t*, void*);
+std::atomic<long> taken{0};
+std::atomic<Handler> of_core{nullptr};
+
+void plain(int, siginfo_t*, void*) { ++taken; }
+
+// Calls what was there before it.
+void chaining(int signal, siginfo_t* information, void* context) {
+    ++taken;
+    of_core.load()(signal, information, context);
+}
+
+template <typename Condition>
+void until(const Condition& condition, const char* what) {
+    const double end = syncbn::seconds() + kPatience;
+    while (!condition() && syncbn::seconds() < end) continue;
+    expect(condition(), what);
+}
+
+// Somebody has to wait in the core, who takes notice of the new handler. Then a signal is counted and handed on.
+void interrupt(Handler handler) {
+    struct sigaction action{}, current;
+    action.sa_flags = SA_SIGINFO;
+    action.sa_sigaction = handler;
+    sigaction(SIGINT, &action, nullptr);
+    const auto noticed = [&] { return sigaction(SIGINT, nullptr, &current), current.sa_sigaction != handler; };
+    until(noticed, "a wait notices a new handler of SIGINT");
+    of_core = current.sa_sigaction;
+    const long counted = syncbn::interrupts, before = taken;
+    kill(getpid(), SIGINT);
+    until([&] { return syncbn::interrupts > counted && taken > before; }, "SIGINT is counted and handed on");
+}
+
 }  // namespace
 
 void healthy(Run& run) {
@@ -262,6 +301,63 @@ void disturbed(Run& run) {
         }
         recover(run, layer);
     }
+}
+
+void waiting(Run& run) {
+    struct sigaction before;
+    sigaction(SIGINT, nullptr, &before);
+    do {
+        std::deque<Layer> layers;
+        std::deque<Step> steps;  // each waits for a replica
+        for (int i = 0; i < 3; ++i) {
+            const Spec spec = any_meeting_spec(run.random, run.random.whole(2, 3));
+            Layer& layer = layers.emplace_back(run.random, spec, "waiting");
+            Step& step = steps.emplace_back(run, std::vector<Layer*>{&layer}, Manner());
+            step.call().back()->called = false;
+            step.issue_forwards();
+        }
+        for (const Handler handler : {plain, chaining, plain, chaining}) interrupt(handler);
+        for (Step& step : steps) {
+            Replica& missing = *step.call().back();
+            missing.called = true;
+            missing.issue_forward(run.engine);
+            step.issue_backwards();
+        }
+        run.engine.wait_for_all();
+        for (Step& step : steps) step.check();
+        for (const Layer& layer : layers) check_running_statistics(layer);
+        figures.steps += 3;
+    } while (run.goes_on());
+    sigaction(SIGINT, &before, nullptr);
+}
+
+void recalling(Run& run) {
+    do {
+        for (const bool fails : {false, true}) {
+            const syncbn::Memo memo;
+            syncbn::Wait wait(0.2, "recalling", "it does not come", "Do something.");
+            if (fails) syncbn_fail("the script has raised an exception");
+            try {
+                memo.result(wait);
+                expect(false, "a call that does not come is an error");
+            } catch (const syncbn::Failure& failure) {
+                expect_reason(failure.what(), fails ? "the script has" : "it does not come after 0.2 s. Do something.");
+            }
+            syncbn_reset();
+        }
+    } while (run.goes_on());
+}
+
+void closing(Run& run) {
+    Layer layer(run.random, any_meeting_spec(run.random, 2), "closing");
+    std::deque<Step> steps;
+    for (int i = 0; i < 5; ++i) {
+        steps.emplace_back(run, std::vector<Layer*>{&layer}, Manner()).issue();
+        if (i == 1) syncbn_close();
+    }
+    run.engine.wait_for_all();
+    steps.back().each(
+        [](Replica& replica) { expect_reason(replica.forward.error, "the process has run its exit handlers"); });
 }
 
 }  // namespace driver

@@ -74,21 +74,14 @@ void run(const Kind& kind, uint64_t seed, double seconds) {
 }
 
 int main(int count, char** arguments) {
-    uint64_t seed = 1;
-    double seconds = 3;
-    std::string only;
+    std::map<std::string, std::string> given = {{"--seed", "1"}, {"--seconds", "3"}, {"--kind", ""}};
     for (int i = 1; i < count; i += 2) {
-        const std::string name = arguments[i];
-        if (i + 1 == count) return usage(arguments[0]);
-        if (name == "--seed")
-            seed = std::strtoull(arguments[i + 1], nullptr, 10);
-        else if (name == "--seconds")
-            seconds = std::atof(arguments[i + 1]);
-        else if (name == "--kind")
-            only = arguments[i + 1];
-        else
-            return usage(arguments[0]);
+        if (i + 1 == count || given.count(arguments[i]) == 0) return usage(arguments[0]);
+        given[arguments[i]] = arguments[i + 1];
     }
+    const uint64_t seed = std::strtoull(given["--seed"].c_str(), nullptr, 10);
+    const double seconds = std::atof(given["--seconds"].c_str());
+    const std::string& only = given["--kind"];
     syncbn::mx.MXNDArrayGetData = Array::data;
     syncbn::mx.MXGetLastError = [] { return "the array is broken\nStack trace:\n  that of MXNet"; };
     make_exchanges();
