@@ -77,6 +77,8 @@ def test_on_two_devices_it_is_the_plain_net_on_one(kind, way, contexts):
     convert(net)
     assert_as_plain(net, kind, contexts)
     assert "eager" in way or "BatchNorm" not in operators(net)
+    revert(net)(an_input(kind, contexts[0]))
+    assert "eager" in way or not {"Custom", "SwapAxis"} & set(operators(net))
 
 
 @pytest.mark.parametrize("kind", [kind for kind, (_, norm, *_) in NETS.items() if norm not in (contrib, *OURS)])
@@ -359,6 +361,7 @@ def test_operators_of_ours_in_the_places_of_mxnets(ours_as_mxnets, contexts, mon
     for hybridized in (False, True):
         layer.hybridize(hybridized)
         np.testing.assert_allclose(layer(*inputs).asnumpy(), want, rtol=1e-5)
+    assert operators(mx.sym.BatchNorm(mx.sym.var("data"))).count("Custom") == 1
     assert type(convert(BatchNormCudnnOff(in_channels=3))) is SyncBatchNorm
 
 

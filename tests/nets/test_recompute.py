@@ -186,41 +186,13 @@ def test_any_net_converted_before_and_after(kind, changes, contexts):
 # ---- random operators --------------------------------------------------------------------------------------
 
 
-DROPS = {
-    "Dropout": lambda: nn.Dropout(0.5),
-    "operators": lambda: nn.HybridLambda(lambda F, x: F.Dropout(F.Dropout(x, p=0.3), p=0.3)),
-    "nested": lambda: recompute(nn.Dropout(0.5)),
-}
-
-
-@pytest.mark.parametrize(
-    "inner, hybrid", [("Dropout", True), ("operators", False), ("operators", True), ("nested", False)]
-)
-def test_dropout_draws_the_same_mask(contexts, inner, hybrid):
-    net = nn.HybridSequential()
-    net.add(DROPS[inner]())
-    net.hybridize(hybrid)
-    recompute(net)
-    xs = [nd.random.uniform(1, 2, shape=(3 + i, 4, 17, 9), ctx=c) for i, c in enumerate(contexts[:2])]
-    masks = []
-    for seed in (5, 5, 6):
-        mx.random.seed(seed)
-        ys = forward_and_backward(net, xs)
-        kept = [(y / x).asnumpy() for x, y in zip(xs, ys)]
-        for x, one in zip(xs, kept):
-            assert 0.2 < (one == 0).mean() < 0.7
-            np.testing.assert_allclose(x.grad.asnumpy(), one, rtol=1e-5)
-        masks.append([one == 0 for one in kept])
-    assert all((a == b).all() for a, b in zip(masks[0], masks[1]))
-    assert (masks[0][0] != masks[2][0]).any() and (masks[0][0] != masks[0][1][:3]).any()
-
-
 class Scheduled(nn.HybridBlock):
     """Drops a half where one of its rates says so, or where it trains."""
 
-    def __init__(self, by_mode):
+    def __init__(self, change):
         super().__init__()
-        self.rates, self.drop, self.by_mode, self.traces = {"own": 0}, nn.Dropout(0), by_mode, []
+        self.rates, self.by_mode, self.traces = {"own": 0}, change == "the mode", []
+        self.drop = recompute(nn.Dropout(0)) if change == "a nested layer's rate" else nn.Dropout(0)
 
     def hybrid_forward(self, F, x):
         self.traces += [F] if F is mx.sym else []
@@ -229,14 +201,18 @@ class Scheduled(nn.HybridBlock):
         return self.drop(x)
 
 
-@pytest.mark.parametrize("hybrid", [False, True])
-@pytest.mark.parametrize("change", ["a layer's rate", "a rate of its own", "the mode"])
-def test_a_rate_that_rises_after_the_first_step(contexts, change, hybrid):
-    block = recompute(Scheduled(change == "the mode"))
-    (x,) = [nd.random.uniform(1, 2, shape=(3, 4, 17, 9))]
+RATES = ["a layer's rate", "a rate of its own", "the mode"]
+
+
+@pytest.mark.parametrize(
+    "change, hybrid", [*((change, way) for change in RATES for way in (False, True)), ("a nested layer's rate", False)]
+)
+def test_dropout_draws_the_same_mask(contexts, change, hybrid):
+    """Also where its rate rises after the first step."""
+    block, x = recompute(Scheduled(change)), nd.random.uniform(1, 2, shape=(3, 4, 17, 9))
     x.attach_grad()
     for rate in (0, 0.5, 0.4):
-        if change == "a layer's rate":
+        if change.endswith("layer's rate"):
             block.drop._rate = rate
         elif change == "a rate of its own":
             block.rates["own"] = rate
@@ -244,10 +220,10 @@ def test_a_rate_that_rises_after_the_first_step(contexts, change, hybrid):
         with autograd.record(train_mode=rate > 0):
             y = block(x)
         y.backward()
-        share = rate if change == "a layer's rate" else 0.5 * (rate > 0)
+        share = rate if change.endswith("layer's rate") else 0.5 * (rate > 0)
         assert share * 0.8 <= (y.asnumpy() == 0).mean() <= share * 1.2
         np.testing.assert_allclose(x.grad.asnumpy(), (y / x).asnumpy(), rtol=1e-5)
-    assert hybrid or len(block.traces) == 2  # a rate that changes in each step costs no more
+    assert hybrid or "nested" in change or len(block.traces) == 2  # a rate that changes in each step costs no more
 
 
 @pytest.mark.parametrize("anew", [False, True], ids=["kept", "anew"])

@@ -16,6 +16,7 @@ from replicas import TOLERANCE, WAYS, Batch, assert_next_step_is_right, make_bat
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
 from gluon_syncbn.mxnet_side import callers
+from gluon_syncbn.training.session import session
 
 IN_A_STEP = r"thread '{}' calls the layer while it is in a step of thread '{}'"
 
@@ -225,22 +226,20 @@ def test_threads_that_call_a_net_first(contexts, rng, monkeypatch, way):
     """One of them records the graph; the others come while it does."""
     batch = make_batch(rng, 3)
     layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:3], "float64", WAYS[way])
-    began, recorded = threading.Barrier(3), []
-    build, record = type(layer)._call_cached_op, type(layer)._get_graph
+    began, recorded, build = threading.Barrier(3), [], type(layer)._call_cached_op
 
     def beginning(self, *args):
         began.wait(60)
         return build(self, *args)
 
-    def recording(self, *args):
-        recorded.append(threading.current_thread())
+    def recording(block):
+        recorded.append(block)
         time.sleep(0.2)  # the others have come, too
-        return record(self, *args)
 
     monkeypatch.setattr(type(layer), "_call_cached_op", beginning)
-    monkeypatch.setattr(type(layer), "_get_graph", recording)
+    monkeypatch.setitem(session.hooks, "recording", [recording])
     assert_outputs(at_once(layer, on_devices(batch.shards, contexts, "float64")), batch)
-    assert len(recorded) == 1
+    assert recorded == [layer]
 
 
 def test_two_threads_with_layers_of_their_own(contexts, rng):
