@@ -195,12 +195,7 @@ class WithState(nn.BatchNorm):
     """Says itself what a copy has."""
 
     def __getstate__(self):
-        return {name: value for name, value in vars(self).items() if name != "cache"}
-
-
-class WithWholeState(WithState):
-    def __getstate__(self):
-        return [super().__getstate__()]
+        return [vars(self)]
 
     def __setstate__(self, state):
         vars(self).update(*state)
@@ -238,7 +233,6 @@ NETS = {
     "other settings": Kind(single, by_pixel, by_pixel),
     "a ReLU": Kind(single, nn.BatchNormReLU, nn.BatchNormReLU, "float32"),
     "with a state": Kind(single, WithState),
-    "with a whole state": Kind(single, WithWholeState),
     "contrib's": Kind(single, contrib, dtype="float32"),
     "a graph": Kind(recorded),
     "a graph of ReLUs": Kind(

@@ -146,32 +146,18 @@ print(json.dumps(answers))
 """
 
 
-@pytest.fixture(scope="module")
-def before():
-    """AMP, then this package."""
-    return run("amp.init(); initialise()", GRAPH)
-
-
-@pytest.fixture(scope="module")
-def after():
-    """This package, and AMP in the end."""
-    return run("initialise()", "amp.init()", GRAPH, FUSED)
-
-
-@pytest.mark.parametrize("order", ["before", "after"])
-def test_no_cast_around_the_layer(order, request):
-    plain, synced, types, synced_types = request.getfixturevalue(order)[0]
+@pytest.mark.parametrize(
+    "programs", [["amp.init(); initialise()"], ["initialise()", "amp.init()"]], ids=["AMP first", "AMP in the end"]
+)
+def test_no_cast_around_the_layer_nor_a_fused_one(programs):
+    """The addition is fused, too: the cast before it has two arrays of one type."""
+    (plain, synced, types, synced_types), (recorded, fused) = run(*programs, GRAPH, FUSED)
     assert plain.count("amp_cast") == 6  # of two convolutions: the wrappers are at work
     assert synced == ["Custom" if op == "BatchNorm" else op for op in plain]
     for name, type_ in types.items():
         assert synced_types[name] == type_, name
     assert synced_types["net_batchnorm0_fwd_output"] == "float16"
     assert synced_types["net_batchnorm0_running_var"] == "float32"
-
-
-def test_fused_graphs_keep_the_casts(after):
-    """And the addition is fused, too: the cast before it has two arrays of one type."""
-    recorded, fused = after[-1]
     assert recorded[-12:-4] == [*["amp_cast"] * 3, "Convolution", "Custom", "amp_multicast", "elemwise_add", "relu"]
     assert fused == [*["amp_cast"] * 3, "Convolution", "Custom"] * 2 + [*["amp_cast"] * 3, "Convolution"]
 
