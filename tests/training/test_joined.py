@@ -3,7 +3,6 @@
 An operator that waits for another replica must hold nothing that this replica needs.
 """
 
-import itertools
 import sys
 import time
 
@@ -21,8 +20,8 @@ from gluon_syncbn import SyncBatchNorm
 from gluon_syncbn.contrastive import gather
 
 
-def a_net(contexts, norm, way, prefix="net_"):
-    net = nn.HybridSequential(prefix=prefix)
+def a_net(contexts, norm, way):
+    net = nn.HybridSequential(prefix="net_")
     with net.name_scope():
         for _ in range(3):
             net.add(nn.Conv2D(6, 3, padding=1, in_channels=6, use_bias=False), norm(in_channels=6))
@@ -45,14 +44,14 @@ def agreement(own, others, rows):
     return -nd.pick(nd.log_softmax(nd.dot(own, others, transpose_b=True)), rows).sum()
 
 
-def two_forwards(net, _, xs):
+def two_forwards(net, xs):
     """SimCLR."""
     first, second = [net(x) for x in xs], [net(1 - x) for x in xs]
     pairs = zip(first, second, gather(first), gather(second), rows_of(first))
     return [agreement(a, bs, rows) + agreement(b, a_s, rows) for a, b, a_s, bs, rows in pairs]
 
 
-def across_devices(net, _, xs):
+def across_devices(net, xs):
     """The loss of each device needs what the others have."""
     ys = [net(x) for x in xs]
     sums = [sum(z.sum(axis=0).as_in_context(y.context) for z in ys) for y in ys]
@@ -75,29 +74,10 @@ class Reading(gluon.HybridBlock):
         return F.broadcast_mul(F.broadcast_sub(y, label), scale).square().sum()
 
 
-def label_reading(net, _, xs):
+def label_reading(net, xs):
     loss = Reading()
     loss.initialize(ctx=[x.context for x in xs])
     return [loss(net(x), x[:, :1, 0, 0]) for x in xs]
-
-
-def discriminator(net, other, xs):
-    """Of a relativistic GAN: real and generated images of all devices, each less the mean of the others."""
-    made = [x + other(x).reshape((-1, 4, 1, 1)).mean(axis=1, keepdims=True) for x in xs]
-    real, fake = [net(x) for x in xs], [net(x) for x in made]
-    of_fake, of_real = (sum(y.sum().as_in_context(mx.cpu()) for y in ys) / 32 for ys in (fake, real))
-    joined = zip(real, fake)
-    return [
-        nd.square(r - of_fake.as_in_context(r.context)).sum() + nd.square(f + of_real.as_in_context(f.context)).sum()
-        for r, f in joined
-    ]
-
-
-def auxiliary(net, other, xs):
-    """The losses of the devices, and one that joins them on a device."""
-    ys, zs = [net(x) for x in xs], [other(x) for x in xs]
-    joined = nd.concat(*[z.as_in_context(zs[-1].context) for z in zs], dim=0)
-    return [*(nd.square(y).sum() for y in ys), nd.dot(joined, joined, transpose_a=True).norm()]
 
 
 def largest(x):
@@ -121,7 +101,7 @@ class Pausing(gluon.Block):
         return x * found
 
 
-def paused(net, _, xs):
+def paused(net, xs):
     return [Pausing(net)(x).square().sum() for x in xs]
 
 
@@ -129,7 +109,7 @@ METRIC = nn.HybridLambda(lambda F, y: F.topk(y, axis=1, k=2, ret_typ="value").me
 METRIC.hybridize(static_alloc=True, static_shape=True)
 
 
-def between(net, _, xs):
+def between(net, xs):
     """Data that are changed, and a static graph of no replica, which waits for one. More operators need temporary space
     or random numbers than MXNet has copies of these."""
     losses = []
@@ -146,21 +126,21 @@ def between(net, _, xs):
 
 
 ALONE = [label_reading, paused, between]  # the loss of a device is that of its own outputs
-GRAPHS = [two_forwards, across_devices, discriminator, auxiliary, *ALONE]
+GRAPHS = [two_forwards, across_devices, *ALONE]
 
 
-def gradients_of(graph, nets, shards, contexts, count):
+def gradients_of(graph, net, shards, contexts, count):
     """The gradients of the last of these steps, summed over the contexts. Plain running statistics come in the order of
     the backwards.
     """
     for _ in range(count):
         xs = [nd.array(shard, ctx=context) for shard, context in zip(shards, contexts)]
         with autograd.record():
-            losses = graph(*nets, xs)
+            losses = graph(net, xs)
         for some in [[loss] for loss in losses] if graph in ALONE else [losses]:
             autograd.backward(some)
             time.sleep(0.02 * (graph in ALONE))  # until the operators before the layer have run
-    trained = itertools.chain(*(net.collect_params("(?!.*running).*").items() for net in nets))
+    trained = net.collect_params("(?!.*running).*").items()
     return {name: sum(array.asnumpy() for array in parameter.list_grad()) for name, parameter in trained}
 
 
@@ -170,13 +150,11 @@ def gradients_of(graph, nets, shards, contexts, count):
 def test_as_one_device(contexts, rng, graph, way):
     gluon_syncbn.configure(timeout=15)
     places, shards = contexts[:2], [rng.rand(2 + i, 6, 8, 8) for i in range(2)]
-    got = [a_net(places, SyncBatchNorm, WAYS[way], prefix) for prefix in ("net_", "other_")]
-    want = [a_net(places[:1], nn.BatchNorm, None, prefix) for prefix in ("net_", "other_")]
-    for net, plain in zip(got, want):
-        for p, q in zip(plain.collect_params().values(), net.collect_params().values()):
-            q.set_data(p.data())
-    whole = gradients_of(graph, want, [np.concatenate(shards)], places[:1], 4)
-    assert_near(gradients_of(graph, got, shards, places, 4), whole, 2e-4)
+    net, plain = a_net(places, SyncBatchNorm, WAYS[way]), a_net(places[:1], nn.BatchNorm, None)
+    for p, q in zip(plain.collect_params().values(), net.collect_params().values()):
+        q.set_data(p.data())
+    whole = gradients_of(graph, plain, [np.concatenate(shards)], places[:1], 4)
+    assert_near(gradients_of(graph, net, shards, places, 4), whole, 2e-4)
 
 
 #: What changes who runs an operator, and when.
