@@ -38,8 +38,7 @@ from gluon_syncbn.mxnet_side import blocks
 from gluon_syncbn.training.replicas import Replicas
 
 BATCH_NORM = nn.BatchNorm
-OURS = (SyncBatchNorm, gluon_syncbn.symbol.SyncBatchNorm)
-EACH = pytest.mark.parametrize("kind", NETS)
+OTHERS = (contrib, SyncBatchNorm, gluon_syncbn.symbol.SyncBatchNorm)  # which `revert` makes MXNet's own
 HOW = {
     **{way: lambda net, way=way: net.hybridize(**WAYS[way]) or net for way in WAYS},
     "in an eager net": lambda net: within(net, False),
@@ -81,7 +80,7 @@ def test_on_two_devices_it_is_the_plain_net_on_one(kind, way, contexts):
     assert "eager" in way or not {"Custom", "SwapAxis"} & set(operators(net))
 
 
-@pytest.mark.parametrize("kind", [kind for kind, (_, norm, *_) in NETS.items() if norm not in (contrib, *OURS)])
+@pytest.mark.parametrize("kind", [kind for kind, (_, norm, *_) in NETS.items() if norm not in OTHERS])
 def test_there_and_back(kind, contexts):
     """All stays, and `revert` leaves nothing."""
     net = HOW["static_shape"](made(kind, contexts[:2]))
@@ -97,7 +96,7 @@ def test_there_and_back(kind, contexts):
     np.testing.assert_array_equal(net(x).asnumpy(), y)
 
 
-@EACH
+@pytest.mark.parametrize("kind", NETS)
 def test_a_copy_trains_by_itself(kind, contexts):
     net = convert(made(kind, contexts[:2]))
     net.hybridize()  # MXNet cannot copy the operator that it makes of a graph

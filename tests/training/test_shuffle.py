@@ -22,10 +22,6 @@ def numbered(n, *shape):
     return np.arange(n * math.prod(shape), dtype="float32").reshape(n, *shape)
 
 
-def on_devices(rng, contexts, width=3):
-    return [nd.array(rng.randn(n, width), ctx=c, dtype="float64") for n, c in zip(LENGTHS, contexts)]
-
-
 def assert_same(got, want):
     assert [g.ctx for g in got] == [w.ctx for w in want]
     for g, w in zip(got, want):
@@ -171,7 +167,7 @@ def crossing(order, lengths):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_only_rows_that_change_device_move(contexts, rng, copies, seed):
-    shards = on_devices(rng, contexts[:4])
+    shards = [nd.array(rng.randn(n, 3), ctx=c, dtype="float64") for n, c in zip(LENGTHS, contexts)]
     copies.clear()
     batch = shuffle_shards(shards, shuffle=SampleShuffle(seed))
     want = crossing(batch.order, LENGTHS)
