@@ -152,12 +152,17 @@ def test_two_threads_at_once(contexts, rng, way):
 # ---- what is right -------------------------------------------------------------------------------------------
 
 
-def test_two_threads_on_one_context(contexts, rng):
-    """Nobody meets, so both may be in a step."""
-    layer, batch, shards = a_layer(contexts[:1], rng)
-    with play(layer, shards) as (act, _):
-        for y in act("A( B( A0 B0 A) B)"):
-            assert_outputs([y], batch)
+@pytest.mark.parametrize("words, count", [("A( B( A0 B0 A) B)", 1), ("A( B( A0 B0 A1 B1 A) B)", 2)])
+def test_two_threads_that_do_not_meet(contexts, rng, words, count):
+    """On one context, or with layers of their own: both may be in a step."""
+    made = [a_layer(contexts[:count], rng) for _ in range(count)]
+    (one, batch, shards), (other, *_) = made[0], made[-1]
+    other.gamma.set_data(one.gamma.data(contexts[0]))
+    other.beta.set_data(one.beta.data(contexts[0]))
+    with play([one, other], shards) as (act, _):
+        ys = act(words)
+        for outputs in (ys[::2], ys[1::2]):
+            assert_outputs(outputs, batch)
 
 
 def at_once(layer, xs, trains=True):
@@ -240,16 +245,6 @@ def test_threads_that_call_a_net_first(contexts, rng, monkeypatch, way):
     monkeypatch.setitem(session.hooks, "recording", [recording])
     assert_outputs(at_once(layer, on_devices(batch.shards, contexts, "float64")), batch)
     assert recorded == [layer]
-
-
-def test_two_threads_with_layers_of_their_own(contexts, rng):
-    (one, batch, shards), (other, *_) = (a_layer(contexts[:2], rng) for _ in range(2))
-    other.gamma.set_data(one.gamma.data(contexts[0]))
-    other.beta.set_data(one.beta.data(contexts[0]))
-    with play([one, other], shards) as (act, _):
-        ys = act("A( B( A0 B0 A1 B1 A) B)")
-        for outputs in (ys[::2], ys[1::2]):
-            assert_outputs(outputs, batch)
 
 
 # ---- what is left of a step that has failed --------------------------------------------------------------------
