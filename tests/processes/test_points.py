@@ -3,7 +3,6 @@
 The sources name the points: `SYNCBN_POINT` in the core, which only tests/support/points.py compiles in.
 """
 
-import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,17 +12,22 @@ from environments import ended, shell
 from mpi_job import Job
 from places import PACKAGE, SUPPORT
 
+pytestmark = pytest.mark.timeout(600)
 WORKER = SUPPORT / "points_worker.py"
 #: Where all have the sum: the others may end well before they learn of anything.
 WITH_THE_SUM = "before_copy_out"
+SOME = {
+    "raise": ["before_post", "after_post", "after_collect", "before_add_part"],
+    "stop": ["before_post", "before_join", "after_collect", "before_copy_in"],
+    "kill": ["after_contribution"],
+}
 
 
 def test_the_core_that_is_shipped_has_none():
     core = (PACKAGE / "_core.so").read_bytes()
-    assert b"reach_point" not in core
-    assert not [point for point in points.NATIVE + points.GPU if point.encode() in core]
+    assert not [point for point in points.PARTS if point.encode() in core]
     marked = (points.package() / "gluon_syncbn" / "_core.so").read_bytes()
-    assert all(point.encode() in marked for point in points.NATIVE), "this test looks for the wrong thing"
+    assert all(point.encode() in marked for point in points.PARTS), "this test looks for the wrong thing"
 
 
 @pytest.fixture(scope="module")
@@ -38,55 +42,28 @@ def test_replicas_that_are_hit(environment):
     assert done.returncode == 0, done.stdout
 
 
-# ---- two processes -----------------------------------------------------------------------------------------------
-
-
-def job(environment, *cases, limit=60, names=False):
-    """Of (point, action), one after the other."""
-    cases = json.dumps([(*case, limit, names) for case in cases])
-    return Job(2, "is_hit", cases, worker=WORKER, environment=environment)
-
-
-def assert_survived(done, point, action):
-    """Rank 0, where rank 1 was hit. What they find is sound, or the worker says so."""
-    if action == "raise":  # with which the processes go on, with another store
-        assert done.succeeded(2), done.output
-    elif action == "stop":
-        assert f"SOUND 0 {point}" in done.output and "SOUND 1" not in done.output, done.output
-        assert done.code != 0
-    else:  # MPICH's mpiexec ends the others at once
-        assert done.code != 0 and "OK 1" not in done.output
-        assert "OK 0" not in done.output or point == WITH_THE_SUM
-
-
-STOPS = ["before_post", "before_join", "after_collect", "before_copy_in"]
-RAISES = ["before_post", "after_post", "after_collect", "before_add_part"]
-
-
-def test_a_process_that_is_hit(environment):
-    jobs = [[(point, "raise") for point in RAISES], *([(point, "stop")] for point in STOPS)]
-    jobs.append([("after_contribution", "kill")])
-    with ThreadPoolExecutor(2) as pool:
-        done = list(pool.map(lambda cases: job(environment, *cases, limit=2, names=True), jobs))
-    for each, cases in zip(done, jobs):
-        assert_survived(each, *cases[0])
-
-
-def test_messages_under_way_when_a_seed_is_set(environment):
-    """The next call has another label, and is not taken for this one."""
-    done = Job(2, "has_a_seed_for_each_call", worker=WORKER, environment=environment)
-    assert done.succeeded(2), done.output
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("action", ["raise", "stop", "kill"])
-def test_a_process_that_is_hit_anywhere(environment, action):
-    healthy = job(environment, ("none", "none"))
-    assert healthy.succeeded(2), healthy.output
-    everything = [point for point in points.NATIVE if point not in points.NOT_ALWAYS | points.BY_KVSTORE]
+@pytest.mark.parametrize("everywhere", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("action", SOME)
+def test_a_process_that_is_hit(action, everywhere, environment):
+    """Rank 1, while rank 0 goes on. What they find is sound, or the worker says so."""
+    asked = SOME[action]
+    if everywhere:
+        asked = [point for point in points.WITHIN + points.BETWEEN if point != "before_worker"]
     if action == "stop":  # of two that have the sum, the other ends well, and MPI_Finalize waits for this one for ever
-        everything.remove(WITH_THE_SUM)
+        asked = [point for point in asked if point != WITH_THE_SUM]
+
+    def job(*some):
+        return Job(2, "is_hit", action, 4 if everywhere else 2, *some, worker=WORKER, environment=environment)
+
+    if action == "raise":  # with which the processes go on, with another store
+        done = job(*asked)
+        assert done.succeeded(2), done.output
+        return
     with ThreadPoolExecutor(2) as pool:
-        done = pool.map(lambda point: job(environment, (point, action), limit=4), everything)
-        for point, each in zip(everything, done):
-            assert_survived(each, point, action)
+        for point, done in zip(asked, pool.map(job, asked)):
+            assert done.code != 0, done.output
+            if action == "stop":
+                assert f"SOUND 0 {point}" in done.output and "SOUND 1" not in done.output, done.output
+            else:  # MPICH's mpiexec ends the others at once
+                assert "OK 1" not in done.output
+                assert "OK 0" not in done.output or point == WITH_THE_SUM

@@ -19,28 +19,21 @@ double duration = 0;
 
 }  // namespace
 
-namespace syncbn {
-
-void reach_point(const char* name) {
+void syncbn::reach_point(const char* name) {
     std::unique_lock<std::mutex> lock(mutex);
-    const int times = ++reached[name];
-    if (armed != name || times != hit) return;
+    if (++reached[name] != hit || armed != name) return;
     const std::string what = action;
-    const double seconds = duration;
+    const std::chrono::duration<double> seconds(duration);
     lock.unlock();
-    if (what == "delay" || what == "raise") std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+    std::this_thread::sleep_for(seconds);
     if (what == "raise") throw std::runtime_error(std::string("a fault ") + name);
     // To this very thread, which otherwise goes on for a moment.
     if (what == "kill") raise(SIGKILL);
     if (what == "stop") raise(SIGSTOP);
 }
 
-}  // namespace syncbn
-
-#define EXPORTED extern "C" __attribute__((visibility("default")))
-
 // At the n-th time that this point is reached from now on.
-EXPORTED void syncbn_points_arm(const char* name, const char* what, int times, double seconds) {
+extern "C" void syncbn_points_arm(const char* name, const char* what, int times, double seconds) {
     std::lock_guard<std::mutex> lock(mutex);
     reached.clear();
     armed = name;
@@ -50,7 +43,7 @@ EXPORTED void syncbn_points_arm(const char* name, const char* what, int times, d
 }
 
 // How often this one has been.
-EXPORTED int syncbn_points_reached(const char* name) {
+extern "C" int syncbn_points_reached(const char* name) {
     std::lock_guard<std::mutex> lock(mutex);
     return reached[name];
 }

@@ -6,7 +6,6 @@
 
 #include "failure.h"
 #include "log.h"
-#include "point.h"
 #include "waiting/wait.h"
 
 namespace syncbn {
@@ -43,11 +42,9 @@ class InPython : public Exchange {
             for (const double* row : rows) given.insert(given.end(), row, row + length);
             for (size_t i = 0; i < places; ++i) of_all.rows.push_back(&found[i * length]);
             const int64_t call[] = {id.layer, id.node, id.sequence, id.phase};
-            SYNCBN_POINT("before_exchange");
             if (!add_(join_names(id.contexts).c_str(), call, id.timeout, static_cast<int64_t>(rows.size()),
                       static_cast<int64_t>(length), given.data(), found.data()))
                 throw std::runtime_error(python_problem);
-            SYNCBN_POINT("after_exchange");
             return Total{combined(combine, of_all)};
         };
     }
