@@ -21,7 +21,7 @@ from gluon_syncbn.training.session import session
 WORKER = SUPPORT / "gradients_worker.py"
 pytestmark = pytest.mark.timeout(600)  # one job does most of this
 SCENARIOS = (
-    "updates_alike+shares_the_store+accumulates+scales_the_loss+leaves_out_what_is_stale+trains_two_nets+"
+    "updates_alike+accumulates+scales_the_loss+leaves_out_what_is_stale+trains_two_nets+"
     "trains_in_threads+resumes+copies_a_net"
 )
 FAULTS = (
@@ -45,7 +45,6 @@ def test_two_processes():
     """What changes no parameter, too: a step that fails."""
     job = Job(2, f"{SCENARIOS}+{FAULTS}", worker=WORKER, limit=400)
     assert job.succeeded(2), job.output
-    assert "Processes: <kvstore 'mpi': rank 1 of 2>" in job.output
 
 
 def test_what_an_update_depends_on():

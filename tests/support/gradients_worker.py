@@ -344,26 +344,6 @@ MISUSES = {
     ),
 }
 
-# ---- the store of the one is that of the other -------------------------------------------------------------------
-
-
-def shares_the_store():
-    """First a layer names it and the Trainer nothing, then the reverse; neither calls `configure`. A name is enough."""
-    name = kv.type[len("gluon_syncbn_") :]
-    for of_layer, settings in ((name, {}), (kv, {}), (None, {"kvstore": kv}), (None, {"kvstore": name})):
-        net = nn.HybridSequential()
-        net.add(gluon_syncbn.SyncBatchNorm(in_channels=3, kvstore=of_layer), nn.Dense(2, in_units=3))
-        net.initialize(mx.init.One(), ctx=OWN)
-        trainer = gluon.Trainer(net.collect_params(), "sgd", **settings)
-        with autograd.record():
-            losses = [net(nd.random.normal(shape=(2, 3), ctx=c) * (1 + kv.rank)).square().sum() for c in OWN]
-        autograd.backward(losses)
-        trainer.step(1)
-        for parameter in net.collect_params().values():
-            own = parameter.data(OWN[0]).asnumpy()
-            assert all((theirs == own.ravel()).all() for theirs in kv.allgather("a test", own.ravel())), parameter.name
-        gluon_syncbn.summary(net)
-
 
 def resumes():
     """Weights and momentum are saved half way and loaded into another net: as without a break."""

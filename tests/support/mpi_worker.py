@@ -200,37 +200,44 @@ def prepares_otherwise():
             np.testing.assert_allclose(layer.running_mean.data().asnumpy(), want, rtol=1e-6)
 
 
-def configures_after_the_trainer():
-    """The Trainer gets the store all the same; where the script has chosen another one, a warning says what follows. A
-    Trainer of Horovod's needs none.
+def shares_the_store():
+    """A layer names it and the Trainer nothing, or the reverse, and a name is enough; or `configure` comes behind both.
+    Where the script has chosen another one, a warning says what follows. A Trainer of Horovod's needs none.
     """
     horovod = type("DistributedTrainer", (gluon.Trainer,), {"__module__": "horovod.mxnet"})
-    own = type("Own", (horovod,), {})
-    for cls, settings in ((gluon.Trainer, {}), (gluon.Trainer, {"kvstore": "device"}), (own, {"kvstore": "device"})):
-        gluon_syncbn.configure(kvstore=None)
+    own, plain = type("Own", (horovod,), {}), gluon.Trainer
+    named = [(plain, "name", None), (plain, "object", None), (plain, None, "name"), (plain, None, "object")]
+    for cls, *stores in (*named, (plain, None, None), (plain, None, "device"), (own, None, "device")):
+        meet()
+        name = {"name": kv.type[len("gluon_syncbn_") :], "object": kv}
+        of_layer, of_trainer = (name.get(one, one) for one in stores)
+        settings = {} if of_trainer is None else {"kvstore": of_trainer}
         net = nn.HybridSequential()
-        net.add(nn.Dense(4, in_units=3), gluon_syncbn.SyncBatchNorm(in_channels=4))
-        net.initialize(ctx=CONTEXTS[:1])
+        net.add(gluon_syncbn.SyncBatchNorm(in_channels=3, kvstore=of_layer), nn.Dense(2, in_units=3))
+        net.initialize(mx.init.One(), ctx=OWN)
         trainer = cls(net.collect_params(), "sgd", **settings)
-        gluon_syncbn.configure(kvstore=kv)
+        if stores in ([None, None], [None, "device"]):
+            gluon_syncbn.configure(kvstore=kv)
         gluon_syncbn.broadcast_parameters(net)
         with autograd.record():
-            y = net(nd.array(np.random.RandomState(kv.rank).rand(4, 3)))
-        y.backward(nd.array(np.random.RandomState(kv.rank).rand(4, 4)))
+            losses = [net(nd.random.normal(shape=(2, 3), ctx=c) * (1 + kv.rank)).square().sum() for c in OWN]
+        autograd.backward(losses)
         with warnings.catch_warnings(record=True) as given:
             warnings.simplefilter("always")
             trainer.step(8)
-        weights = kv.allgather("a test", net[0].weight.data().asnumpy())
-        assert all((one == weights[0]).all() for one in weights) is not bool(settings), settings
+        for parameter in net.collect_params().values():
+            mine = parameter.data(OWN[0]).asnumpy()
+            same = all((theirs == mine).all() for theirs in kv.allgather("a test", mine))
+            assert same is (of_trainer != "device" or parameter.grad_req == "null"), (parameter.name, stores)
         warned = any("stay in this one, with kvstore='device'" in str(one.message) for one in given)
-        assert warned is (bool(settings) and cls is not own)
+        assert warned is (of_trainer == "device" and cls is not own)
+    gluon_syncbn.summary(net)
     twin = nn.Dense(1, in_units=1)
     twin.initialize()
     with unittest.TestCase().assertLogs("gluon_syncbn", "WARNING") as said:
         trainers = [gluon.Trainer(twin.collect_params(), "sgd", **settings) for settings in ({}, {"kvstore": None})]
     assert [trainer._kvstore_params["kvstore"] for trainer in trainers] == [kv, None]
     assert ["whose net has no layer of gluon_syncbn" in line for line in said.output] == [True], said.output
-    gluon_syncbn.configure(kvstore=None)
 
 
 def a_batch_that_is_not_finite():
