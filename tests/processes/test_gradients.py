@@ -103,28 +103,23 @@ def test_parameters_of_one_name(store_of_one):
         trainer.step(2)
 
 
+MEETS_NOBODY = ["", "a store that nobody was given"]
+CHOSEN = ["for all layers", "for the layer", "others meet", "for the Trainer, beside a store"]
+
+
 @pytest.mark.parametrize(
-    "mode, variables, chosen",
-    [
-        ("sync", {"PMI_SIZE": "2"}, ""),
-        ("sync", {"PMI_SIZE": "2"}, "for all layers"),
-        ("sync", {"PMI_SIZE": "2"}, "for the layer"),
-        ("sync", {"PMI_SIZE": "2"}, "others meet"),
-        ("sync", {"PMI_SIZE": "2"}, "for the Trainer, beside a store"),
-        ("sync", {"PMI_SIZE": "2"}, "a store that nobody was given"),
-        ("local", {"PMI_SIZE": "2"}, ""),
-        ("sync", {}, ""),
-    ],
+    "mode, started, chosen",
+    [*(("sync", True, chosen) for chosen in MEETS_NOBODY + CHOSEN), ("local", True, ""), ("sync", False, "")],
 )
-def test_a_process_that_meets_nobody(mode, variables, chosen, store_of_one, monkeypatch, caplog):
+def test_a_process_that_meets_nobody(mode, started, chosen, store_of_one, monkeypatch, caplog):
     """One warning, and only where others were started, the layers would meet, and nobody has chosen otherwise."""
     monkeypatch.setattr(session, "chosen", chosen == "for all layers")
     monkeypatch.setattr(session, "stores", [store_of_one] if chosen.endswith(("meet", "store", "given")) else [])
     monkeypatch.setattr(store_of_one, "layers", chosen == "others meet")
     of_trainer = {"kvstore": None} if chosen == "for the Trainer, beside a store" else {}
     own = {"kvstore": "device"} if chosen == "for the layer" else {}
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    if started:
+        monkeypatch.setenv("PMI_SIZE", "2")
     monkeypatch.setattr(session, "_done", {})
     with caplog.at_level(logging.WARNING, "gluon_syncbn"):
         for _ in range(2):
@@ -136,7 +131,7 @@ def test_a_process_that_meets_nobody(mode, variables, chosen, store_of_one, monk
             y.backward()
             trainer.step(2)
     said = [record for record in caplog.messages if "meet no replica of the others" in record]
-    assert len(said) == (mode == "sync" and bool(variables) and chosen in ("", "a store that nobody was given"))
+    assert len(said) == (mode == "sync" and started and chosen in MEETS_NOBODY)
 
 
 def test_a_store_of_one_process_has_nobody_to_add_with(store_of_one, monkeypatch, caplog):

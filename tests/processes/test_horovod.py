@@ -12,7 +12,7 @@ import pytest
 from environments import ended
 from places import PACKAGE, SUPPORT
 
-pytestmark = mpi_job.needs_horovod
+pytest.importorskip("horovod", reason="Horovod is not installed; `make test-horovod` builds it")
 WORKER = str(SUPPORT / "dist_sync_worker.py")
 
 

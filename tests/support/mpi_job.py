@@ -1,7 +1,6 @@
 """A job of mpi_worker.py, or another worker, under ``mpiexec``, and programs that run side by side without it."""
 
 import contextlib
-import importlib.util
 import re
 import subprocess
 import sys
@@ -9,15 +8,11 @@ import tempfile
 import time
 from pathlib import Path
 
-import pytest
 from environments import shell
 from places import PACKAGE, SUPPORT
 
 WORKER = SUPPORT / "mpi_worker.py"
 BIN = Path(sys.executable).parent
-needs_horovod = pytest.mark.skipif(
-    importlib.util.find_spec("horovod") is None, reason="Horovod is not installed; `make test-horovod` builds it"
-)
 
 
 def failure_of(rank, output):

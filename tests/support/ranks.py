@@ -31,10 +31,6 @@ def leave(name, text=""):
     path.with_name(f".{path.name}").rename(path)
 
 
-def report(rank, since, error):
-    leave(rank, f"FAILED rank {rank} after {time.monotonic() - since:.1f} s: {error}\n")
-
-
 def wait_for(names):
     """Before an end with an error, on which mpiexec ends the others."""
     until = time.monotonic() + 30
