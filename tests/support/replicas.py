@@ -203,9 +203,9 @@ def collect(layer, ys, dxs, contexts) -> Result:
     )
 
 
-def truth(batch: Batch, steps: int = 1) -> Result:
+def truth(batch: Batch, steps: int = 1, **settings) -> Result:
     """One device, plain ``nn.BatchNorm`` in float64, the concatenated batch."""
-    plain = prepare(nn.BatchNorm(in_channels=len(batch.gamma)), batch, [mx.cpu()], "float64")
+    plain = prepare(nn.BatchNorm(in_channels=len(batch.gamma), **settings), batch, [mx.cpu()], "float64")
     whole = Batch([np.concatenate(batch.shards)], [np.concatenate(batch.heads)], batch.gamma, batch.beta)
     for _ in range(steps):
         result = step(plain, whole, [mx.cpu()], "float64")
