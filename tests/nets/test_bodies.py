@@ -9,8 +9,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from nets import filled, imported
 
-from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, assert_synchronised, configure, convert, revert, summary
-from gluon_syncbn.mxnet_side import callers
+from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, assert_synchronised, convert, revert, summary
 from gluon_syncbn.mxnet_side.blocks import recorded
 from gluon_syncbn.mxnet_side.nodes import is_ours, json_of, walk
 from gluon_syncbn.mxnet_side.recording import running_graph
@@ -116,18 +115,6 @@ def test_no_gradient_of_a_body(kind, contexts):
             losses = [net(x).sum() for x in xs]
         autograd.backward(losses)
         assert all(np.isfinite(net.within.beta.grad(context).asnumpy()).all() for context in contexts[:2])
-
-
-def test_a_loop_that_waits_for_its_condition(contexts, monkeypatch):
-    where, _ = callers._WAITS["__call__"]
-    monkeypatch.setitem(callers._WAITS, "__call__", (where, 1.0))  # seconds, in place of 10
-    net, xs = ready("while_loop", contexts[:2]), data("while_loop", contexts[:2])
-    configure(timeout=600)  # pytest ends earlier
-    said = "Nobody has called the layer there, and thread 'MainThread' waits in the call"
-    with pytest.raises(mx.MXNetError, match=said):
-        with autograd.train_mode():
-            [net(x) for x in xs]
-        nd.waitall()
 
 
 # ---- attributes ------------------------------------------------------------------------------------------------

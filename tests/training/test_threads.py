@@ -11,6 +11,7 @@ import pytest
 from gate import Gate
 from internals import core
 from mxnet import autograd, nd
+from mxnet.gluon import nn
 from replicas import TOLERANCE, WAYS, Batch, assert_next_step_is_right, make_batch, on_devices, prepare, truth
 
 import gluon_syncbn
@@ -295,7 +296,11 @@ READS = {
     "wait_to_read": lambda y, path: y.wait_to_read(),
     "waitall": lambda y, path: nd.waitall(),
     "save": lambda y, path: nd.save(path, y),
+    "condition": lambda y, path: CONDITION(y),
 }
+CONDITION = nn.HybridLambda(lambda F, x: F.contrib.cond(F.sum(x) > 0, lambda: x + 1, lambda: x + 2))
+CONDITION.hybridize()
+NAMES = dict(waitall="waitall", wait_to_read="wait_to_read", save="wait_to_read", condition="the call of a graph")
 
 
 def answer(wanted=None):
@@ -329,11 +334,10 @@ def test_who_could_call_while_a_thread_reads(tmp_path, read):
     reader = threading.Thread(target=step, name="reader")
     reader.start()
     try:
-        name = {"waitall": "waitall", "wait_to_read": read, "save": "wait_to_read"}.get(read, "asnumpy")
-        text = f"thread 'reader' waits in {name} ({__file__}, line "
+        text = f"thread 'reader' waits in {NAMES.get(read, 'asnumpy')} ({__file__}, line "
         said, patience = answer(text)
         assert said.startswith(text) and f'"{read}": lambda y, path: ' in said
-        assert patience == (0.2 if read == "waitall" else 3)
+        assert patience == {"waitall": 0.2, "condition": 10}.get(read, 3)
         for trains in (False, True):
             began, ended = threading.Event(), threading.Event()
             thread = threading.Thread(target=other, args=(trains,), daemon=True)
