@@ -24,10 +24,8 @@ struct AtExit {
         std::atexit([] {
             std::unique_lock<std::mutex> lock(errors.mutex);
             if (errors.read >= errors.texts.size()) return;
-            std::fprintf(stderr, "cuda emulator: the process ends with %zu errors that nobody read:\n",
+            std::fprintf(stderr, "cuda emulator: the process ends with %zu errors that nobody read\n",
                          errors.texts.size() - errors.read);
-            for (size_t i = errors.read; i < errors.texts.size(); ++i)
-                std::fprintf(stderr, "  %s\n", errors.texts[i].c_str());
             std::fflush(nullptr);
             _exit(86);
         });

@@ -98,14 +98,6 @@ void thread_main() {
     _longjmp(block->scheduler, 1);
 }
 
-// Nobody can go on: says who waits for whom.
-std::string deadlock(const Block& block) {
-    unsigned ended = 0;
-    while (block.threads[ended]->state != kEnded) ++ended;
-    return format("%u of %u threads wait at __syncthreads, line %d, which thread %s never reached: it has ended",
-                  block.at_barrier, block.size, block.line, triple(block.threads[ended]->index.thread).c_str());
-}
-
 // Runs the thread up to a barrier, its end or a fault. Unlike swapcontext, a jump makes no call of the system.
 void go_on(Block* block) {
     if (_setjmp(block->scheduler) != 0) return;
@@ -136,11 +128,13 @@ void run_block(Block* block, unsigned number) {
             block->at_barrier = 0;
             for (unsigned i = 0; i < block->size; ++i) block->threads[i]->state = kReady;
         } else if (block->at_barrier > 0) {
-            report(launch.device, kLaunchFailure,
-                   "kernel " + std::string(launch.kernel->name) + ", block " + triple(block->running->index.block) +
-                       ": " + deadlock(*block));
+            report(
+                launch.device, kLaunchFailure,
+                format(
+                    "kernel %s, block %s: %u of %u threads wait at __syncthreads, line %d, and the others have ended",
+                    launch.kernel->name, triple(block->running->index.block).c_str(), block->at_barrier, block->size,
+                    block->line));
             block->failed = true;
-            return;
         }
     }
 }
