@@ -2,7 +2,7 @@
 
 device = Device(source)
 x, y = device.upload(numpy_array), device.empty(10, "float32")
-device.launch("scale", 4, 128, x, y, numpy.int32(10))
+device.launch("scale", (4, 1, 1), 128, structure)  # a NumPy array of one structure, with x.address and y.address
 y.download()
 """
 
@@ -11,10 +11,6 @@ import ctypes
 import numpy as np
 
 OPTIONS = ("--gpu-architecture=compute_50", "--std=c++14")  # those of csrc/cuda/compiler.cc
-
-
-class DeviceError(RuntimeError):
-    """What the driver or the emulator found wrong, or a source that does not compile."""
 
 
 class Array:
@@ -32,12 +28,8 @@ class Array:
         self.device.copy("cuMemcpyDtoHAsync_v2", result.ctypes.data, self.address, result.nbytes)
         return result
 
-    def free(self):
-        if self.begin:
-            self.device.driver.cuMemFree_v2(self.begin)
-            self.begin = None
-
-    __del__ = free
+    def __del__(self):
+        self.device.driver.cuMemFree_v2(self.begin)
 
 
 class Device:
@@ -56,7 +48,7 @@ class Device:
         if status:
             reason = ctypes.c_char_p()
             self.driver.cuGetErrorString(status, ctypes.byref(reason))
-            raise DeviceError(f"{name}: {reason.value.decode()}. {errors()[1]}")
+            raise RuntimeError(f"{name}: {reason.value.decode()}. {errors()[1]}")
 
     def call(self, name, *arguments):
         """A function of the driver, with this device as the current one."""
@@ -67,22 +59,18 @@ class Device:
         self.call(way, ctypes.c_void_p(to), ctypes.c_void_p(from_), ctypes.c_size_t(size), None)
         self.call("cuCtxSynchronize")
 
-    def empty(self, shape, dtype="float32"):
-        """Of NaNs."""
-        size = np.prod(shape) * np.dtype(dtype).itemsize
-        return self.upload(np.full(size, 0xFF, "uint8").view(dtype).reshape(shape))
+    def empty(self, shape, dtype):
+        return self.upload(np.full(shape, np.nan, dtype))
 
     def upload(self, values, shift=0):
         return Array(self, np.ascontiguousarray(values), shift)
 
-    def launch(self, name, grid, block, *arguments):
-        """Runs the kernel and waits for it. ``grid``, ``block``: a number or up to three; ``arguments``: arrays of
-        this module, NumPy's, or values of ctypes."""
+    def launch(self, name, grid, threads, structure):
+        """Runs the kernel, in so many blocks in each of three directions, and waits for it."""
         function = ctypes.c_void_p()
         self.call("cuModuleGetFunction", ctypes.byref(function), self.module, name.encode())
-        values = [_value(argument) for argument in arguments]
-        pointers = (ctypes.c_void_p * max(len(values), 1))(*map(ctypes.addressof, values))
-        self.call("cuLaunchKernel", function, *_three(grid), *_three(block), 0, None, pointers, None)
+        pointers = (ctypes.c_void_p * 1)(structure.ctypes.data)
+        self.call("cuLaunchKernel", function, *grid, threads, 1, 1, 0, None, pointers, None)
         self.call("cuCtxSynchronize")
 
 
@@ -98,22 +86,8 @@ def compiled(source, library="libnvrtc.so.11.2"):
     getattr(nvrtc, getter)(program, text)
     nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
     if failed:
-        raise DeviceError(text.value.decode())
+        raise RuntimeError(text.value.decode())
     return text
-
-
-def _three(size):
-    size = (size,) if np.isscalar(size) else tuple(size)
-    return [ctypes.c_uint(n) for n in size + (1,) * (3 - len(size))]
-
-
-def _value(argument):
-    """The argument as bytes that can be pointed to."""
-    if isinstance(argument, Array):
-        return ctypes.c_void_p(argument.address)
-    if isinstance(argument, (np.generic, np.ndarray)):
-        return ctypes.create_string_buffer(argument.tobytes(), argument.nbytes)
-    return argument
 
 
 def errors():
