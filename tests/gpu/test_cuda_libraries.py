@@ -16,24 +16,14 @@ from environments import ended, shell
 from mxnet import libinfo
 from places import BENCHMARKS, PACKAGE, ROOT
 
-from gluon_syncbn.system import cuda_libraries, distribution
+from gluon_syncbn.system import distribution
+from gluon_syncbn.system.cuda_libraries import PACKAGES
 
 sys.path.insert(0, str(BENCHMARKS))
 from _kernel_arguments import source
 
 COMPILES = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles libraries of its own: needs g++")
-FOLDERS = {
-    "libcudart.so.11.0": "cuda_runtime",
-    "libcublasLt.so.11": "cublas",
-    "libcublas.so.11": "cublas",
-    "libnvrtc.so.11.2": "cuda_nvrtc",
-    "libcudnn.so.8": "cudnn",
-    "libcufft.so.10": "cufft",
-    "libcurand.so.10": "curand",
-    "libcusolver.so.11": "cusolver",
-    "libnccl.so.2": "nccl",
-    "libnvToolsExt.so.1": "nvtx",
-}
+FOLDERS = {soname: package[len("nvidia-") : -len("-cu11")].replace("-", "_") for soname, package in PACKAGES.items()}
 NEEDS = {"libcublas.so.11": ["libcublasLt.so.11"], "libcusolver.so.11": ["libcublas.so.11", "libcublasLt.so.11"]}
 # What a real mxnet does first; then it says so and leaves.
 FAKE_MXNET = """
@@ -137,7 +127,7 @@ def test_a_missing_library_is_named_with_its_package(machine, soname):
     last = run(machine, f"import gluon_syncbn_first, {first}").splitlines()[-1]
     assert last.startswith("ImportError: The MXNet in ")
     # Itself alone: not those that need it.
-    assert re.findall(r"lib\w+\.so[.\d]+ \([\w-]+\)", last) == [f"{soname} ({cuda_libraries.PACKAGES[soname]})"]
+    assert re.findall(r"lib\w+\.so[.\d]+ \([\w-]+\)", last) == [f"{soname} ({PACKAGES[soname]})"]
     assert distribution.command("cu112") in last
 
 
