@@ -49,7 +49,7 @@ def _grouping(group: Callable, symbol: mx.sym.Symbol, contexts: List[Context], *
         )
     for (mean, _), replicas in layers:
         if made.for_training:
-            replicas.check(replicas.contexts)
+            replicas.check()
         replicas.set_contexts(replicas.contexts, made.execs[0].aux_dict[mean].shape[0])
     return made
 

@@ -202,7 +202,7 @@ class Replicas:
         #: The parameters of the running statistics, by their `id`: their class may define ``==``.
         self.running: weakref.WeakValueDictionary[int, Parameter] = weakref.WeakValueDictionary()
         self.ran = NEVER  # how the last training call on these contexts came
-        self._noted: Optional[Tuple[Context, ...]] = None
+        self._noted: Optional[Tuple[Context, ...]] = None  # what the session counts of it
         self.taken_in = ""  # names the operators that the layer absorbed in the graph that was recorded last
         numbers = MODES.index(settings.mode), settings.virtual_devices, settings.group_size or 0
         handle = None if self.exchange is None else self.exchange.handle
@@ -293,9 +293,9 @@ class Replicas:
         of_process = "" if self.reaches_other_processes() else self.settings.problem(len(contexts))
         return self._placement_problem(contexts) or of_process
 
-    def check(self, contexts: List[Context]) -> None:
-        """ValueError if the layer cannot train on these contexts, if they are known."""
-        problem = self.problem_on(contexts) if contexts else ""
+    def check(self) -> None:
+        """ValueError if the layer cannot train on its contexts, if they are known."""
+        problem = self.problem_on(self.contexts) if self.contexts else ""
         if problem:
             raise ValueError(problem)
 
@@ -325,7 +325,7 @@ class Replicas:
             return
         trains = not self.settings.use_global_stats
         if trains:
-            self.check(self.contexts)
+            self.check()
         meets = bool(self.contexts) and self.settings.mode != "local" and trains
         between = store is not None and store.spans_processes
         self._noted = session.notes(tuple(self.contexts) if meets and not between else (), self._noted)
