@@ -121,8 +121,7 @@ def test_they_are_those_of_the_population(contexts, rng, name):
     """In float64 on the host for every type of data."""
     make, norm, devices, dtype, way = POPULATIONS[name]
     net = filled(make(norm), contexts[:devices], dtype)
-    if WAYS[way] is not None:
-        net.hybridize(**WAYS[way])
+    net.hybridize(**WAYS[way])
     batches = [on_devices([x + 30 for x in batch], contexts, dtype) for batch in population(rng, devices)]
     forward_and_backward(net, batches[0])  # so that there are gradients and graphs
     nd.waitall()

@@ -79,8 +79,7 @@ class Pair:
         net = Net(self.width, settings)
         net.initialize(ctx=contexts)
         net.cast(self.dtype)
-        if self.way is not None:
-            net.hybridize(**self.way)
+        net.hybridize(**self.way)
         return net
 
     def _trainer(self, net, kvstore, kind=gluon.Trainer):

@@ -111,8 +111,7 @@ class Training:
             self.net.add(nn.Conv2D(8, 3, padding=1), SyncBatchNorm(), nn.Activation("relu"))
         self.net.add(nn.Dense(5))
         self.net.initialize(mx.init.Xavier(), ctx=HERE)
-        if WAYS[way] is not None:
-            self.net.hybridize(**WAYS[way])
+        self.net.hybridize(**WAYS[way])
         self.trainer = gluon.Trainer(self.net.collect_params(), "sgd", {"learning_rate": 0.01})
         kept.append(self)
 
@@ -377,8 +376,7 @@ def forks_or_waits_between_two_replicas():
 
 def waits_for_all_and_ends_well(way):
     """All replicas have been called, and one is late; or another thread that trains calls the other one, later."""
-    if WAYS[way] is not None:
-        layer.hybridize(**WAYS[way])
+    layer.hybridize(**WAYS[way])
     gate = Gate()
     with autograd.record():
         ys = [layer(xs[0]), layer(gate.behind(xs[1]))]

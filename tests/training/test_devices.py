@@ -66,8 +66,7 @@ def test_an_epoch_of_uneven_batches(contexts, rng, tmp_path, store, updates, req
     places = contexts[:3]
     plain = a_net(nn.BatchNorm, places[:1])
     net = a_net(gluon_syncbn.SyncBatchNorm, places)
-    if WAYS[way] is not None:
-        net.hybridize(**WAYS[way])
+    net.hybridize(**WAYS[way])
     kvstore = Job(1).stores[0] if store == "ours" else store
     settings = {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01}
     trainer = gluon.Trainer(net.collect_params(), "sgd", settings, kvstore=kvstore, update_on_kvstore=updates)

@@ -29,8 +29,7 @@ def a_net(contexts, norm, way):
         net.add(nn.GlobalAvgPool2D(), nn.Dense(4, in_units=6))
     net.initialize(mx.init.Xavier(), ctx=contexts)
     net(nd.zeros((1, 6, 8, 8), ctx=contexts[0]))
-    if way is not None:
-        net.hybridize(**way)
+    net.hybridize(**WAYS[way])
     return net
 
 
@@ -150,7 +149,7 @@ def gradients_of(graph, net, shards, contexts, count):
 def test_as_one_device(contexts, rng, graph, way):
     gluon_syncbn.configure(timeout=15)
     places, shards = contexts[:2], [rng.rand(2 + i, 6, 8, 8) for i in range(2)]
-    net, plain = a_net(places, SyncBatchNorm, WAYS[way]), a_net(places[:1], nn.BatchNorm, None)
+    net, plain = a_net(places, SyncBatchNorm, way), a_net(places[:1], nn.BatchNorm, "eager")
     for p, q in zip(plain.collect_params().values(), net.collect_params().values()):
         q.set_data(p.data())
     whole = gradients_of(graph, plain, [np.concatenate(shards)], places[:1], 4)
