@@ -319,13 +319,19 @@ bool Layer::contribute(const Place& place, Part part, double seconds) {
 }
 
 bool Layer::exchange(Meeting& meeting, Phase& phase, double seconds) const {
-    if (!phase.underway) {
-        SYNCBN_POINT("before_reduce");
-        phase.underway = begin_exchange(meeting, phase);
+    std::optional<Total> total;
+    try {
+        if (!phase.underway) {
+            SYNCBN_POINT("before_reduce");
+            phase.underway = begin_exchange(meeting, phase);
+        }
+        total = phase.underway(seconds);
+        if (total) SYNCBN_POINT("after_reduce");
+    } catch (const std::exception& error) {
+        Lock lock(mutex_);
+        fail_and_throw(meeting, {meeting.layer.name, "", "", reason_of(error)});
     }
-    std::optional<Total> total = phase.underway(seconds);
     if (!total) return false;
-    SYNCBN_POINT("after_reduce");
     Lock lock(mutex_);
     throw_if_failed(meeting);
     total->stride = phase.row.size() / meeting.replicas();
