@@ -290,30 +290,25 @@ class Replicas:
 
     def problem_on(self, contexts: List[Context]) -> str:
         """Returns why the layer cannot train on these contexts; empty if it can."""
-        of_process = "" if self.reaches_other_processes() else self.settings.problem(len(contexts))
-        return self._placement_problem(contexts) or of_process
+        places, expected = ", ".join(map(str, contexts)), self.settings.num_devices
+        if len(set(contexts)) < len(contexts):
+            return (
+                f"ctx: the parameters of SyncBatchNorm '{self.name}' are on {places}, expected each context once. "
+                f"{_ONE_EACH}"
+            )
+        if expected is not None and expected != len(contexts):
+            more = f" contrib's layer would wait for ever for the missing ones. {_ONE_EACH}"
+            return (
+                f"num_devices: {expected} was given, expected None or {len(contexts)}, because the parameters of "
+                f"SyncBatchNorm '{self.name}' are on {places}.{more if expected > len(contexts) else ''}"
+            )
+        return "" if self.reaches_other_processes() else self.settings.problem(len(contexts))
 
     def check(self) -> None:
         """ValueError if the layer cannot train on its contexts, if they are known."""
         problem = self.problem_on(self.contexts) if self.contexts else ""
         if problem:
             raise ValueError(problem)
-
-    def _placement_problem(self, contexts: List[Context]) -> str:
-        places = ", ".join(map(str, contexts))
-        if len(set(contexts)) < len(contexts):
-            return (
-                f"ctx: the parameters of SyncBatchNorm '{self.name}' are on {places}, expected each context once. "
-                f"{_ONE_EACH}"
-            )
-        expected = self.settings.num_devices
-        if expected is None or expected == len(contexts):
-            return ""
-        more = f" contrib's layer would wait for ever for the missing ones. {_ONE_EACH}"
-        return (
-            f"num_devices: {expected} was given, expected None or {len(contexts)}, because the parameters of "
-            f"SyncBatchNorm '{self.name}' are on {places}.{more if expected > len(contexts) else ''}"
-        )
 
     def runs(self, how: str) -> None:
         """Notes that the layer is about to be called in training. Before its first call, the processes agree on it.
