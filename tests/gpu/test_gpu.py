@@ -504,6 +504,7 @@ def test_nothing_is_posted_where_replicas_differ(rng):
     contexts, batch = gpus(2), make_batch(rng, 2)
     layer = prepare(SyncBatchNorm(in_channels=5, timeout=5), batch, contexts, "float64")
     step(layer, batch, contexts, "float64")
+    before = [layer.running_mean.data(context).asnumpy() for context in contexts]
     xs = on_devices(batch.shards, contexts, "float64")
     xs[1] = nd.array(batch.shards[1], ctx=contexts[1], dtype="float32")
     ctypes.CDLL("libcuda.so.1").cuda_emulator_reset_counts()
@@ -515,6 +516,9 @@ def test_nothing_is_posted_where_replicas_differ(rng):
             with short_waits():
                 y.asnumpy()
     assert [counts(i)["collectives"] for i in range(2)] == [0, 0]
+    gluon_syncbn.reset()
+    for context, values in zip(contexts, before):
+        np.testing.assert_array_equal(layer.running_mean.data(context).asnumpy(), values)
 
 
 # ---- what a step asks of a GPU -----------------------------------------------------------------------------
