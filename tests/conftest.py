@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import ctypes
-import faulthandler
 import functools
 import os
 import signal
@@ -25,9 +24,6 @@ if os.environ.get("GLUON_SYNCBN_TEST_DEVICE") == "gpu":
 
 #: Of what is random: `make stress` gives each round another one.
 SEED = int(os.environ.get("GLUON_SYNCBN_TEST_SEED", 0))
-
-# Where a test does hang, show where: pytest's own time limit sees Python frames only.
-faulthandler.enable()
 
 # A child of a fork ends with its parent: its copy of a worker's pipe would have pytest-xdist wait for ever.
 PR_SET_PDEATHSIG = 1
