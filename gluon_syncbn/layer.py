@@ -302,12 +302,12 @@ class SyncBatchNorm(nn.BatchNorm):
         self._replicas.running.update({id(one): one for one in (self.running_mean, self.running_var)})
         patches.replace(_initialising, Parameter, "_init_impl")
         patches.replace(export.of_plain_graph, mx.base._LIB, "MXSymbolRemoveAmpCast")
-        follow(self.running_mean, self.gamma, self._replicas)
+        follow(self.running_mean, self._replicas)
         if self.running_mean._data is not None:
             _place(self._replicas, self.running_mean)
 
     def _release_parameters(self) -> None:
-        unfollow(self.running_mean, self.gamma, self._replicas)
+        unfollow(self.running_mean, self._replicas)
 
     def __setstate__(self, state: Any) -> None:
         """For ``copy`` and ``pickle``. A copy has replicas of its own, which do not meet those of the original."""

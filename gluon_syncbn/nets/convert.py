@@ -25,7 +25,6 @@ from ..mxnet_side.op import NAME
 from ..settings import Arguments, Settings
 from ..system import arguments
 from ..system.classes import derived
-from ..training.replicas import counts_as_1
 from .graphs import close_graph, open_graph
 
 if TYPE_CHECKING:
@@ -367,9 +366,6 @@ def _taken_from(layer: BatchNorm) -> Dict[str, Any]:
 
 def _make_plain(block: SyncBatchNorm) -> None:
     """Gives a layer its former class, or MXNet's."""
-    if counts_as_1(block.gamma) and block.gamma._data is not None:
-        for array in block.gamma.list_data():
-            array[:] = 1  # as plain layers leave it, whose files have what is there
     block._release_parameters()
     activation = block._activation
     alike = BatchNorm if activation == NONE else BatchNormActivation

@@ -180,16 +180,9 @@ class _Group(DataParallelExecutorGroup):
         _native.gate(kinds.arrays_of(self.grad_arrays))
 
     def get_params(self, arg_params: Dict[str, mx.nd.NDArray], aux_params: Dict[str, mx.nd.NDArray]) -> None:
-        """A gamma that does not count is 1 for a Module that trains, as with plain BatchNorm on one context. On
-        several, each update copies the gamma of the KVStore back, which nobody sets.
-        """
+        """As `steps.settled` says of files."""
         arrays, get_params = kinds.arrays_of([self.param_arrays, self.aux_arrays]), super().get_params
         steps.settled(arrays, lambda: [get_params(arg_params, aux_params), arg_params, aux_params])
-        for _, within, node in walk(json_of(self.symbol)) if self.for_training else ():
-            if is_ours(node) and node["attrs"]["fix_gamma"] == "1":
-                gamma = within["nodes"][node["inputs"][1][0]]["name"]
-                if gamma in arg_params:
-                    arg_params[gamma][:] = 1
 
 
 # `Module` has the class by this name. MXNet does not tell an operator which executors train together.

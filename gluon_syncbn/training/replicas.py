@@ -62,11 +62,10 @@ def executing(
 
 
 class _OfParameter:
-    """The replicas of the layers that a parameter belongs to. A copy of it has none before its layers are there."""
+    """The replicas of the layers whose running mean this is. A copy of it has none before its layers are there."""
 
     def __init__(self) -> None:
-        self.as_mean: weakref.WeakValueDictionary[int, Replicas] = weakref.WeakValueDictionary()
-        self.as_gamma: weakref.WeakValueDictionary[int, Replicas] = weakref.WeakValueDictionary()
+        self.replicas: weakref.WeakValueDictionary[int, Replicas] = weakref.WeakValueDictionary()
         #: Those that nodes name in a symbol of the program's. It may outlive the layer, so they live as long as this.
         self.in_symbols: Dict[int, Replicas] = {}
 
@@ -74,25 +73,18 @@ class _OfParameter:
 _layers = OfEach(_OfParameter)
 
 
-def counts_as_1(parameter: Parameter) -> bool:
-    """Whether a parameter is the gamma of layers with ``scale=False``, whose value nobody reads."""
-    known = _layers.get(parameter)
-    layers = list(known.as_gamma.values()) if known else []
-    return bool(layers) and all(one.settings.fix_gamma for one in layers)
-
-
 def followers_of(parameters: Iterable[Any]) -> List[Replicas]:
     """Returns the replicas of the layers that some of these parameters belong to, each once."""
     known = [_layers.get(parameter) for parameter in parameters]
-    return list(dict.fromkeys(one for each in known if each for one in each.as_mean.values()))
+    return list(dict.fromkeys(one for each in known if each for one in each.replicas.values()))
 
 
-def follow(mean: Parameter, gamma: Parameter, replicas: Replicas) -> None:
-    _layers(mean).as_mean[replicas.id] = _layers(gamma).as_gamma[replicas.id] = replicas
+def follow(mean: Parameter, replicas: Replicas) -> None:
+    _layers(mean).replicas[replicas.id] = replicas
 
 
-def unfollow(mean: Parameter, gamma: Parameter, replicas: Replicas) -> None:
-    for kept in (_layers(mean).as_mean, _layers(mean).in_symbols, _layers(gamma).as_gamma):
+def unfollow(mean: Parameter, replicas: Replicas) -> None:
+    for kept in (_layers(mean).replicas, _layers(mean).in_symbols):
         kept.pop(replicas.id, None)
 
 

@@ -17,7 +17,7 @@ from mxnet import autograd, gluon
 
 from .. import _native
 from ..system import kinds, locks, logs
-from .replicas import Replicas, counts_as_1
+from .replicas import Replicas
 from .session import session
 
 ArraysT = TypeVar("ArraysT")
@@ -263,16 +263,8 @@ def _failed(text: str) -> Exception:
 def _saving(reduce: Callable, parameter: gluon.Parameter) -> mx.nd.NDArray:
     """A copy of an array with an error has no values. A failed step leaves its error in running statistics. Within a
     step, ``reset_ctx`` must not wait for replicas that are still to be called.
-
-    A gamma that does not count is 1, because others read the files too. A Trainer's KVStore copies back what it was.
     """
-    if current():
-        array = reduce(parameter)
-    else:
-        array = settled(parameter._data or (), lambda: reduce(parameter))
-    if counts_as_1(parameter):
-        array[:] = 1
-    return array
+    return reduce(parameter) if current() else settled(parameter._data or (), lambda: reduce(parameter))
 
 
 def _writing(write: Callable, file: Any, count: Any, handles: Any, names: Any) -> int:

@@ -8,10 +8,10 @@ import re
 import mxnet as mx
 import numpy as np
 import pytest
-from mxnet import autograd, gluon, nd
+from mxnet import nd
 from mxnet.contrib.quantization import quantize_net_v2
 from mxnet.gluon import nn
-from nets import SAMPLE, body, filled, imported, operators, recorded
+from nets import SAMPLE, filled, imported, operators
 from places import ROOT
 from replicas import forward_and_backward
 
@@ -38,35 +38,6 @@ def test_saved_nets_and_texts_have_plain_operators(contexts, tmp_path):
     again.load(str(tmp_path / "net"))
     np.testing.assert_allclose(again(x).asnumpy(), y, rtol=1e-6)
     assert again._active and "Custom" in operators(again)
-
-
-@pytest.mark.parametrize("kind", ["untrained", "trained", "a graph"])
-def test_files_have_1_for_a_gamma_that_does_not_count(kind, contexts, rng, tmp_path):
-    """Whatever stands there, which other programs read: the KVStore of a Trainer keeps the value before training."""
-    net = convert(recorded(dtype="float32") if kind == "a graph" else body())
-    filled(net, contexts[:2], "float32")
-    net.hybridize()
-    trainer = gluon.Trainer(net.collect_params(), "sgd", dict(learning_rate=0.01, wd=0.1))
-    trainer.save_states(str(tmp_path / "states"))  # its KVStore takes what is there
-    xs = [nd.array(rng.randn(3, *SAMPLE), ctx=context) for context in contexts[:2]]
-    for _ in range(0 if kind == "untrained" else 2):
-        forward_and_backward(net, xs)
-        trainer.step(6)
-    net(xs[0])
-    with autograd.train_mode():
-        net.save_parameters(str(tmp_path / "within"))
-    for reverts in (False, True):
-        net.save_parameters(str(tmp_path / "net"))
-        net.collect_params().save(str(tmp_path / "all"))
-        net.export(str(tmp_path / "net"))
-        for file in ("net", "all", "net-0000.params", "within"):
-            stored = [
-                (value == 1).asnumpy().all() for name, value in nd.load(str(tmp_path / file)).items() if "gamma" in name
-            ]
-            assert stored == [False, False, True], (file, reverts)  # the last has scale=False
-        if not reverts:
-            revert(net)
-            net(xs[0])
 
 
 @pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments")
