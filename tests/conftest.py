@@ -46,9 +46,10 @@ def rng(request):
 
 @pytest.fixture(autouse=True)
 def afresh():
-    """Each test starts with no failed step behind it, and a wait for ever would end before the test's own limit."""
+    """No failed step and no `install` is behind a test, and a wait for ever would end before the limit of the test."""
     gluon_syncbn.configure(kvstore=None, timeout=60, seed=0, nonfinite="propagate")
     yield
+    gluon_syncbn.uninstall()
     gluon_syncbn.reset()
     gluon_syncbn.configure(kvstore=None, timeout=300)
 
@@ -66,8 +67,6 @@ def sound(request):
 @pytest.fixture
 def installed():
     gluon_syncbn.install()
-    yield
-    gluon_syncbn.uninstall()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,9 +8,10 @@ from collections import Counter
 
 import pytest
 from environments import ended
-from mxnet import autograd, gluon, nd
+from mxnet import gluon, nd
 from nets import Operates
 from places import PACKAGE, SUPPORT
+from replicas import forward_and_backward
 
 import gluon_syncbn
 from gluon_syncbn.command import run
@@ -155,21 +156,14 @@ def test_nets_that_call_the_operator(contexts, monkeypatch):
     for name, empty in (("unsynchronised", {}), ("ran", Counter()), ("stores", [])):
         monkeypatch.setattr(session, name, empty)
     gluon_syncbn.install(convert=True)
-    try:
-        nets = Operates(prefix="named_"), Operates("gbmv", prefix="other_")
-        nets[1].hybridize()
-        for net, name in zip(nets, ("named", "other_called")):
-            net.initialize(ctx=contexts[:2])
-            trainer = gluon.Trainer(net.collect_params(), "sgd")
-            with autograd.record():
-                losses = [net(nd.random.normal(shape=(4, 3), ctx=context)) for context in contexts[:2]]
-            autograd.backward(losses)
-            with pytest.warns(
-                UserWarning, match=rf"^0 of 1 layers of .* are synchronised, and these are not: {name}\."
-            ):
-                trainer.step(8)
-    finally:
-        gluon_syncbn.uninstall()
+    nets = Operates(prefix="named_"), Operates("gbmv", prefix="other_")
+    nets[1].hybridize()
+    for net, name in zip(nets, ("named", "other_called")):
+        net.initialize(ctx=contexts[:2])
+        trainer = gluon.Trainer(net.collect_params(), "sgd")
+        forward_and_backward(net, [nd.random.normal(shape=(4, 3), ctx=context) for context in contexts[:2]])
+        with pytest.warns(UserWarning, match=rf"^0 of 1 layers of .* are synchronised, and these are not: {name}\."):
+            trainer.step(8)
     (text,) = run._what_met("train.py", True)
     assert text.endswith("these blocks call an operator: call a layer there (named, other_called)")
 

@@ -117,4 +117,3 @@ def test_within_a_block_that_is_computed_again(way, monkeypatch):
     expected = "gather 'twice': gather between processes does not work within a block of gluon_syncbn.recompute"
     with pytest.raises(mx.MXNetError, match=expected), autograd.record():
         block(nd.ones((2, 3)))
-    gluon_syncbn.reset()

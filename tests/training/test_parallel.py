@@ -11,7 +11,6 @@ from mxnet.gluon import nn
 from nets import SAMPLE, body, filled
 from replicas import WAYS, assert_same, make_batch, prepare, short_waits, step, truth
 
-import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, parallel
 
 BOTH = pytest.mark.parametrize("helpers", [gluoncv, parallel], ids=["gluoncv", "ours"])
@@ -61,7 +60,6 @@ def test_contexts_that_are_one(helpers):
     train(helpers, make_net(twice[:1], nn.BatchNorm), twice, batches, True)
     with pytest.raises(ValueError, match=r"ctx: .* are on cpu\(0\), cpu\(0\), expected each context once"):
         train(helpers, make_net(twice[:1]), twice, batches, False)
-    gluon_syncbn.reset()
 
 
 @pytest.mark.parametrize("samples", [1, 2])
@@ -136,7 +134,6 @@ def test_a_replica_that_fails_later(contexts, rng, sync):
         ys = model(x)  # the other replica comes in time
         assert not sync
         ys[0][0].asnumpy()
-    gluon_syncbn.reset()
 
 
 def test_no_thread_is_left(contexts, rng):
