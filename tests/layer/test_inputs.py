@@ -134,24 +134,6 @@ def test_what_becomes_of_a_net(contexts, rng, activation, way, tmp_path):
         np.testing.assert_allclose(net(x).asnumpy(), want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", ["eager", "hybrid"])
-def test_statistics_of_a_population(contexts, rng, way):
-    """Those of what counts. One shard is padding alone."""
-    batches = [[rng.randn(n, 5, 4, 6) * (1 + b) + k for k, n in enumerate((3, 2))] for b in range(3)]
-    batches[1][0] = -np.abs(batches[1][0])
-    net = Marked(in_channels=5)
-    net.cast("float64")
-    net.initialize(ctx=contexts[:2])
-    net.hybridize(**WAYS[way])
-    gluon_syncbn.update_bn_stats(net, [on_devices(batch, contexts, "float64") for batch in batches])
-    counting = np.concatenate([x.swapaxes(0, 1)[:, x.sum(1) > 0] for batch in batches for x in batch], axis=1)
-    everything = np.concatenate([x.swapaxes(0, 1).reshape(5, -1) for batch in batches for x in batch], axis=1)
-    for layer, values in ((net.norm, counting), (net.residual, counting), (net.of_all, everything)):
-        for context in contexts[:2]:
-            np.testing.assert_allclose(layer.running_mean.data(context).asnumpy(), values.mean(1), rtol=1e-11)
-            np.testing.assert_allclose(layer.running_var.data(context).asnumpy(), values.var(1), rtol=1e-11)
-
-
 @pytest.mark.parametrize("settings", [{}, {"activation": "leaky"}, {"mode": "local"}], ids=str)
 def test_in_a_module(contexts, rng, settings):
     whole = make_batch(rng, 1)._replace(gamma=np.ones(5), beta=np.zeros(5))

@@ -13,7 +13,7 @@ from nets import NETS, SAMPLE, as_it_is, body, filled, made, recorded
 from replicas import WAYS, forward_and_backward, make_batch, on_devices, short_waits
 
 import gluon_syncbn
-from gluon_syncbn import SyncBatchNorm, average_running_stats, convert, freeze, update_bn_stats
+from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, average_running_stats, convert, freeze, update_bn_stats
 from gluon_syncbn.mxnet_side.blocks import is_batch_norm
 
 
@@ -140,27 +140,29 @@ def test_they_are_those_of_the_population(contexts, rng, name):
 
 
 def test_a_net_that_overwrites(contexts, rng, monkeypatch):
-    """And no input is copied to the host: the moments of a batch are 2C numbers, which the layer's operator computes
-    where the input is.
+    """Of what a mask lets count; of one shard it hides all. And no input is copied to the host: the moments of a batch
+    are 2C numbers, which the layer's operator computes where the input is.
     """
 
     class Net(nn.HybridBlock):
         def hybrid_forward(self, F, x):
-            x, mask = x + 1, F.ones((len(x), 1, 1, 1), ctx=x.context)
-            y = self.norm(x, mask)
+            x, mask = x + 1, F.mean(x, axis=0, exclude=True, keepdims=True) > 0
+            y = self.norm(x, mask) + self.adds(x, x, mask)
             x[:], mask[:] = 0, 0
             return y
 
     net, read, original = Net(), [], nd.NDArray.asnumpy
-    net.norm = SyncBatchNorm(in_channels=5)
+    net.norm, net.adds = SyncBatchNorm(in_channels=5), SyncBatchNormAdd(in_channels=5)
     net.initialize(ctx=contexts[:2])
     shards = [make_batch(rng, 2).shards for _ in range(2)]
+    shards[1][0] -= 100
     with monkeypatch.context() as patched:
         patched.setattr(nd.NDArray, "asnumpy", lambda array: read.append(array.size) or original(array))
         update_bn_stats(net, [on_devices(each, contexts, "float32") for each in shards])
     assert max(read) == 5
-    mean, var, _ = moments([shard for each in shards for shard in each])
-    assert_statistics(net.norm, contexts[:2], (mean + 1, var), 1e-5)
+    counting = [shard[shard.mean((1, 2, 3)) > 0] + 1 for each in shards for shard in each]
+    for layer in (net.norm, net.adds):
+        assert_statistics(layer, contexts[:2], moments(counting)[:2], 1e-5)
 
 
 def test_a_batch_that_is_not_finite(contexts, rng):
