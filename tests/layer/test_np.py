@@ -3,8 +3,9 @@
 import mxnet as mx
 import numpy as np
 import pytest
-from mxnet import autograd, gluon
+from mxnet import gluon
 from mxnet.gluon import nn
+from nets import filled
 from replicas import TOLERANCE, WAYS, assert_near, step_of_net
 
 import gluon_syncbn
@@ -49,18 +50,8 @@ class Residual(nn.HybridBlock):
         return F.npx.relu(z + (F.np.mean(y, axis=(2, 3), keepdims=True) if self.broadcast else y))
 
 
-def ready(net, contexts, x):
-    net.initialize(ctx=contexts)
-    with autograd.pause():
-        net(x)
-    return given(net)
-
-
-def given(net):
-    values = np.random.RandomState(1)
-    for parameter in net.collect_params().values():
-        parameter.set_data(0.3 * values.randn(*parameter.shape) + 2 * parameter.name.endswith(("gamma", "var")))
-    return net
+def given(net, contexts):
+    return filled(net, contexts, "float32", (3, 6, 6))
 
 
 def updated(net):
@@ -77,15 +68,16 @@ def test_what_becomes_of_a_net(contexts, rng, capsys, tmp_path, broadcast, way):
     images = [rng.randn(*s) * (i + 1) + i for i, s in enumerate(shapes)], [rng.randn(s[0], 6, 6, 6) for s in shapes]
     xs, heads = (put(arrays, contexts) for arrays in images)
     whole = [put([np.concatenate(arrays)], contexts) for arrays in images]
-    plain = ready(Residual(broadcast), contexts[:1], whole[0][0])
+    plain = given(Residual(broadcast), contexts[:1])
     want, trained = step_of_net(plain, *whole), updated(plain)
 
-    net = ready(Residual(broadcast), contexts[:2], xs[0])
+    net = given(Residual(broadcast), contexts[:2])
     before = net(xs[0]).asnumpy()
     assert gluon_syncbn.convert(net, fuse=way != "eager") is net
     net.hybridize(**WAYS[way])
     for recomputed in (False, *([True] if way in ("eager", "hybrid") else [])):
-        assert_near(step_of_net(gluon_syncbn.recompute(given(net), recomputed), xs, heads), want, 10 * F32)
+        gluon_syncbn.recompute(given(net, contexts[:2]), recomputed)
+        assert_near(step_of_net(net, xs, heads), want, 10 * F32)
         assert_near(updated(net), trained, 10 * F32)
     gluon_syncbn.recompute(net, False)
     gluon_syncbn.summary(net)
@@ -106,7 +98,7 @@ def test_what_becomes_of_a_net(contexts, rng, capsys, tmp_path, broadcast, way):
     gluon_syncbn.broadcast_parameters(net)
     near(other, np.full(6, 3.0), 0)
 
-    given(net).hybridize()
+    given(net, contexts[:2]).hybridize()
     near(net(xs[0]), before)
     net.export(str(tmp_path / "net"))
     files = str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params")

@@ -47,19 +47,14 @@ def data(kind, contexts):
     return [nd.random.normal(2, 3, shape=shape, ctx=context) for context in contexts]
 
 
-def ready(kind, contexts):
-    net = filled(Loop(kind), contexts, "float32")
-    net.hybridize()
-    return net
-
-
 def operators(symbol):
     return [node["op"] for _, _, node in walk(json_of(symbol)) if node["op"] in ("BatchNorm", "Custom")]
 
 
 @pytest.mark.parametrize("kind", LOOPS)
 def test_a_file_has_plain_operators_of_which_layers_become(kind, contexts, tmp_path):
-    net, (x,) = ready(kind, contexts[:2]), data(kind, contexts[:1])
+    net, (x,) = filled(Loop(kind), contexts[:2], "float32"), data(kind, contexts[:1])
+    net.hybridize()
     y = net(x).asnumpy()
     net.export(str(tmp_path / "net"))
     assert operators(net._cached_graph[1]) == ["Custom"] * 3
@@ -105,7 +100,8 @@ def test_no_gradient_of_a_body(kind, contexts):
     """MXNet has none for any BatchNorm there. On two contexts, a loop waits for its condition before the second one is
     called.
     """
-    net, xs = ready(kind, contexts[:2]), data(kind, contexts[:2])
+    net, xs = filled(Loop(kind), contexts[:2], "float32"), data(kind, contexts[:2])
+    net.hybridize()
     with pytest.raises(mx.MXNetError, match=r"batchnorm1: MXNet cannot compute the gradient of"):
         with autograd.record():
             [net(x) for x in xs]

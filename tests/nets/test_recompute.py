@@ -12,7 +12,7 @@ import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from nets import NETS, Operates, assert_as_plain, filled, made
-from replicas import SIZES, forward_and_backward, in_threads
+from replicas import forward_and_backward, in_threads, make_batch, on_devices
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, convert, recompute, revert
@@ -41,11 +41,8 @@ class Calls(Operates):
 
 
 def make_data(contexts):
-    rng = np.random.RandomState(2)
-    shapes = [(SIZES[i], *SHAPE) for i in range(len(contexts))]
-    xs = [nd.array((i + 1) * rng.randn(*s) + i, ctx=c) for i, (s, c) in enumerate(zip(shapes, contexts))]
-    heads = [nd.array(rng.randn(*s) + 0.3 * i, ctx=c) for i, (s, c) in enumerate(zip(shapes, contexts))]
-    return xs, heads
+    batch = make_batch(np.random.RandomState(2), len(contexts), channels=3, spatial=SHAPE[1:])
+    return [on_devices(arrays, contexts, "float32") for arrays in (batch.shards, batch.heads)]
 
 
 def assert_close(got, want):

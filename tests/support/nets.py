@@ -130,9 +130,10 @@ def filled(net, contexts, dtype="float64", sample=SAMPLE):
     net.initialize(ctx=contexts, force_reinit=True)
     net.cast(dtype)
     if any(parameter._deferred_init for parameter in net.collect_params().values()):
-        net(nd.zeros((1, *sample), ctx=contexts[0], dtype=dtype))
+        zeros = (mx.np if mx.util.is_np_array() else nd).zeros
+        net(zeros((1, *sample), ctx=contexts[0], dtype=dtype))
     for name, parameter in net._collect_params_with_prefix().items():
-        parameter.set_data(nd.array(drawn(name, parameter.shape), dtype=parameter.dtype))
+        parameter.set_data(drawn(name, parameter.shape))
     return net
 
 
