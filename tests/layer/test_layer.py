@@ -1,7 +1,6 @@
 """What a layer is beside its numbers, and numbers of uses, modes and nets that test_cases.py does not draw."""
 
 import copy
-import functools
 import gc
 import inspect
 import pickle
@@ -16,14 +15,13 @@ from gate import Gate
 from internals import WHY_CUSTOM, core, exchange_of, replicas_of
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from nets import SAMPLE, Twice, body, filled
+from nets import Twice
 from places import SUPPORT
 from poolings import POOLINGS, specification
 from replicas import (
     ON_CPUS,
     TOLERANCE,
     WAYS,
-    assert_near,
     assert_same,
     assert_same_bits,
     collect,
@@ -34,7 +32,6 @@ from replicas import (
     ready,
     rounded,
     step,
-    step_of_net,
     truth,
 )
 
@@ -66,27 +63,18 @@ def test_settings_are_read_and_shown():
     plain = repr(nn.BatchNorm(in_channels=3))[len("BatchNorm(") : -1]
     given = {"virtual_devices": 4, "groups": [[0, 2], [1]], "activation": "leaky", "slope": 0.2, "timeout": 5.0}
     layer = SyncBatchNorm(in_channels=3, running_variance="unbiased", **given)
-    assert repr(layer) == (
-        f"SyncBatchNorm({plain}, activation='leaky', slope=0.2, running_variance='unbiased', virtual_devices=4, "
-        "groups=((0, 2), (1,)), timeout=5.0)"
-    )
+    copies = layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))
+    assert len({replicas_of(one).id for one in copies}) == 3
+    for one in copies:
+        assert repr(one) == (
+            f"SyncBatchNorm({plain}, activation='leaky', slope=0.2, running_variance='unbiased', virtual_devices=4, "
+            "groups=((0, 2), (1,)), timeout=5.0)"
+        )
     assert (layer.mode, layer.group_size, layer.num_devices, layer.timeout) == ("sync", None, None, 5.0)
     for norm, name in ((ShuffleBatchNorm, "mode"), (SyncBatchNormAdd, "activation")):  # as `help` shows it
         assert inspect.signature(norm).parameters[name].default == getattr(norm(virtual_devices=2), name)
     with pytest.raises(ValueError, match="mode: 'sync' was given, expected 'shuffle'; SyncBatchNorm has the other"):
         ShuffleBatchNorm(mode="sync")
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
-def test_a_copied_net_trains_on_its_own(contexts, rng, copied):
-    batch = make_batch(rng, 2)
-    layer = prepare(SyncBatchNorm(in_channels=5, timeout=7), batch, contexts[:2], "float64")
-    twin = copied(layer)
-    assert replicas_of(twin).id != replicas_of(layer).id and repr(twin) == repr(layer) and twin.timeout == 7
-    twin.collect_params().reset_ctx(contexts[:2])  # a copied array has no gradient
-    want = truth(batch)
-    for net in (twin, layer):
-        assert_same(step(net, batch, contexts, "float64"), want, 1e-11)
 
 
 PICKLED = """
@@ -371,26 +359,6 @@ def test_parameters_are_put_where_they_are(rng, contexts):
         gate.open()
     for y, expected in zip(ys, truth(batch).outputs):
         np.testing.assert_allclose(y.asnumpy(), expected, rtol=0, atol=1e-11)
-
-
-def test_one_kvstore_for_gradients_and_statistics(contexts, rng):
-    store = mx.kv.create("device")
-    norm = functools.partial(SyncBatchNorm, kvstore=store)
-    net, plain = filled(body(norm), contexts[:2]), filled(body(nn.BatchNorm), contexts[:1])
-    settings = {"optimizer": "sgd", "optimizer_params": {"learning_rate": 0.1}}
-    trainers = [
-        gluon.Trainer(net.collect_params(), kvstore=store, update_on_kvstore=False, **settings),
-        gluon.Trainer(plain.collect_params(), **settings),
-    ]
-    for _ in range(3):
-        shards, heads = ([rng.randn(n, *shape) for n in (1, 3)] for shape in (SAMPLE, (5, 4, 4)))
-        got = step_of_net(net, *(on_devices(arrays, contexts, "float64") for arrays in (shards, heads)))
-        whole = (on_devices([np.concatenate(arrays)], contexts, "float64") for arrays in (shards, heads))
-        assert_near(got, step_of_net(plain, *whole), 1e-9)
-        for trainer in trainers:
-            trainer.step(4)
-    for p, q in zip(net.collect_params().values(), plain.collect_params().values()):
-        np.testing.assert_allclose(p.data(contexts[1]).asnumpy(), q.data().asnumpy(), rtol=0, atol=1e-9)
 
 
 class Unordered(nn.HybridBlock):
