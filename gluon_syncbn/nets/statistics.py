@@ -25,17 +25,17 @@ from ..training import steps
 from ..training.replicas import Replicas, store_of
 from .parameters import await_values
 
-#: By the running mean, which several layers may share: the name of one of them, and the running variance.
-Running = Dict[Parameter, Tuple[str, Parameter]]
+#: Running variances, by the running mean, which several layers may share.
+Running = Dict[Parameter, Parameter]
 
 
-def average_running_stats(net: Block, weights: Optional[Sequence[float]] = None, kvstore: Any = None) -> None:
+def average_running_stats(net: Block, kvstore: Any = None) -> None:
     r"""Gives all devices the same running statistics: for each layer, the moments over all devices together.
 
-    .. math:: \mu = \frac{\sum_i w_i \mu_i}{\sum_i w_i} \qquad
-              \sigma^2 = \frac{\sum_i w_i \left(\sigma_i^2 + (\mu_i - \mu)^2\right)}{\sum_i w_i}
+    .. math:: \mu = \frac{1}{n} \sum_i \mu_i \qquad
+              \sigma^2 = \frac{1}{n} \sum_i \left(\sigma_i^2 + (\mu_i - \mu)^2\right)
 
-    over the devices i, in float64. This is the variance over all that the devices have seen, unlike the mean of their
+    over the n devices i, in float64. This is the variance over all that the devices have seen, unlike the mean of their
     variances, which ``save_parameters`` writes. Use it where each device has running statistics of its own: in modes
     ``'local'`` and ``'shuffle'``, with groups, and with plain BatchNorm on several contexts. It reaches all layers of a
     net, including frozen ones and those in the graph of a ``SymbolBlock``.
@@ -46,10 +46,6 @@ def average_running_stats(net: Block, weights: Optional[Sequence[float]] = None,
     ----------
     net : gluon.Block
         A network or a single layer, initialised.
-    weights : list of float, optional
-        One for each context of the net, in the order that was given to ``initialize``, at least 0, and one above 0. For
-        example, pass the number of samples that each device has seen. By default all are equal. Each process gives the
-        weights of its own contexts, on a common scale.
     kvstore : str or KVStore, optional
         As in `broadcast_parameters`.
 
@@ -66,33 +62,18 @@ def average_running_stats(net: Block, weights: Optional[Sequence[float]] = None,
     """
     running = _find_running(arguments.block("net", net))
     store = store_of(kvstore, running)
-    if weights is not None and not isinstance(weights, (list, tuple)):
-        arguments.refuse("weights", weights, "None or a list of numbers, one for each context")
-    # Above this number float64 does not represent every integer.
-    given = [arguments.number("weights", weight, 0, 2**53, "numbers from 0 to 2**53") for weight in weights or ()]
-    if weights is not None and not any(given):
-        arguments.refuse("weights", weights, "at least one above 0")
     moments = {}
-    for mean, (name, var) in running.items():
-        contexts = mean.list_ctx()
-        if weights is not None and len(given) != len(contexts):
-            arguments.refuse("weights", weights, f"one for each of the {len(contexts)} contexts of '{name}'")
-        parts = [
-            _packed(weight, mean.data(context).asnumpy(), var.data(context).asnumpy())
-            for weight, context in zip(given or [1.0] * len(contexts), contexts)
-        ]
+    for mean, var in running.items():
+        parts = [_packed(1, mean.data(context).asnumpy(), var.data(context).asnumpy()) for context in mean.list_ctx()]
         moments[mean] = functools.reduce(merge_moments, parts)
     _write(running, _of_all_processes(store, "running statistics", moments))
 
 
-def update_bn_stats(
-    net: Block, batches: Iterable[Sequence[mx.nd.NDArray]], num_iters: int = 200, kvstore: Any = None
-) -> None:
+def update_bn_stats(net: Block, batches: Iterable[Sequence[mx.nd.NDArray]], kvstore: Any = None) -> None:
     r"""Sets the running statistics to the moments of many batches ("precise BN"), in place of a moving average.
 
-    For each channel, the formula of `average_running_stats` is over the shards of all batches, weighted with the number
-    of their values. This gives mean and biased variance of all inputs of the layer, as if they were one batch, bitwise
-    equal on every device. `configure`'s ``nonfinite`` holds for each shard.
+    For each channel, these are mean and biased variance of all inputs of the layer, as if they were one batch, in
+    float64 and bitwise equal on every device. `configure`'s ``nonfinite`` holds for each shard.
 
     Calls the net in training mode and without gradient: the layers normalise as in training, each in its mode. In the
     end, only the running statistics have changed; after an error these are unchanged too. Graphs of hybridized blocks
@@ -106,9 +87,7 @@ def update_bn_stats(
     net : gluon.Block
         A network or a single layer, initialised.
     batches : iterable
-        The batches; each is a list of arrays, one on each context of the net.
-    num_iters : int
-        The largest number of batches to use.
+        The batches, all of which are used; each is a list of arrays, one on each context of the net.
     kvstore : str or KVStore, optional
         As in `broadcast_parameters`.
 
@@ -131,13 +110,12 @@ def update_bn_stats(
     Y. Wu, J. Johnson, "Rethinking 'Batch' in BatchNorm", 2021, arXiv 2105.07576, section 3.
     """
     running = _find_running(arguments.block("net", net))
-    num_iters = arguments.whole("num_iters", num_iters, 1, 2**63 - 1)
     store = store_of(kvstore, running)
     layers, stay = _layers_to_measure(net)
-    parameters = [parameter for mean, (_, var) in running.items() for parameter in (mean, var)]
+    parameters = [parameter for pair in running.items() for parameter in pair]
     before = [(array, array.copy()) for parameter in parameters for array in parameter.list_data()]
     try:
-        totals = _population(net, layers, running, _equally_many(store, batches, num_iters))
+        totals = _population(net, layers, running, _equally_many(store, batches))
         totals = _of_all_processes(store, "population statistics", totals)
     finally:
         steps.drain("the end of update_bn_stats")  # operators in flight write them, too
@@ -155,21 +133,21 @@ def _find_running(net: Block) -> Running:
     found: Running = {}
     for block in blocks.iterate(net):
         if blocks.is_batch_norm(block):
-            found.setdefault(block.running_mean, (block.name, block.running_var))
+            found.setdefault(block.running_mean, block.running_var)
         elif isinstance(block, SymbolBlock):
             parameters = {parameter.name: parameter for parameter in block._reg_params.values()}
             for node in blocks.recorded(block):
                 mean, var = map(parameters.get, node.inputs[-2:])
                 if mean is not None and var is not None:
-                    found.setdefault(mean, (node.name, var))
-    await_values("net", [parameter for mean, (_, var) in found.items() for parameter in (mean, var)])
+                    found.setdefault(mean, var)
+    await_values("net", [parameter for pair in found.items() for parameter in pair])
     return found
 
 
 def _write(running: Running, totals: Dict[Parameter, np.ndarray]) -> None:
     for mean, moments in totals.items():
         first, m2 = np.split(moments[1:], 2)
-        for parameter, value in ((mean, first), (running[mean][1], m2 / moments[0])):
+        for parameter, value in ((mean, first), (running[mean], m2 / moments[0])):
             for array in parameter.list_data():
                 array[:] = value.astype(array.dtype)
 
@@ -268,10 +246,10 @@ def _population(
     return totals
 
 
-def _equally_many(store: Optional[ProcessStore], batches: Any, num_iters: int) -> Iterator[Any]:
+def _equally_many(store: Optional[ProcessStore], batches: Any) -> Iterator[Any]:
     """Yields the batches; ValueError, in all processes at once, where one has no more of them and another has."""
     try:
-        following = itertools.islice(iter(batches), num_iters)
+        following = iter(batches)
     except TypeError:
         arguments.refuse("batches", batches, "an iterable of batches")
     for count in itertools.count():

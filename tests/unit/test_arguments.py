@@ -42,7 +42,6 @@ ALIKE = {
     "groups": [
         *([[0], []], [0, 1], ["01"], [[0, 1], 2], [[0.0]], [[True]], [[None]], [[HUGE]], [[1]], [[0], [0]], [[-1, 0]])
     ],
-    "weights": [[0], [-1], [NAN], [INFINITE], [True], ["1"], [1, 1], [nd.ones(1)]],
     "batches": [[3], [[3]], [nd.ones((2, 2))], [[nd.ones((2, 2))] * 2]],
     "shards": [[nd.ones((2, 2)), 3], [nd.ones((2, 2)), nd.ones((2, 3))]],
     "last_batch": ["rollover"],
@@ -78,7 +77,7 @@ TAKES = {
     "rank batch": whole(0, 1),
     "root_rank": whole(0, 0),
     "num_devices group_size cpus": lambda value: value is None or COUNT(value),
-    "virtual_devices num_iters length batch_size num_workers cpu_devices.n": COUNT,
+    "virtual_devices length batch_size num_workers cpu_devices.n": COUNT,
     "activation groups ctx_list gamma beta moving_mean moving_var mask": NONE,
     "kvstore": lambda value: value is None or repr(value) == "'nccl'",
     "running_variance nonfinite norm_layer contexts trainer shuffle last_batch batches features": NO,
@@ -92,7 +91,6 @@ TAKES = {
     "module": callable,
     "from_torch.module": of(dict),
     "select": lambda value: value is None or (isinstance(value, str) and value != "("),
-    "weights": lambda value: value is None or repr(value) == "[2]",
     "n": whole(0, 1024),
     "name": lambda value: isinstance(value, str) and value,
     "contrastive.gather.features": lambda value: type([*value, 0][0] if type(value) is list else value) is nd.NDArray,
