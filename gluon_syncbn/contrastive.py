@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator, List, Literal, Sequence, Tuple
+from typing import Any, Callable, Iterator, List, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -234,46 +234,27 @@ class ShuffleSampler(Sampler):
         The number of processes, which all take part in each batch, and the number of this one, as a KVStore has them.
     seed : int
         From 0 to 2**64 - 1, the same for all processes.
-    epoch : int
-        The first epoch. `set_epoch` sets the next ones, before the iteration begins.
-    last_batch : str
-        ``'discard'`` leaves out samples that do not fill a batch of all processes. ``'keep'`` distributes them as
-        ``numpy.array_split`` does, and needs at least one for each process.
+
+    Samples that do not fill a batch of all processes are left out. `set_epoch` sets the epoch, before its iteration.
 
     Raises
     ------
     ValueError
-        If an argument is out of range, or a batch would have no sample for some process.
+        If an argument is out of range, or there are fewer samples than in a batch of all processes.
     """
 
-    def __init__(
-        self,
-        length: int,
-        batch_size: int,
-        num_workers: int,
-        rank: int,
-        seed: int,
-        epoch: int = 0,
-        last_batch: Literal["discard", "keep"] = "discard",
-    ) -> None:
+    def __init__(self, length: int, batch_size: int, num_workers: int, rank: int, seed: int) -> None:
         length = arguments.whole("length", length, 1, _MOST)
         batch_size = arguments.whole("batch_size", batch_size, 1, _MOST)
         num_workers = arguments.devices("num_workers", num_workers)
         rank = arguments.whole("rank", rank, 0, num_workers - 1)
         seed = arguments.seed("seed", seed)
-        last_batch = arguments.one_of("last_batch", last_batch, ("discard", "keep"))
         whole = batch_size * num_workers
-        batches, rest = divmod(length, whole)
-        if last_batch == "keep" and rest:
-            if rest < num_workers:
-                shortage = f"{rest} samples in the last batch, fewer than the {num_workers} processes"
-                raise ValueError(f"length: {length} leaves {shortage}; expected another length or last_batch='discard'")
-            batches += 1
-        if not batches:
+        if length < whole:
             raise ValueError(f"length: {length} was given, expected at least {whole}, one batch of all processes")
-        self._length, self._whole, self._batches = length, whole, batches
+        self._length, self._whole = length, whole
         self._num_workers, self._rank, self._seed = num_workers, rank, seed
-        self.set_epoch(epoch)
+        self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iterations, which draws other permutations, and of `restore`."""
@@ -289,7 +270,7 @@ class ShuffleSampler(Sampler):
         self.set_epoch(value)
 
     def __len__(self) -> int:
-        return self._batches
+        return self._length // self._whole
 
     def __iter__(self) -> Iterator[List[Tuple[int, int]]]:
         return self._pairs(self.epoch)  # the iterator keeps this epoch
@@ -303,10 +284,10 @@ class ShuffleSampler(Sampler):
 
     def _order(self, epoch: int, batch: int) -> np.ndarray:
         """Returns the sample at each place of the keys of all processes."""
-        return _permutation(min(self._whole, self._length - batch * self._whole), self._seed, epoch, 1 + batch)
+        return _permutation(self._whole, self._seed, epoch, 1 + batch)
 
     def _own(self, rows: np.ndarray) -> np.ndarray:
-        return np.array_split(rows, self._num_workers)[self._rank]
+        return np.split(rows, self._num_workers)[self._rank]
 
     def restore(self, features: Any, batch: int, kvstore: Any = None) -> Any:
         """Returns the keys of this process in the order of its queries. Autograd goes through NDArrays.

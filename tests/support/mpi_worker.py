@@ -370,11 +370,11 @@ def gradients_in_any_order():
 
 
 def shuffled_keys():
-    """Keys and their gradients come to the process of their queries, with an uneven last batch and several contexts."""
+    """Keys and their gradients come to the process of their queries, with several contexts."""
     dim = 8
     images = np.random.RandomState(0).rand(20 * kv.num_workers - 3, 3, 64, 64).astype("float32")
     table = images.reshape(len(images), -1)[:, :dim].astype("float64")  # the features
-    sampler = contrastive.ShuffleSampler(len(images), 8, kv.num_workers, kv.rank, seed=4, last_batch="keep")
+    sampler = contrastive.ShuffleSampler(len(images), 8, kv.num_workers, kv.rank, seed=4)
     for epoch in range(2):
         sampler.set_epoch(epoch)
         for batch, pairs in enumerate(sampler):

@@ -44,7 +44,6 @@ ALIKE = {
     ],
     "batches": [[3], [[3]], [nd.ones((2, 2))], [[nd.ones((2, 2))] * 2]],
     "shards": [[nd.ones((2, 2)), 3], [nd.ones((2, 2)), nd.ones((2, 3))]],
-    "last_batch": ["rollover"],
     "contexts": [[mx.cpu(0)] * 2],
     "params": [[nd.ones(1)], [nn.Dense(1)]],
 }
@@ -80,7 +79,7 @@ TAKES = {
     "virtual_devices length batch_size num_workers cpu_devices.n": COUNT,
     "activation groups ctx_list gamma beta moving_mean moving_var mask": NONE,
     "kvstore": lambda value: value is None or repr(value) == "'nccl'",
-    "running_variance nonfinite norm_layer contexts trainer shuffle last_batch batches features": NO,
+    "running_variance nonfinite norm_layer contexts trainer shuffle batches features": NO,
     "ShuffleBatchNorm.mode to_torch.module kvstore.name symbol.SyncBatchNorm.data": NO,
     "slope": number(1e-9, 0.99),
     "mode": lambda value: isinstance(value, str) and value == "sync",
