@@ -1,6 +1,4 @@
-"""Replaces contrib's SyncBatchNorm and GluonCV's parallel helpers, so that scripts run unmodified. `uninstall` reverts
-all changes, those of the import too. docs/state.md lists them.
-"""
+"""Replaces contrib's SyncBatchNorm and GluonCV's parallel helpers, so that scripts run unmodified."""
 
 from __future__ import annotations
 
@@ -18,13 +16,12 @@ from mxnet.gluon import Block, HybridBlock, Parameter, SymbolBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from mxnet.gluon.nn.basic_layers import _BatchNorm
 
-from .. import _native, layer, parallel
+from .. import layer, parallel
 from ..exchange import named
-from ..mxnet_side import blocks, compatibility, patches
+from ..mxnet_side import blocks, compatibility
 from ..nets.convert import convert as convert_layers
 from ..nets.graphs import plain_graphs
 from ..system import arguments
-from ..training import steps
 from ..training.session import session
 
 HELPERS = "gluoncv.utils.parallel"
@@ -87,7 +84,6 @@ def install(cpus: Optional[int] = None, convert: bool = False) -> str:
         before = _installed.setdefault(name, value)
         if value != before:
             arguments.refuse(name, value, f"{before}, as installed before; call gluon_syncbn.uninstall() first")
-    patches.install()  # again, after `uninstall(everything=True)`
     if "pairs" in _installed:
         return _words()
     _put([(ContribSyncBatchNorm, SyncBatchNorm), (mx.kvstore.create, _creating(mx.kvstore.create))])
@@ -104,38 +100,13 @@ def install(cpus: Optional[int] = None, convert: bool = False) -> str:
     return _words()
 
 
-def uninstall(everything: bool = False) -> None:
-    """Undoes `install`: restores the original objects, also in modules that were imported since.
-
-    Parameters
-    ----------
-    everything : bool
-        Whether MXNet's functions and classes that the import has wrapped also become the original ones. Call it so
-        between two steps. Afterwards a layer of this package predicts. A training step raises an error until `install`
-        or a new process, because a failed step could hang. The operator, threads, handlers of exits and forks, and
-        settings that MXNet has read stay.
-
-    Raises
-    ------
-    ValueError
-        If ``everything`` is not a truth value.
-    MXNetError
-        With ``everything``, if MXNet fails at every wait.
-    """
-    everything = arguments.flag("everything", everything)
-    if everything:
-        steps.reset()
+def uninstall() -> None:
+    """Undoes `install`: restores the original objects, also in modules that were imported since."""
     if _WATCH in sys.meta_path:
         sys.meta_path.remove(_WATCH)
     session.no_longer(_converting_nodes, _converting_net, OPERATOR, "BatchNorm")
     _swap([(new, old) for old, new in _installed.get("pairs", ())])
     _installed.clear()
-    if everything:
-        patches.remove()
-        _native.fail(
-            "gluon_syncbn.uninstall(everything=True) has taken back what a training step needs. To train with a "
-            "SyncBatchNorm, call gluon_syncbn.install() or start a new process, and call it after the last step"
-        )
 
 
 def _creating(create: Callable) -> Callable:
@@ -206,7 +177,7 @@ def _swap(pairs: List[Tuple[Any, Any]]) -> None:
 
 
 def _double(thing: Any) -> Any:
-    """Returns another object that does the same, so that `remove` can tell a replacement from a module's own one."""
+    """Returns another object that does the same, so that `uninstall` can tell a replacement from a module's own one."""
     if isinstance(thing, type):
         return type(thing.__name__, (thing,), {"__doc__": thing.__doc__, "__module__": thing.__module__})
     return functools.wraps(thing)(lambda *args, **kwargs: thing(*args, **kwargs))

@@ -138,7 +138,6 @@ def _forward(block: Block, replaced: Optional[Callable[..., Any]], *args: Any) -
     if not recording:  # within the first forward of another block
         with _frame(context, seed, {}):
             return forward(*args)
-    _forwards.install()  # after an `uninstall`
     _check(block, within, operators, context)
     call = _Call(forward, context, seed)
     outputs, inputs = call.compute(args)
