@@ -69,27 +69,9 @@ def broadcast_parameters(params: Any, kvstore: Any = None, root_rank: int = 0) -
         if store is not None:
             part = value if store.rank == root_rank else value[:0]
             value = store.allgather(f"parameter {number}", part, equal=False)[root_rank]
-        _write(parameter, kinds.like(mx.nd.array(value, dtype=value.dtype), array))
-
-
-def _write(parameter: Parameter, value: mx.nd.NDArray) -> None:
-    """Sets a value on all contexts. ``set_data`` would drop the KVStore of a Trainer, if that has weights of its own to
-    update, and all that its optimizer keeps (gluon/parameter.py). A store of several machines has them elsewhere. An
-    optimizer may keep float32 copies of float16 weights, which a new one makes again.
-    """
-    trainer = parameter._trainer
-    if parameter.grad_req != "null" and trainer and trainer._update_on_kvstore:
-        store = trainer._kvstore
-        if not isinstance(store, mx.kvstore.KVStore) or "dist" in store.type or value.dtype == np.float16:
-            parameter.set_data(value)
-            return
-        if parameter not in trainer._params_to_init:
-            updater = store._updater
-            store._set_updater(lambda _, given, kept: given.copyto(kept))
-            store.push(trainer._param2idx[parameter.name], value)
-            store._set_updater(updater)
-    for array in parameter.list_data():
-        array[:] = value
+        # MXNet's `set_data` drops what an optimizer in a KVStore keeps.
+        if any((one.asnumpy() != value).any() for one in parameter.list_data()):
+            parameter.set_data(kinds.like(mx.nd.array(value, dtype=value.dtype), array))
 
 
 def await_values(argument: str, parameters: Iterable[Parameter]) -> None:

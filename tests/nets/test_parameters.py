@@ -1,9 +1,7 @@
 """Parameters that are the same everywhere; between processes: tests/processes/test_mpi.py."""
 
-import mxnet as mx
 import numpy as np
 import pytest
-from mxnet import gluon
 from mxnet.gluon import nn
 from nets import made
 
@@ -27,26 +25,3 @@ def test_all_contexts_get_those_of_the_first(contexts, kind, given):
         for now, array in zip(p.list_data(), before):
             assert now is array
             np.testing.assert_array_equal(array.asnumpy(), value)
-
-
-@pytest.mark.parametrize("store", ["local", "device", mx.kv.create("local")], ids=["local", "device", "own"])
-def test_a_trainer_that_has_begun_takes_them(store, contexts):
-    """One whose store updates the parameters has weights of its own. The momentum stays."""
-    net = nn.HybridSequential()
-    net.add(nn.Dense(2, in_units=3, use_bias=False), nn.BatchNorm(in_channels=2))
-    net.initialize(mx.init.Zero(), ctx=contexts[:2])
-    settings = {"learning_rate": 0.25, "momentum": 0.5}
-    trainer = gluon.Trainer(net.collect_params(), "sgd", settings, kvstore=store, update_on_kvstore=True)
-
-    def step():
-        for array in net[0].weight.list_grad():
-            array[:] = 1
-        trainer.step(2, ignore_stale_grad=True)
-
-    step()
-    first, second = net[0].weight.list_data()
-    first[:], second[:] = 7, 3
-    broadcast_parameters(net)
-    assert all((array.asnumpy() == 7).all() for array in net[0].weight.list_data())
-    step()
-    assert all((array.asnumpy() == 7 - 0.25 * (1 + 0.5)).all() for array in net[0].weight.list_data())
