@@ -204,17 +204,17 @@ class _Call:
         # The gradients are returned, and not left in the arrays of the parameters.
         wanted = [array for array, _, _ in asked]
         autograd.mark_variables(wanted, [array.detach() for array in wanted])
-        with self._current, mx.util.np_shape(self._np_shape), mx.util.np_array(self._np_array):
+        with self._current, mx.util.np_shape(self._np_shape):
             with _frame(self.context, self._seed, arrays, again=True), self._tape.running(again=True):
-                with _Recording(True, self._training):
+                with mx.util.np_array(self._np_array), _Recording(True, self._training):
                     outputs = _floats(self._forward(*args))
-        if len(outputs) != len(heads):
-            raise _native.differs(f"had {len(outputs)} outputs, the first {len(heads)}")
-        for (_, gradient, request), found in zip(
-            asked, autograd.grad(outputs, wanted, heads, train_mode=self._training)
-        ):
-            value = kinds.classic(found)
-            gradient[:] = gradient + value if request == _native.ADD else value
+            if len(outputs) != len(heads):
+                raise _native.differs(f"had {len(outputs)} outputs, the first {len(heads)}")
+            for (_, gradient, request), found in zip(
+                asked, autograd.grad(outputs, wanted, heads, train_mode=self._training)
+            ):
+                value = kinds.classic(found)
+                gradient[:] = gradient + value if request == _native.ADD else value
 
 
 def _floats(value: Any) -> List[NDArray]:

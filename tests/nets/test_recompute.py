@@ -305,6 +305,22 @@ def test_arguments_and_results_of_any_structure(contexts):
     assert_close(*reversed(found))
 
 
+def test_a_replica_without_samples(contexts):
+    (xs, heads), found = make_data(contexts[:2]), []
+    net = nn.HybridSequential()
+    net.add(nn.Dense(3, flatten=False, in_units=3), SyncBatchNorm(in_channels=3))
+    filled(net, contexts[:2], "float32", SHAPE).hybridize()
+    with mx.util.np_shape(True):
+        xs[0], heads[0] = (nd.zeros((0, *SHAPE), ctx=contexts[0]) for _ in range(2))
+        for change in (recompute_no_more, recompute):
+            change(net)
+            with autograd.record():
+                ys = [net(x) for x in xs]
+            autograd.backward(ys, heads)
+            found.append([array.asnumpy() for array in (ys[1], *net[0].weight.list_grad())])
+    assert_close(*reversed(found))
+
+
 def test_a_shallow_copy():
     block, ones = recompute(nn.Lambda(lambda x: x * 2)), nd.ones(1)
     twin = copy.copy(block)
