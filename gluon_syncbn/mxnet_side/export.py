@@ -121,6 +121,10 @@ def _arguments(attributes: Dict[str, str]) -> Json:
     """Returns the arguments that create the layer again, except a KVStore, which a file cannot hold. What stands behind
     the normalisation is in nodes of its own.
     """
+    return replace(settings_of(attributes), **NONE._asdict(), exchange=None).arguments()
+
+
+def settings_of(attributes: Dict[str, str]) -> Settings:
+    """Returns the settings of a node of this package. What it does not say is its layer's, if that still exists."""
     replicas = Replicas.of_node(attributes)
-    settings = Settings.from_node(attributes, replicas.settings if replicas else None)
-    return replace(settings, **NONE._asdict(), exchange=None).arguments()
+    return Settings.from_node(attributes, replicas.settings if replicas else None)

@@ -68,7 +68,7 @@ def _layer(node: Json) -> SyncBatchNorm:
             f"the SyncBatchNorm of '{node['name']}' no longer exists, or belongs to another process: keep the net of "
             "this symbol until a Module is bound"
         )
-    return layer_of(f"{replicas.name}_", attributes, replicas)
+    return layer_of(f"{replicas.name}_", attributes)
 
 
 def _synchronised(symbol: mx.sym.Symbol, contexts: List[Context]) -> Tuple[mx.sym.Symbol, List[_Node]]:

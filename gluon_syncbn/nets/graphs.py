@@ -7,7 +7,8 @@ makes the block a plain graph again unless one of its layers is synchronised.
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional, Sequence
+import warnings
+from typing import Any, Dict, List, Sequence
 
 import mxnet as mx
 from mxnet.gluon import Block, Parameter, ParameterDict, SymbolBlock
@@ -16,11 +17,11 @@ from mxnet.gluon.nn import BatchNorm, BatchNormReLU  # by name, because a script
 from ..layer import SyncBatchNorm, SyncBatchNormAdd
 from ..mxnet_side import blocks
 from ..mxnet_side.blocks import Recorded
-from ..mxnet_side.export import unshared, with_layers
+from ..mxnet_side.export import settings_of, unshared, with_layers
 from ..mxnet_side.nodes import Json, gives_moments, json_of, walk
 from ..mxnet_side.op import NAME
 from ..settings import Settings
-from ..system import kinds
+from ..system import arguments, kinds
 from ..system.classes import derived
 from ..training.replicas import Replicas
 from ..training.session import session
@@ -56,21 +57,24 @@ def open_graph(block: SymbolBlock) -> List[Recorded]:
     places = {number: (within, recorded) for number, within, recorded in walk(graph)}
     layers: Dict[int, BatchNorm] = {}
     left: List[Recorded] = []
+    gone: List[str] = []
     for node in blocks.recorded(block, graph):
         given = [parameters[name] for name in (*node.inputs[1:3], *node.inputs[-2:]) if name in parameters]
         within, recorded = places[node.number]
-        layer = None
         if len(given) < len(blocks.PARAMETERS):
-            reason = "its gamma, beta or running statistics are not parameters of the graph"
+            left.append(node._replace(reason="its gamma, beta or running statistics are not parameters of the graph"))
         elif node.operator != NAME and gives_moments(within, recorded):
-            reason = "the graph uses its mean or variance"
+            left.append(node._replace(reason="the graph uses its mean or variance"))
         else:
-            reason = "the layer that recorded it no longer exists"
-            layer = _layer(node, recorded["attrs"], given)
-        if layer is None:
-            left.append(node._replace(reason=reason))
-        else:
-            layers[node.number] = layer
+            layers[node.number] = _layer(node, recorded["attrs"], given)
+            if node.operator == NAME and Replicas.of_node(recorded["attrs"]) is None:
+                gone.append(node.name)
+    if gone:
+        warnings.warn(
+            f"the layers that recorded {arguments.some(gone, ', ')} no longer exist, and their mode, groups, KVStore "
+            "and timeout are forgotten",
+            stacklevel=5,
+        )
     if layers:
         block.__class__ = derived(type(block), Opened, type(block))
         block.__layers__, block._recorded, block._left = layers, graph, left
@@ -87,24 +91,21 @@ def close_graph(block: SymbolBlock) -> None:
             del block.__layers__, block._settings, block._recorded, block._left
 
 
-def layer_of(prefix: str, attributes: Dict[str, str], replicas: Replicas) -> SyncBatchNorm:
-    """Creates a layer for a synchronised node, with replicas of its own that have the settings of these."""
-    settings = Settings.from_node(attributes, replicas.settings)
+def layer_of(prefix: str, attributes: Dict[str, str]) -> SyncBatchNorm:
+    """Creates a layer for a synchronised node, with replicas of its own."""
+    settings = settings_of(attributes)
     layer = (SyncBatchNormAdd if settings.adds else SyncBatchNorm)(**unshared(prefix), **settings.batch_norm())
     layer._release_parameters()
     layer._adopt_parameters(settings)
     return layer
 
 
-def _layer(node: Recorded, attributes: Dict[str, str], parameters: Sequence[Parameter]) -> Optional[BatchNorm]:
-    """Creates a layer for a node, on the node's parameters; None if it was another layer's, which is gone."""
+def _layer(node: Recorded, attributes: Dict[str, str], parameters: Sequence[Parameter]) -> BatchNorm:
+    """Creates a layer for a node, on the node's parameters."""
     gamma = parameters[0].name
     prefix = gamma[: -len("gamma")] if gamma.endswith("gamma") else f"{node.name}_"
     if node.operator == NAME:
-        replicas = Replicas.of_node(attributes)
-        if replicas is None:
-            return None
-        layer = layer_of(prefix, attributes, replicas)
+        layer = layer_of(prefix, attributes)
         layer._release_parameters()
     else:
         plain = BatchNormReLU if node.operator == "_contrib_BatchNormWithReLU" else BatchNorm

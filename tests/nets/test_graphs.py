@@ -10,7 +10,8 @@ import pytest
 from internals import WHY_CUSTOM
 from mxnet import gluon
 from mxnet.gluon import nn
-from nets import assert_one_device, body, filled, operators, recorded
+from nets import assert_one_device, filled, operators, recorded, step_on
+from replicas import assert_near
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, convert, revert
@@ -54,15 +55,21 @@ def test_what_stays_is_named(contexts, capsys):
         convert(net, select="usual")
 
 
-def test_a_node_whose_layer_is_gone_stays():
-    data, source = mx.sym.var("data", dtype="float64"), body(SyncBatchNorm)
-    net = gluon.SymbolBlock(source(data), data)  # on parameters of its own
-    del source
+@pytest.mark.parametrize("change", [revert, convert])
+def test_a_node_whose_layer_is_gone(change, contexts):
+    """It is a layer again, beside one whose layer is there."""
+    data = mx.sym.var("data", dtype="float64")
+    there = SyncBatchNorm(in_channels=3, prefix="two_")
+    nets = [
+        gluon.SymbolBlock(second(norm(in_channels=3, epsilon=0.1, prefix="one_")(data)), data)
+        for norm, second in ((SyncBatchNorm, there), (nn.BatchNorm, nn.BatchNorm(in_channels=3, prefix="two_")))
+    ]
     gc.collect()
-    with pytest.warns(
-        UserWarning, match=r"revert left as it was: net_.*\(gluon_syncbn: the layer that recorded it no longer exists"
-    ):
-        revert(net)
+    with pytest.warns(UserWarning, match="the layers that recorded one_fwd no longer exist"):
+        change(nets[0])
+    assert operators(nets[0]).count("BatchNorm") == (2 if change is revert else 0)
+    places = contexts[: 1 if change is revert else 2]
+    assert_near(step_on(filled(nets[0], places), places), step_on(filled(nets[1], contexts[:1]), contexts[:1]), 1e-9)
 
 
 # ---- symbol.SyncBatchNorm --------------------------------------------------------------------------------
