@@ -93,6 +93,24 @@ def pytest_collection_modifyitems(items):
             item.add_marker(folder)
 
 
+class LongFirst(collections.OrderedDict):
+    """Files that wait for a worker. One that takes long would keep a single worker busy at the end."""
+
+    def popitem(self, last=True):
+        first = min(self, key=lambda file: not file.startswith(("tests/processes/", "tests/examples/")))
+        return first, self.pop(first)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """pytest-xdist begins with the files of many tests, which are the fast ones."""
+    from xdist.scheduler import LoadFileScheduling
+
+    scheduler = LoadFileScheduling(config, log)
+    scheduler.workqueue = LongFirst()
+    return scheduler
+
+
 def pytest_terminal_summary(terminalreporter):
     """How many tests each reason skips, in place of a line for each test."""
     reasons = collections.Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", ()))
