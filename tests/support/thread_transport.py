@@ -1,7 +1,7 @@
 """Ranks in one process, for tests: a job of threads, over an MPI of its own."""
 
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
+from ctypes import c_char_p, c_int, c_int64, c_size_t, c_void_p
 
 import libraries
 from places import SUPPORT
@@ -12,7 +12,6 @@ from gluon_syncbn.exchange.store import ProcessStore
 _library = libraries.build("threads_mpi", [SUPPORT / "threads_mpi.cc"], ["-O1", "-fvisibility=hidden"])
 _library.threads_mpi_job.restype, _library.threads_mpi_job.argtypes = c_void_p, [c_size_t]
 _library.threads_mpi_of.argtypes = [c_void_p, c_size_t, c_void_p]
-_library.threads_mpi_hold.argtypes = [c_void_p, c_size_t, c_bool]
 _library.threads_mpi_fail.argtypes = [c_void_p, c_size_t, c_char_p, c_int]
 
 
@@ -32,10 +31,6 @@ class Job:
     def __init__(self, size):
         self._job = _library.threads_mpi_job(size)
         self.stores = [ProcessStore("threads", ThreadTransport(self._job, rank, size)) for rank in range(size)]
-
-    def hold(self, rank, held=True):
-        """Until this is undone, nothing arrives from a rank."""
-        _library.threads_mpi_hold(self._job, rank, held)
 
     def fail(self, rank, function, status):
         """From now on, a function of MPI's returns this status to a rank."""

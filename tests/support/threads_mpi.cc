@@ -33,7 +33,6 @@ struct Sum {
 };
 
 struct Operation {
-    MpiJob* job;
     int from, tag;
     std::string message;  // of a short one
     const void* values;
@@ -71,10 +70,8 @@ struct Communicator {
 }  // namespace
 
 struct MpiJob {
-    explicit MpiJob(size_t ranks) : held(ranks), all(this, ranks) {}
-    bool holds() const { return std::count(held.begin(), held.end(), true) > 0; }
+    explicit MpiJob(size_t ranks) : all(this, ranks) {}
 
-    std::vector<bool> held;
     std::map<std::pair<size_t, std::string>, int> failing;
     Communicator all;
 };
@@ -116,8 +113,8 @@ int MPI_Isend(const void* from, int count, Handle type, int to, int tag, Handle 
     Member& member = member_of(communicator);
     if (const int status = failure(member, "MPI_Isend"); status != 0) return status;
     const size_t size = static_cast<size_t>(count) * static_cast<size_t>(type);
-    const auto sent = std::make_shared<Operation>(
-        Operation{member.of->job, static_cast<int>(member.rank), tag, "", from, size, size <= kShort});
+    const auto sent =
+        std::make_shared<Operation>(Operation{static_cast<int>(member.rank), tag, "", from, size, size <= kShort});
     if (sent->done) sent->message.assign(static_cast<const char*>(from), size);
     member.of->members[static_cast<size_t>(to)].inbox.push_back(sent);
     put(request, sent);
@@ -127,10 +124,8 @@ int MPI_Isend(const void* from, int count, Handle type, int to, int tag, Handle 
 int MPI_Improbe(int from, int tag, Handle communicator, int* found, void* message, void* status) {
     const std::lock_guard<std::mutex> lock(mutex);
     Member& member = member_of(communicator);
-    if (const int status = failure(member, "MPI_Improbe"); status != 0) return status;
     const auto next = std::find_if(member.inbox.begin(), member.inbox.end(), [&](const Shared& sent) {
-        return (from == kAny || from == sent->from) && (tag == kAny || tag == sent->tag) &&
-               !sent->job->held[static_cast<size_t>(sent->from)];
+        return (from == kAny || from == sent->from) && (tag == kAny || tag == sent->tag);
     });
     *found = next != member.inbox.end();
     if (*found != 0) {
@@ -173,7 +168,7 @@ int MPI_Iallreduce(const void* from, void* values, int count, Handle type, Handl
     if (from != kInPlace) std::memcpy(values, from, static_cast<size_t>(count * type));
     sum->values[member.rank] = values;
     ++sum->come;
-    put(request, std::make_shared<Operation>(Operation{member.of->job, 0, 0, "", nullptr, 0, false, sum}));
+    put(request, std::make_shared<Operation>(Operation{0, 0, "", nullptr, 0, false, sum}));
     return 0;
 }
 
@@ -183,7 +178,7 @@ int MPI_Comm_idup(Handle communicator, Handle* made, Mpi::Request* request) {
     Communicator& copy = member.of->copy(member.copies++);
     ++copy.come;
     *made = copy.handle(member.rank);
-    put(request, std::make_shared<Operation>(Operation{copy.job, 0, 0, "", nullptr, 0, false, nullptr, &copy}));
+    put(request, std::make_shared<Operation>(Operation{0, 0, "", nullptr, 0, false, nullptr, &copy}));
     return 0;
 }
 
@@ -193,7 +188,7 @@ int MPI_Test(Mpi::Request* request, int* done, void*) {
     if (operation == nullptr) return kNoRequest;
     const auto [sum, made] = std::make_pair(operation->sum.get(), operation->made);
     if (sum != nullptr) {
-        if (!sum->done && sum->come == sum->values.size() && !operation->job->holds()) {
+        if (!sum->done && sum->come == sum->values.size()) {
             sum->type == kFloat64 ? add<double>(*sum) : add<float>(*sum);
             sum->done = true;
         }
@@ -201,7 +196,7 @@ int MPI_Test(Mpi::Request* request, int* done, void*) {
     }
     if (made != nullptr) {  // MPICH says here, and not before, that it has none left
         if (const int status = failure(made->members[0], "MPI_Comm_idup"); status != 0) return status;
-        operation->done = made->come == made->members.size() && !made->job->holds();
+        operation->done = made->come == made->members.size();
     }
     *done = operation->done;
     if (*done == 0) put(request, operation);
@@ -232,11 +227,6 @@ EXPORTED size_t threads_mpi_of(MpiJob* job, size_t rank, Mpi* mpi) {
     mpi->add = kAdd;
     mpi->communicator = job->all.handle(rank);
     return sizeof *mpi / sizeof(Handle);
-}
-
-EXPORTED void threads_mpi_hold(MpiJob* job, size_t rank, bool held) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    job->held[rank] = held;
 }
 
 EXPORTED void threads_mpi_fail(MpiJob* job, size_t rank, const char* function, int status) {

@@ -16,7 +16,5 @@ struct MpiJob;
 EXPORTED MpiJob* threads_mpi_job(size_t ranks);
 // What the core needs to know of it in a rank. Returns the number of words.
 EXPORTED size_t threads_mpi_of(MpiJob* job, size_t rank, Mpi* mpi);
-// Until this is undone, nothing arrives from a rank, and nothing ends that all take part in.
-EXPORTED void threads_mpi_hold(MpiJob* job, size_t rank, bool held);
 // From now on, this function returns this status to a rank.
 EXPORTED void threads_mpi_fail(MpiJob* job, size_t rank, const char* function, int status);

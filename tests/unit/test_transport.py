@@ -339,27 +339,6 @@ def test_an_error_of_mpi():
     assert [store.failure for store in stores_of_job] == ["has failed: MPI reports error 16"] * 2
 
 
-def test_a_link_that_is_slow():
-    """Nothing of rank 1's arrives for a while; and then nothing more."""
-    all_stores, job = stores(3), jobs[-1]
-    gluon_syncbn.configure(timeout=2)
-
-    def work(store):
-        trainer, array = Trainer(), mx.nd.ones(3)
-        for step in range(2):
-            store.add_gradients(trainer, {"weight": [array]})
-            for theirs in store.allgather("vectors", array.asnumpy()):
-                assert (theirs == 3 ** (step + 1)).all()
-
-    job.hold(1)
-    release = threading.Timer(1, job.hold, (1, False))
-    release.start()
-    assert everywhere(all_stores, work) == [None] * 3
-    job.hold(1)
-    errors = everywhere(all_stores, lambda store: store.allgather("more", np.ones(1)))
-    assert all("waits for rank 1 in exchange 'more'" in str(errors[rank]) for rank in (0, 2)), errors
-
-
 FAULTS = {
     None: "",
     "fails": "rank {last} of {size} has failed: the disk is full",
