@@ -1,4 +1,4 @@
-"""Trains an estimator of `gluoncv.auto` with its own syncbn setting on GPUs 0 and 1; prints what came of it as JSON.
+"""Trains the SSD estimator of `gluoncv.auto` with its own syncbn setting on GPUs 0 and 1; prints JSON of its layers.
 
 For `python -m gluon_syncbn run --cpus 2`: of gluon_syncbn it knows nothing. The data is drawn, and the networks start
 without weights that would have to be downloaded. What has to be mended for it is said where it is done.
@@ -7,7 +7,6 @@ without weights that would have to be downloaded. What has to be mended for it i
 import functools
 import json
 import os
-import sys
 import typing
 
 import cv2
@@ -20,47 +19,18 @@ type_check._SPECIAL_INSTANCE_CHECKERS["Optional"] = type_check._instancecheck_un
 _name = type_check._get_name
 type_check._get_name = lambda kind: "Any" if kind is typing.Any else _name(kind)
 
-from gluoncv.auto import estimators  # noqa: E402
 from gluoncv.auto.data.dataset import ObjectDetectionDataset  # noqa: E402
+from gluoncv.auto.estimators import SSDEstimator  # noqa: E402
 from gluoncv.auto.estimators.ssd import ssd  # noqa: E402
-from gluoncv.model_zoo import model_zoo  # noqa: E402
-from gluoncv.model_zoo.rcnn.faster_rcnn import faster_rcnn  # noqa: E402
 
 CLASSES = ("person", "car", "dog")
 OBJECT = (
     "<object><name>{}</name><difficult>0</difficult><bndbox>"
     "<xmin>{}</xmin><ymin>{}</ymin><xmax>{}</xmax><ymax>{}</ymax></bndbox></object>"
 )
-SMALL_RCNN = {
-    "faster_rcnn": {
-        "norm_layer": "syncbn",
-        "transfer": None,
-        "base_network": "resnet18_v1b",
-        "image_short": 96,
-        "image_max_size": 128,
-        "anchor_alloc_size": (48, 48),
-        "num_fpn_filters": 16,
-        "num_box_head_conv": 1,
-        "num_box_head_conv_filters": 16,
-        "num_box_head_dense_filters": 32,
-        "rpn_channel": 16,
-        "max_num_gt": 10,
-    },
-    "valid": {"rpn_test_pre_nms": 100, "rpn_test_post_nms": 20},
-    "kv_store": "device",
-}
-#: The estimator, its settings, and those of its training.
-ESTIMATORS = {
-    "ssd": (estimators.SSDEstimator, {"ssd": {"syncbn": True, "transfer": "ssd_300_mobilenet0.25_coco"}}, {}),
-    "faster_rcnn": (
-        estimators.FasterRCNNEstimator,
-        SMALL_RCNN,
-        {"batch_size": 2, "rpn_train_pre_nms": 200, "rpn_train_post_nms": 50, "rcnn_num_samples": 16},
-    ),
-}
 
 
-def draw_voc(root, random, images=12):
+def draw_voc(root, random, images=6):
     """Bright rectangles on noise, two on each image, as Pascal VOC has them."""
     for folder in ("JPEGImages", "Annotations", "ImageSets/Main"):
         os.makedirs(f"{root}/{folder}")
@@ -79,35 +49,18 @@ def draw_voc(root, random, images=12):
         file.writelines(f"{i}\n" for i in range(images))
 
 
-def mend():
-    """What keeps these estimators from training here with any BatchNorm."""
-    # SSD asks for the pretrained base whatever its settings are.
-    ssd.get_model = functools.partial(ssd.get_model, pretrained_base=False)
-    # GluonCV has two functions of the name custom_faster_rcnn_fpn; the one that it finds cannot take its arguments.
-    model_zoo._models["custom_faster_rcnn_fpn"] = faster_rcnn.custom_faster_rcnn_fpn
-    # On a CPU, ROIAlign leaves the output of a region that belongs to another level of the pyramid as the memory was
-    # (src/operator/contrib/roi_align.cc, where roi_batch_ind is negative).
-    align = mx.nd.contrib.ROIAlign
-
-    def aligned(data, rois, *args, **kwargs):
-        pooled = align(data, rois, *args, **kwargs)
-        return mx.nd.where(rois[:, 0] >= 0, pooled, mx.nd.zeros_like(pooled))
-
-    mx.nd.contrib.ROIAlign = aligned
-
-
-def main(name):
+def main():
     random = np.random.RandomState(0)
     draw_voc("voc", random)
     data = ObjectDetectionDataset.from_voc("voc", splits=["train"])
-    mend()
-    estimator, settings, train = ESTIMATORS[name]
-    nets, init_network, init_trainer = [], estimator._init_network, estimator._init_trainer
+    # SSD asks for the pretrained base whatever its settings are.
+    ssd.get_model = functools.partial(ssd.get_model, pretrained_base=False)
+    nets, init_network, init_trainer = [], SSDEstimator._init_network, SSDEstimator._init_trainer
     # Without weights, as the estimator makes a net that it loads afterwards.
-    estimator._init_network = lambda self, **kwargs: init_network(self, load_only=True)
-    estimator._init_trainer = lambda self: (nets.append(self.net), init_trainer(self))
-    train = {"batch_size": 3, "epochs": 2, **train}
-    running = estimator({**settings, "gpus": (0, 1), "num_workers": 0, "train": train})
+    SSDEstimator._init_network = lambda self, **kwargs: init_network(self, load_only=True)
+    SSDEstimator._init_trainer = lambda self: (nets.append(self.net), init_trainer(self))
+    settings = {"ssd": {"syncbn": True, "transfer": "ssd_300_mobilenet0.25_coco"}, "gpus": (0, 1), "num_workers": 0}
+    running = SSDEstimator({**settings, "train": {"batch_size": 3, "epochs": 1}})
     steps, statistics = [], {}  # as training leaves them: an evaluation takes the mean over the devices
     step = mx.gluon.Trainer.step
 
@@ -125,4 +78,4 @@ def main(name):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()
