@@ -16,6 +16,7 @@ import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
 from gluon_syncbn.mxnet_side.optimizers import alike
 from gluon_syncbn.mxnet_side.trainer import update_of
+from gluon_syncbn.training import join
 from gluon_syncbn.training.session import session
 
 WORKER = SUPPORT / "gradients_worker.py"
@@ -27,6 +28,10 @@ SCENARIOS = (
 FAULTS = (
     "freezes+divides_otherwise+leaves_out_the_second+divides_apart+begins_elsewhere+begins_frozen+"
     "begins_with_other_states+loads_other_states"
+)
+JOINS = (
+    "joins+joins_masked+joins_without_an_output+raises_while_joined+"
+    "samples_of_all+clips_alone+updates_alone+gathers_while_joined"
 )
 
 
@@ -43,7 +48,7 @@ def store_of_one():
 
 def test_two_processes():
     """What changes no parameter, too: a step that fails."""
-    job = Job(2, f"{SCENARIOS}+{FAULTS}", worker=WORKER, limit=400)
+    job = Job(2, f"{SCENARIOS}+{FAULTS}+{JOINS}", worker=WORKER, limit=400)
     assert job.succeeded(2), job.output
 
 
@@ -167,3 +172,9 @@ def test_numbers_that_go_on_with_each_parameter_are_those_of_a_process_of_its_ow
         return [layer.weight.data().asscalar() for layer in layers]
 
     assert trained(first, every, alike) == trained(0, 1, lambda _: nullcontext())
+
+
+@pytest.mark.parametrize("shape, samples", [((5, 2), 10), ((4, 2, 3, 8, 8), 8)])
+def test_words_and_images_of_videos_are_samples(shape, samples):
+    """As many as all processes would have without the second dimension."""
+    assert not join._are_of_all(samples, [(mx.nd.ones(shape),)], 2)

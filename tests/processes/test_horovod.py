@@ -37,11 +37,8 @@ class Two(mpi_job.Programs):
         ]
 
 
-@pytest.mark.parametrize(
-    "arguments", [("equals_one_device+rows_arrive", "horovod", "eager"), ("equals_one_device", "horovod", "graph")]
-)
-def test_processes(arguments):
-    with Two(*arguments) as job:
+def test_processes():
+    with Two("equals_one_device+rows_arrive", "horovod") as job:
         assert job.wait(job.workers) == [0, 0], job.output()
         assert len(set(re.findall("running (.*)", job.output()))) == 1  # the same bits
 
@@ -66,7 +63,7 @@ def test_a_process_that_is_not_like_the_other(kind, text):
 def test_horovodrun():
     command = [str(mpi_job.BIN / "horovodrun"), "-np", "2", sys.executable, WORKER]
     done = ended(
-        [*command, "equals_one_device", "horovod", "eager"],
+        [*command, "equals_one_device", "horovod"],
         SUPPORT,
         PACKAGE.parent,
         OMP_NUM_THREADS=1,

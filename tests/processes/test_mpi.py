@@ -10,14 +10,27 @@ from environments import ended
 from mpi_job import Job
 from places import SUPPORT
 
+#: Jobs of this many processes, with 1 and 2 devices in turn.
 JOBS = {
     2: (
         "updates_bn_stats+recomputed+prepares_otherwise+shares_the_store+"
         "calls_stay_in_the_engine+trained_alone_before+modules_of_other_channels+a_batch_that_is_not_finite+"
         "broadcasts_parameters+gathers_other_rows"
     ),
-    3: "equals_the_specification+gathers+gradients_in_any_order+shuffled_keys+fails_beside_two",
+    3: (
+        "equals_the_specification+gathers+gradients_in_any_order+shuffled_keys+joins+joins_masked_in_groups+"
+        "fails_beside_two"
+    ),
 }
+#: Jobs of four replicas, whose groups are named by their ranks.
+GROUPS = {
+    "of processes": (4, ["layers_in_any_order+members_do_not_wait_for_others"], {}),
+    "of contexts": (2, ["layers_in_any_order+fewer_devices+other_devices"], {}),
+    # MXNet may put the copies of two layers into one operation, which would wait for both.
+    "through Custom": (4, ["layers_in_any_order"], {"GLUON_SYNCBN_OPERATOR": "custom"}),
+    "for long": (4, ["layers_in_any_order", 1000], {}),
+}
+SLOW = [pytest.mark.slow, pytest.mark.timeout(1500)]
 ENDS_FIRST = [rf"^rank {rank} of 2 ends, and its job with it .*rank 1 of 2 has ended" for rank in (0, 1)]
 FAILS = [rf"^rank {rank} of 2 ends, and its job with it .*OSError left the recorded step" for rank in (0, 1)]
 #: Jobs of two processes that end early, and what they say, once. Rank 0 saves its work.
@@ -32,10 +45,19 @@ ENDS = {
 
 @pytest.mark.parametrize("processes", JOBS)
 def test_processes(processes):
-    """With 1 and 2 devices in turn, and names of layers that differ."""
-    job = Job(processes, JOBS[processes], limit=250)
+    """Names of layers differ."""
+    job = Job(processes, JOBS[processes], worker=SUPPORT / "gradients_worker.py", limit=250)
     assert job.succeeded(processes), job.output
     assert "Processes: <kvstore 'mpi': rank 1 of 2>" in job.output or processes == 3
+
+
+@pytest.mark.parametrize("name", [pytest.param(one, marks=SLOW if one == "for long" else []) for one in GROUPS])
+def test_four_replicas(name):
+    processes, arguments, settings = GROUPS[name]
+    environment = {"MPI_WORKER_CONTEXTS": str(4 // processes), **settings}
+    limit = 1200 if arguments[1:] else 250
+    job = Job(processes, *arguments, worker=SUPPORT / "groups_worker.py", environment=environment, limit=limit)
+    assert job.succeeded(processes), job.output
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import mpi_worker
 import numpy as np
-import pytest
 from mpi_worker import CONTEXTS, DEVICES, HERE, OWN, devices_of, kv
-from ranks import learns, main
+from ranks import learns, main, raises
 from replicas import WAYS
 
 import gluon_syncbn
@@ -194,7 +193,7 @@ def updates_alike():
     for name, text in REFUSED.items():
         net = nn.Dense(2, in_units=3)
         net.initialize(ctx=CONTEXTS[:2])
-        with pytest.raises(ValueError, match=f"optimizer: '{name.upper()}' was given, expected {text}"):
+        with raises(ValueError, f"optimizer: '{name.upper()}' was given, expected {text}"):
             gluon.Trainer(net.collect_params(), name, kvstore=kv)
 
 
@@ -247,7 +246,7 @@ def copies_a_net():
     pair.step()
     pair.assert_same()
     assert copy.deepcopy(kv) is kv
-    with pytest.raises(TypeError, match=r"cannot be pickled.*net.save_parameters"):
+    with raises(TypeError, r"cannot be pickled.*net.save_parameters"):
         pickle.dumps(pair.net)
 
 

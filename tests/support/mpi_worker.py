@@ -19,14 +19,13 @@ import gluon_syncbn
 CONTEXTS = gluon_syncbn.cpu_devices(4)
 
 import mxnet as mx  # noqa: E402
-import pytest  # noqa: E402
 from allreduce import sent  # noqa: E402
 from gate import Gate  # noqa: E402
 from internals import WHY_CUSTOM, core_count  # noqa: E402
 from mxnet import autograd, gluon, nd  # noqa: E402
 from mxnet.gluon import nn  # noqa: E402
 from poolings import POOLINGS, fits, specification  # noqa: E402
-from ranks import learns, leave, main, meet, path_of, wait_for  # noqa: E402
+from ranks import learns, leave, main, meet, path_of, raises, wait_for  # noqa: E402
 from replicas import (  # noqa: E402
     TOLERANCE,
     WAYS,
@@ -131,9 +130,7 @@ def updates_bn_stats():
     layer = gluon_syncbn.SyncBatchNorm(in_channels=5)
     layer.initialize(ctx=OWN)
     xs = on_devices(make_batch(np.random.RandomState(0), len(OWN)).shards, OWN, "float32")
-    with pytest.raises(
-        ValueError, match=f"batches: rank 0 of {kv.num_workers} gave 2, expected as many as the other ranks"
-    ):
+    with raises(ValueError, f"batches: rank 0 of {kv.num_workers} gave 2, expected as many as the other ranks"):
         gluon_syncbn.update_bn_stats(layer, [xs] * (2 + (kv.rank > 0)), kvstore=kv)
     assert not layer.running_mean.data(OWN[0]).asnumpy().any()
 
