@@ -33,5 +33,6 @@ _exec, builtins.exec = builtins.exec, _later
 gc.disable()  # none of the thousands of functions that MXNet makes is garbage
 import gluon_syncbn  # noqa: E402, F401
 
+gc.freeze()
 gc.enable()
 builtins.exec = _exec
