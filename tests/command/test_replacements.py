@@ -12,6 +12,7 @@ from gluoncv.model_zoo.rcnn.mask_rcnn import mask_rcnn
 from gluoncv.nn import feature
 from mxnet import nd
 from mxnet.gluon import nn
+from replicas import ready
 
 import gluon_syncbn
 from gluon_syncbn import parallel
@@ -148,8 +149,7 @@ def test_mask_rcnn_has_all_layers(installed):
 
 def test_a_model_that_is_no_block(contexts, installed):
     """GluonCV's segmentation scripts evaluate with one."""
-    net = nn.Dense(3, in_units=2)
-    net.initialize()
+    net = ready(nn.Dense(3, in_units=2))
     evaluated = gluoncv.model_zoo.segbase.SegEvalModel(SimpleNamespace(evaluate=net, collect_params=net.collect_params))
     model = gluoncv.utils.parallel.DataParallelModel(evaluated, contexts[:2])
     assert [y.shape for (y,) in model(nd.ones((4, 2)))] == [(2, 3), (2, 3)]

@@ -573,8 +573,7 @@ def test_room_for_errors_in_the_list_of_mxnet(contexts, monkeypatch):
 
 @pytest.mark.parametrize("of", ["another process", "a layer that is gone"])
 def test_a_graph_that_has_no_layer_here(contexts, tmp_path, of):
-    layer, path = SyncBatchNorm(in_channels=3), str(tmp_path / "symbol.json")
-    layer.initialize(ctx=contexts[:1])
+    layer, path = ready(SyncBatchNorm(in_channels=3), contexts=contexts[:1]), str(tmp_path / "symbol.json")
     text = json.dumps(json_of(layer(mx.sym.var("data"))))
     Path(path).write_text(text)
     mx.sym.load(path)

@@ -5,12 +5,12 @@ import json
 import mxnet as mx
 import numpy as np
 import pytest
-from mxnet import autograd, gluon, nd
+from mxnet import autograd, nd
 from mxnet.gluon import nn
 from nets import filled, imported
+from replicas import ready
 
 from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, assert_synchronised, convert, revert, summary
-from gluon_syncbn.mxnet_side.blocks import recorded
 from gluon_syncbn.mxnet_side.nodes import is_ours, json_of, walk
 from gluon_syncbn.mxnet_side.recording import running_graph
 from gluon_syncbn.system.arguments import value_of
@@ -88,9 +88,7 @@ def test_no_file_of_a_second_input_in_a_body(contexts, norm):
 
     net = Net()
     net.norm = norm(in_channels=3)
-    net.initialize(ctx=contexts[:1])
-    net.hybridize()
-    net(*data("foreach", contexts[:1]))
+    ready(net, contexts=contexts[:1], way="hybrid")(*data("foreach", contexts[:1]))
     with pytest.raises(ValueError, match=r"batchnorm\w*_fwd: a mask or an addend was given in the body of"):
         net._cached_graph[1].tojson()
 
@@ -120,15 +118,3 @@ def test_values():
     values = {"1": 1, "True": True, "true": True, " TRUE ": True, "false": False, "0": 0}
     values.update({"(3, 3)": (3, 3), "None": None, "1e-05": 1e-5, "-1": -1, "relu": "relu", "": "", "f,x": "f,x"})
     assert {text: value_of(text) for text in values} == values
-
-
-@pytest.mark.parametrize("true", ["1", "true"])
-def test_truth_values_of_a_file(true):
-    """The one layer has a gamma that does not count, the other one is frozen."""
-    data = mx.sym.var("data", dtype="float32")
-    one = mx.sym.BatchNorm(data, name="one", fix_gamma=True)
-    frozen = mx.sym.BatchNorm(one, name="frozen", fix_gamma=False, use_global_stats=True)
-    net = gluon.SymbolBlock(mx.sym.load_json(frozen.tojson().replace('"True"', f'"{true}"')), data)
-    assert [node.frozen for node in recorded(net)] == [False, True]
-    layers = convert(net).__layers__.values()
-    assert [(one._kwargs["fix_gamma"], one._kwargs["use_global_stats"]) for one in layers] == [(1, 0), (0, 1)]

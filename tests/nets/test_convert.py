@@ -29,7 +29,7 @@ from nets import (
     single,
     within,
 )
-from replicas import WAYS, forward_and_backward
+from replicas import WAYS, forward_and_backward, ready
 
 import gluon_syncbn
 from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd, convert, freeze, revert
@@ -196,10 +196,8 @@ def test_a_forward_that_names_no_parameter(base, by_position, rng):
     values = [nd.array(rng.rand(3)) for _ in blocks.PARAMETERS]
     for data in (arrays, [*arrays, nd.array(rng.rand(6, 1) > 0.5)]):
         results = []
-        for cls, hybrid in ((base, False), (Calls, False), (Calls, True)):
-            layer = cls(in_channels=3)
-            layer.initialize()
-            layer.hybridize(hybrid)
+        for cls, way in ((base, "eager"), (Calls, "eager"), (Calls, "hybrid")):
+            layer = ready(cls(in_channels=3), way=way)
             for parameter, value in zip(layer._reg_params.values(), values):
                 parameter.set_data(value)
             with autograd.record():
@@ -328,8 +326,7 @@ def test_classes_of_ours_in_the_places_of_mxnets(ours_as_mxnets, contexts):
 
 @pytest.mark.parametrize("cls", [SyncBatchNormAdd, ShuffleBatchNorm, SyncBatchNorm, replacements.SyncBatchNorm])
 def test_operators_of_ours_in_the_places_of_mxnets(ours_as_mxnets, contexts, monkeypatch, cls):
-    layer = cls(in_channels=3, prefix="bn_")
-    layer.initialize(ctx=contexts[:2])
+    layer = ready(cls(in_channels=3, prefix="bn_"), contexts=contexts[:2])
     inputs = [nd.random.normal(shape=(2, 3))] * (1 + issubclass(cls, SyncBatchNormAdd))
     want = layer(*inputs).asnumpy()
     for F in (mx.sym, mx.nd):
@@ -373,9 +370,8 @@ def test_nothing_else_has_a_name_or_is_a_layer_to_come(contexts):
     def to_come():
         return [layer for layer in Replicas.by_id.values() if not layer.contexts]
 
-    first, net = number(nn.BatchNorm()), nn.HybridSequential()
-    net.add(nn.BatchNorm(in_channels=3), nn.BatchNorm(in_channels=3))
-    net.initialize(ctx=contexts[:2])
+    first = number(nn.BatchNorm())
+    net = ready(nn.BatchNorm(in_channels=3), nn.BatchNorm(in_channels=3), contexts=contexts[:2])
     gc.collect()
     before = to_come()
     gc.disable()

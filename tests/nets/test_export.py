@@ -13,7 +13,7 @@ from mxnet.contrib.quantization import quantize_net_v2
 from mxnet.gluon import nn
 from nets import SAMPLE, filled, imported, operators
 from places import ROOT
-from replicas import forward_and_backward
+from replicas import forward_and_backward, ready
 
 from gluon_syncbn import SyncBatchNorm, convert, revert
 
@@ -22,12 +22,8 @@ def test_saved_nets_and_texts_have_plain_operators(contexts, tmp_path):
     """Another process loads them. A net that loads them keeps its own layers."""
 
     def made():
-        net = nn.HybridSequential()
-        with net.name_scope():
-            net.add(nn.Conv2D(4, 1, in_channels=3), SyncBatchNorm(in_channels=4), nn.Activation("relu"))
-        net.initialize(ctx=contexts[:2])
-        net.hybridize()
-        return convert(net, fuse=True)
+        blocks = nn.Conv2D(4, 1, in_channels=3), SyncBatchNorm(in_channels=4), nn.Activation("relu")
+        return convert(ready(*blocks, contexts=contexts[:2], way="hybrid"), fuse=True)
 
     net, x = made(), mx.nd.random.normal(shape=(2, 3, 4, 4))
     y = net(x).asnumpy()

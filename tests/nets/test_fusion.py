@@ -10,7 +10,7 @@ from mxnet import autograd, nd
 from mxnet.base import _LIB
 from mxnet.gluon import SymbolBlock, nn
 from nets import assert_as_plain, assert_one_device, filled, made
-from replicas import WAYS
+from replicas import WAYS, ready
 
 from gluon_syncbn import convert, revert, summary
 from gluon_syncbn.mxnet_side.nodes import json_of
@@ -117,11 +117,8 @@ def test_no_copy_of_a_graph_stays(monkeypatch):
     copy_graph, copies = _LIB.MXSymbolRemoveAmpCast, []
     monkeypatch.setattr(_LIB, "MXSymbolRemoveAmpCast", lambda *args: copies.append(args) or copy_graph(*args))
     x = nd.random.normal(shape=(2, 3, 6, 6))
-    net = nn.HybridSequential()
-    net.add(Residual(ACTIVATIONS["relu"]), nn.BatchNorm(in_channels=3), nn.Activation("relu"))
-    convert(net, fuse=True)
-    net.initialize()
-    net.hybridize()
+    blocks = Residual(ACTIVATIONS["relu"]), nn.BatchNorm(in_channels=3), nn.Activation("relu")
+    net = convert(ready(*blocks, way="hybrid"), fuse=True)
     with autograd.record():
         net(x).backward()
     summary(net)

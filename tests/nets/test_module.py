@@ -13,7 +13,7 @@ from internals import core
 from mxnet import nd
 from mxnet.gluon import nn
 from nets import body, drawn, filled, operators, symbols
-from replicas import assert_near
+from replicas import assert_near, ready
 
 import gluon_syncbn
 from gluon_syncbn.symbol import SyncBatchNorm
@@ -66,7 +66,7 @@ def bound(symbol, contexts, *, labels=True, buckets=None, given=None, **binding)
     return module
 
 
-def ready(symbol, contexts, kvstore="local", **given):
+def trainable(symbol, contexts, kvstore="local", **given):
     module = bound(symbol, contexts, **given)
     module.init_optimizer(kvstore, "sgd", SETTINGS)
     return module
@@ -142,14 +142,14 @@ def of_a_gluon_net(norm, contexts):
     """Its own layers are elsewhere, and stay."""
     net = filled(body(nn.BatchNorm if norm is PLAIN else gluon_syncbn.SyncBatchNorm), [mx.cpu(3), mx.cpu(4)])
     y = mx.sym.FullyConnected(net(mx.sym.var("data")), num_hidden=CLASSES, name="fc")
-    return train(ready(mx.sym.SoftmaxOutput(y, name="softmax"), contexts), range(3))
+    return train(trainable(mx.sym.SoftmaxOutput(y, name="softmax"), contexts), range(3))
 
 
 def in_other_sizes(norm, contexts, sizes=(12, 6, 12, 20, 6), buckets=False):
     """With a reshape that is asked for, and by the batch; with two forwards that nothing else puts in order. Buckets
     have graphs of their own, on the same parameters.
     """
-    module = ready(classifier(norm), contexts, buckets=buckets and functools.partial(classifier, norm))
+    module = trainable(classifier(norm), contexts, buckets=buckets and functools.partial(classifier, norm))
     for seed, size in enumerate(sizes):
         batch = batch_of(seed, size)
         if seed % 2 and not buckets:
@@ -163,7 +163,7 @@ def in_other_sizes(norm, contexts, sizes=(12, 6, 12, 20, 6), buckets=False):
 
 def mirrored(norm, contexts):
     """The forward that an executor computes again for its backward leaves the running statistics alone."""
-    module = ready(classifier(norm), contexts)
+    module = trainable(classifier(norm), contexts)
     for seeds in ([1, 2], [3]):
         got = train(module, seeds)
         module.forward(batch_of(0), is_train=True)
@@ -202,7 +202,6 @@ def marked(y, **given):
 #: What trains, the norm, the number of contexts, and settings: as with plain BatchNorm on one context.
 TRAININGS = {
     "fit, one context": (fitted, SyncBatchNorm, 1, {}),
-    "fit, local": (fitted, SyncBatchNorm, 2, {"kvstore": "local"}),
     "fit, device": (fitted, SyncBatchNorm, 3, {"kvstore": "device"}),
     "fit, shares": (fitted, SyncBatchNorm, 2, {"kvstore": "local", "shares": [1, 3]}),
     "fit, updates here": (fitted, SyncBatchNorm, 2, {"kvstore": "local", "MXNET_UPDATE_ON_KVSTORE": "0"}),
@@ -289,8 +288,7 @@ def test_other_executors_predict(in_a_net, contexts):
     """A training step says what to do."""
     symbol = SyncBatchNorm(mx.sym.var("data"), name="alone", ndev=2, key="k")
     if in_a_net:  # whose contexts are known
-        net = gluon_syncbn.SyncBatchNorm(in_channels=3, prefix="alone_")
-        net.initialize(ctx=contexts[0])
+        net = ready(gluon_syncbn.SyncBatchNorm(in_channels=3, prefix="alone_"), contexts=contexts[:1])
         symbol = net(mx.sym.var("data"))
     executor = symbol.simple_bind(contexts[0], data=(2, 3, 4))
     assert executor.forward()[0].asnumpy().shape == (2, 3, 4)
@@ -300,7 +298,7 @@ def test_other_executors_predict(in_a_net, contexts):
 
 
 def test_layers_live_as_long_as_their_executors(contexts):
-    module = ready(classifier(SyncBatchNorm), contexts[:2])
+    module = trainable(classifier(SyncBatchNorm), contexts[:2])
     gc.collect()
     before = core.layers()
     train(module, [1])
@@ -342,25 +340,6 @@ def broken(seed):
     batch = batch_of(seed)
     batch.data[0][0] = np.nan
     return batch
-
-
-class OwnModule(mx.mod.Module):
-    """A program's own: of MXNet's it uses the group of executors, and functions that update weights."""
-
-    def forward(self, data_batch, is_train=None):
-        self._exec_group.forward(data_batch, is_train)
-
-    def backward(self, out_grads=None):
-        self._exec_group.backward(out_grads)
-
-    def update(self):
-        self._params_dirty = True
-        group = self._exec_group
-        arrays = group.param_arrays, group.grad_arrays
-        if self._update_on_kvstore:
-            mx.model._update_params_on_kvstore(*arrays, self._kvstore, group.param_names)
-        else:
-            mx.model._update_params(*arrays, self._updater, 2, self._kvstore, group.param_names)
 
 
 def read(module, _):
@@ -409,8 +388,7 @@ def an_exception_in_forward(module, monkeypatch, what="forward"):
 
 
 an_exception_in_backward = functools.partial(an_exception_in_forward, what="backward")
-FAILURES = [(read, mx.mod.Module), (read, OwnModule), (read, mx.mod.SequentialModule)]
-FAILURES += [(read_before_the_update, mx.mod.Module), (read_before_the_update, OwnModule)]
+FAILURES = [(read, mx.mod.Module), (read, mx.mod.SequentialModule), (read_before_the_update, mx.mod.Module)]
 FAILURES += [(one, mx.mod.Module) for one in (nobody_has_read, an_exception_in_forward, an_exception_in_backward)]
 
 
@@ -419,9 +397,7 @@ def test_a_failed_step_changes_nothing_and_the_next_one_trains(failure, kind, co
     """The steps around it are those of a run without it."""
     monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", str(int(failure is not read_before_the_update)))
     in_parts = kind is mx.mod.SequentialModule  # of which the second does not train on what the first leaves
-    if not in_parts:
-        monkeypatch.setattr(mx.mod, "Module", kind)
-    make = sequence if in_parts else lambda norm, contexts: ready(classifier(norm), contexts)
+    make = sequence if in_parts else lambda norm, contexts: trainable(classifier(norm), contexts)
     want = train(make(SyncBatchNorm, contexts[:2]), [1, 2, 3])
     gluon_syncbn.configure(nonfinite="error")
     module = make(SyncBatchNorm, contexts[:2])

@@ -10,7 +10,7 @@ import pytest
 from mxnet import gluon, nd
 from mxnet.gluon import nn
 from pytorch_module import Module
-from replicas import forward_and_backward, on_devices
+from replicas import forward_and_backward, on_devices, ready
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, convert, from_torch, revert, to_torch
@@ -119,8 +119,7 @@ def test_what_does_not_fit_changes_nothing(message, change, settings, rng):
 
 def test_channels_in_another_place(rng):
     """A kernel of 3 x 3 pixels for 3 channels has the same shape in both layouts."""
-    layer = nn.Conv2D(2, 3, layout="NHWC", in_channels=3, use_bias=False)
-    layer.initialize()
+    layer = ready(nn.Conv2D(2, 3, layout="NHWC", in_channels=3, use_bias=False))
     with pytest.raises(ValueError, match="with channels on axis 1"):
         from_torch(layer, {"weight": rng.rand(2, 3, 3, 3)})
 
@@ -131,8 +130,7 @@ def hand_over(net):
 
 @pytest.mark.parametrize("call", [gluon_syncbn.broadcast_parameters, gluon_syncbn.average_running_stats, hand_over])
 def test_without_values(call, numpys_tensors):
-    net = nn.BatchNorm(prefix="net_")
-    net.initialize(ctx=CONTEXTS)
+    net = ready(nn.BatchNorm(prefix="net_"), contexts=CONTEXTS)
     with pytest.raises(ValueError, match=r"^(params|net): 'net_\w+' without a value was given, expected initialised"):
         call(net)
     net(nd.ones((1, 3)))

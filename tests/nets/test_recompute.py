@@ -12,7 +12,7 @@ import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from nets import NETS, Operates, assert_as_plain, filled, made
-from replicas import forward_and_backward, in_threads, make_batch, on_devices
+from replicas import forward_and_backward, in_threads, make_batch, on_devices, ready
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, convert, recompute, revert
@@ -287,8 +287,7 @@ def test_arguments_and_results_of_any_structure(contexts):
     """And the second forward has the current context of the first, where numbers are drawn without `ctx=`."""
     found = []
     for change in (lambda block: block, recompute):
-        block = Structured(change)
-        block.initialize(ctx=contexts[:2])
+        block = ready(Structured(change), contexts=contexts[:2])
         xs, heads = make_data(contexts[:2])
         bs = [x * 2 for x in xs]
         for array in (*xs, *bs):
@@ -351,8 +350,7 @@ def test_what_cannot_be_computed_twice(contexts):
 
 
 def test_an_operator_of_batch_normalisation_is_no_layer(contexts):
-    operates, data = Operates(), mx.sym.var("data", dtype="float32")
-    operates.initialize(ctx=contexts[:1])
+    operates, data = ready(Operates(), contexts=contexts[:1]), mx.sym.var("data", dtype="float32")
     in_a_graph = gluon.SymbolBlock(operates(data), data, params=operates.collect_params())
     within = nn.Sequential()
     within.add(in_a_graph)
@@ -363,16 +361,13 @@ def test_an_operator_of_batch_normalisation_is_no_layer(contexts):
     convert(within)
     recompute(in_a_graph, active=False)
     record(within, contexts[0]).wait_to_read()
-    untold = recompute(Calls())
-    untold.initialize(ctx=contexts[:1])
+    untold = ready(recompute(Calls()), contexts=contexts[:1])
     with pytest.raises(ValueError, match=r"hands '\w*running_mean' to an operator, expected SyncBatchNorm"):
         record(untold, contexts[0])
 
 
 def test_a_hybridized_block_cannot_hold_it(contexts):
-    net = nn.HybridSequential()
-    net.add(SyncBatchNorm(in_channels=3))
-    net.initialize(ctx=contexts[:1])
+    net = ready(SyncBatchNorm(in_channels=3), nn.Activation("tanh"), contexts=contexts[:1])
     recompute(net[0])
     net.hybridize()
     with pytest.raises(mx.MXNetError, match="cannot be part of a hybridized block: hybridize each"):
@@ -418,9 +413,7 @@ CHANGED = {
 @pytest.mark.parametrize("change", CHANGED)
 def test_another_forward_the_second_time_is_an_error(contexts, change):
     """It releases the other replica, which waits for the gradients of the one that failed."""
-    block = Changes(change)
-    block.initialize(ctx=contexts[:2])
-    recompute(block)
+    block = recompute(ready(Changes(change), contexts=contexts[:2]))
     xs, heads = make_data(contexts[:2])
     forward_and_backward(block, xs, heads)
     for x in xs:

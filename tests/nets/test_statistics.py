@@ -10,7 +10,7 @@ from moments import moments
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from nets import NETS, SAMPLE, as_it_is, body, filled, made, recorded
-from replicas import WAYS, forward_and_backward, make_batch, on_devices, short_waits
+from replicas import WAYS, forward_and_backward, make_batch, on_devices, ready, short_waits
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, average_running_stats, convert, freeze, update_bn_stats
@@ -165,8 +165,7 @@ def test_a_net_that_overwrites(contexts, rng, monkeypatch):
 
 
 def test_a_batch_that_is_not_finite(contexts, rng):
-    layer = nn.BatchNorm(in_channels=5)
-    layer.initialize(ctx=contexts[:2])
+    layer = ready(nn.BatchNorm(in_channels=5), contexts=contexts[:2])
     shards = make_batch(rng, 2, dtype="float32").shards
     faulty = np.where(np.arange(5)[:, None, None] == 3, np.nan, shards[1])
     batches = [on_devices([shards[0], faulty], contexts, "float32")]
@@ -178,8 +177,7 @@ def test_a_batch_that_is_not_finite(contexts, rng):
 
 
 def test_batches_are_taken_to_the_end(contexts, rng):
-    layer = nn.BatchNorm(in_channels=5)
-    layer.initialize(ctx=contexts[:2])
+    layer = ready(nn.BatchNorm(in_channels=5), contexts=contexts[:2])
     batches = [make_batch(rng, 2).shards for _ in range(4)]
     left = iter([on_devices(batch, contexts, "float32") for batch in batches])
     update_bn_stats(layer, left)

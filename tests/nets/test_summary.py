@@ -7,7 +7,7 @@ import pytest
 from mxnet import gluon, nd
 from mxnet.gluon import nn
 from nets import Operates, contrib
-from replicas import forward_and_backward
+from replicas import forward_and_backward, ready
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, assert_synchronised, convert, freeze, summary
@@ -87,9 +87,8 @@ def test_that_all_layers_are_synchronised_is_asserted(contexts):
 
 @pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments:UserWarning")
 def test_recorded_graphs(contexts):
-    body = nn.HybridSequential(prefix="net_")
-    body.add(nn.BatchNorm(in_channels=3, prefix="net_plain_"), SyncBatchNorm(in_channels=3, prefix="net_sync_"))
-    body.initialize(ctx=contexts[:2])
+    layers = nn.BatchNorm(in_channels=3, prefix="net_plain_"), SyncBatchNorm(in_channels=3, prefix="net_sync_")
+    body = ready(*layers, contexts=contexts[:2])
     data = mx.sym.var("data")
     net = gluon.SymbolBlock(body(data), data, params=body.collect_params())
     plain, ours = summary(net, show=False)
@@ -113,9 +112,7 @@ class Calling(Operates):
 
 
 def test_an_operator_that_a_hybrid_forward_calls(contexts):
-    net = convert(Calling())
-    net.initialize(ctx=contexts[:2])
-    net.hybridize()
+    net = ready(convert(Calling()), contexts=contexts[:2], way="hybrid")
     net(nd.ones((2, 3)))
     layer, operator = summary(net, show=False)
     assert layer.synchronised and operator.layer.endswith("called (BatchNorm)") and not operator.synchronised

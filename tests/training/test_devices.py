@@ -10,7 +10,7 @@ import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from nets import SAMPLE, body, filled
-from replicas import WAYS, forward_and_backward
+from replicas import WAYS, forward_and_backward, on_devices, ready
 from thread_transport import Job
 
 import gluon_syncbn
@@ -42,16 +42,12 @@ def assert_values(values, wanted, where=""):
         np.testing.assert_allclose(value, wanted[name], rtol=1e-9, atol=1e-10, err_msg=f"{name} {where}")
 
 
-def batches_of(rng, sizes):
-    """Of another distribution on each device, with head gradients."""
+def batches_of(rng, sizes, places):
+    """Of another distribution on each device, with head gradients. And the same as one batch on the first."""
     xs = [(i + 1) * rng.randn(n, *SAMPLE) + i for i, n in enumerate(sizes) if n]
-    return xs, [rng.randn(len(x), *GIVEN) for x in xs]
-
-
-def drawn_on(places, rng):
-    """A batch with head gradients."""
-    shapes = (SAMPLE, GIVEN)
-    return [[nd.array(rng.randn(2, *shape), ctx=place, dtype="float64") for place in places] for shape in shapes]
+    both, used = [xs, [rng.randn(len(x), *GIVEN) for x in xs]], [place for place, n in zip(places, sizes) if n]
+    whole = [on_devices([np.concatenate(arrays)], places, "float64") for arrays in both]
+    return [on_devices(arrays, used, "float64") for arrays in both], whole
 
 
 def add_by_hand(net):
@@ -87,15 +83,13 @@ def test_an_epoch_of_uneven_batches(contexts, rng, tmp_path, store, updates, req
             trainer.step(samples)
 
     for number, sizes in enumerate(EPOCH):
-        xs, heads = batches_of(rng, sizes)
-        used = [place for place, n in zip(places, sizes) if n]
-        on_devices = [[nd.array(a, ctx=c, dtype="float64") for a, c in zip(arrays, used)] for arrays in (xs, heads)]
-        whole = [[nd.array(np.concatenate(arrays), dtype="float64")] for arrays in (xs, heads)]
+        batch, whole = batches_of(rng, sizes, places)
+        used = [x.context for x in batch[0]]
         updates_now = req == "write" or number % 2 == 1  # otherwise the next batch adds to this one
         with contextlib.ExitStack() as block:
             if len(used) < len(places):
                 block.enter_context(gluon_syncbn.only_on(used))
-            forward_and_backward(net, *on_devices)
+            forward_and_backward(net, *batch)
             if number % 2 and updates_now:
                 update(sum(sizes))
         forward_and_backward(plain, *whole)  # which is a step on all contexts, too
@@ -125,11 +119,11 @@ def test_a_gradient_from_before_the_block(contexts, rng, updates):
         for net in nets
     ]
     for inside in (False, True):
-        forward_and_backward(nets[0], *drawn_on(places, rng))
+        forward_and_backward(nets[0], *batches_of(rng, (2, 2, 2), places)[0])
         before = nets[0][1].gamma.data(places[0]).asnumpy()
         gradients = [g.asnumpy() for g in nets[0][1].gamma.list_grad()]
         with gluon_syncbn.only_on(places[:2]):
-            forward_and_backward(nets[1], *drawn_on(places[:2], rng))
+            forward_and_backward(nets[1], *batches_of(rng, (2, 2), places)[0])
             if inside:
                 trainers[0].step(1)
         if not inside:
@@ -144,9 +138,7 @@ def test_running_statistics_that_a_device_has_to_itself(contexts, rng):
     """In other modes and in groups the statistics of a context are those of its own batches. A net may be a copy."""
     places = contexts[:4]
     for settings in ({}, {"mode": "local"}, {"mode": "shuffle"}, {"group_size": 2}):
-        layer = gluon_syncbn.SyncBatchNorm(in_channels=3, **settings)
-        layer.initialize(ctx=places)
-        layer = copy.deepcopy(layer)
+        layer = copy.deepcopy(ready(gluon_syncbn.SyncBatchNorm(in_channels=3, **settings), contexts=places))
         with gluon_syncbn.only_on(places[:2]), autograd.record():
             for place in places[:2]:
                 layer(nd.array(rng.randn(4, 3), ctx=place))

@@ -8,7 +8,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
-from replicas import TOLERANCE
+from replicas import TOLERANCE, ready
 
 import gluon_syncbn
 from gluon_syncbn import contrastive
@@ -82,8 +82,7 @@ def test_rows_that_cannot_be_gathered(features, expected):
 
 def test_one_of_several_devices():
     """On contexts where no layer of another test is. A layer that is gone no longer counts."""
-    layer = gluon_syncbn.SyncBatchNorm(in_channels=3)
-    layer.initialize(ctx=[mx.cpu(31), mx.cpu(32)])
+    layer = ready(gluon_syncbn.SyncBatchNorm(in_channels=3), contexts=[mx.cpu(31), mx.cpu(32)])
     rows = nd.ones((2, 3), ctx=mx.cpu(32))
     expected = "expected a list of one array for each of [cpu(31), cpu(32)], because layers are there"
     with autograd.record(), pytest.raises(ValueError, match=re.escape(expected)):

@@ -9,7 +9,7 @@ from gluoncv.utils import parallel as gluoncv
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from nets import SAMPLE, body, filled
-from replicas import WAYS, assert_same, make_batch, prepare, short_waits, step, truth
+from replicas import WAYS, assert_same, make_batch, prepare, ready, short_waits, step, truth
 
 from gluon_syncbn import SyncBatchNorm, parallel
 
@@ -64,8 +64,7 @@ def test_contexts_that_are_one(helpers):
 
 @pytest.mark.parametrize("samples", [1, 2])
 def test_a_batch_of_fewer_samples_than_replicas(contexts, samples):
-    layer = SyncBatchNorm(in_channels=3)
-    layer.initialize()
+    layer = ready(SyncBatchNorm(in_channels=3))
     model = parallel.DataParallelModel(layer, contexts[:3])
     criterion = parallel.DataParallelCriterion(gluon.loss.L2Loss(), contexts[:3])
     said = rf"batch: {samples} samples were given, expected at least 3, one for each replica.*last_batch='discard'"
@@ -97,8 +96,7 @@ def test_arguments_are_cut_wherever_they_stand(contexts, helpers):
 
 @BOTH
 def test_without_contexts_the_net_is_called_as_it_is(helpers):
-    net = nn.Dense(3, in_units=2)
-    net.initialize()
+    net = ready(nn.Dense(3, in_units=2))
     x = nd.ones((4, 2))
     assert helpers.DataParallelModel(net)(x).shape == (4, 3)
     assert helpers.DataParallelCriterion(gluon.loss.L2Loss())(x, x).shape == (4,)

@@ -11,17 +11,16 @@ import pytest
 from internals import core_count
 from mxnet import autograd, nd
 from mxnet.gluon import nn
-from replicas import forward_and_backward
+from replicas import forward_and_backward, ready
 
 from gluon_syncbn import SyncBatchNorm
 
 
 def a_net(contexts):
-    net = nn.HybridSequential()
-    for _ in range(3):
-        net.add(nn.Conv2D(4, 3, padding=1, in_channels=4), SyncBatchNorm(in_channels=4), nn.Dropout(0.1))
-    net.initialize(ctx=contexts)
-    return net
+    def part():
+        return nn.Conv2D(4, 3, padding=1, in_channels=4), SyncBatchNorm(in_channels=4), nn.Dropout(0.1)
+
+    return ready(*part(), *part(), *part(), contexts=contexts)
 
 
 # ---- temporary space ---------------------------------------------------------------------------------------------
@@ -103,9 +102,7 @@ def test_initial_weights_are_those_of_plain_batch_normalisation(contexts, hybrid
 
 def masks_of(places):
     """Returns a function that draws masks as Dropout does in training, one for each place."""
-    net = nn.HybridSequential()
-    net.add(SyncBatchNorm(in_channels=64), nn.Dropout(0.5))
-    net.initialize(ctx=places)
+    net = ready(SyncBatchNorm(in_channels=64), nn.Dropout(0.5), contexts=places)
     xs = [nd.random.normal(shape=(4, 64), ctx=place) for place in places]
 
     def draw():

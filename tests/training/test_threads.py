@@ -12,7 +12,7 @@ from gate import Gate
 from internals import core
 from mxnet import autograd, nd
 from mxnet.gluon import nn
-from replicas import TOLERANCE, WAYS, Batch, assert_next_step_is_right, make_batch, on_devices, prepare, truth
+from replicas import TOLERANCE, WAYS, Batch, assert_next_step_is_right, make_batch, on_devices, prepare, ready, truth
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
@@ -270,9 +270,7 @@ def test_a_scope_that_is_left_after_a_reset(contexts, rng):
 
 
 def test_a_thread_that_records_outside_of_any_scope(contexts):
-    layer = SyncBatchNorm(in_channels=3)
-    layer.initialize(ctx=contexts[:2])
-    layer.hybridize(static_alloc=True, static_shape=True)
+    layer = ready(SyncBatchNorm(in_channels=3), contexts=contexts[:2], way="static_shape")
 
     def predict():
         before = autograd.set_recording(True)

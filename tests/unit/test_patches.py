@@ -8,6 +8,7 @@ from types import FunctionType
 import pytest
 from mxnet import gluon
 from mxnet.base import _LIB
+from replicas import ready
 
 from gluon_syncbn import SyncBatchNorm
 from gluon_syncbn.mxnet_side import patches
@@ -46,8 +47,7 @@ def test_a_trainer_of_a_programs_own():
             called.append("own")
             super()._allreduce_grads()
 
-    called, layer = [], SyncBatchNorm(in_channels=1)
-    layer.initialize()
+    called, layer = [], ready(SyncBatchNorm(in_channels=1))
     trainer = Own(layer.collect_params(), "sgd")
     assert type(trainer) is Own
     for one in (trainer, copy.copy(trainer), copy.deepcopy(trainer)):
@@ -65,15 +65,12 @@ def test_what_is_kept_of_a_trainer_ends_with_it():
         def __eq__(self, other):
             return True
 
-    layers = [SyncBatchNorm(in_channels=1) for _ in range(2)]
+    layers = [ready(SyncBatchNorm(in_channels=1)) for _ in range(2)]
     gc.collect()
     before = len(session.trainers.objects())
-    trainers = []
-    for layer in layers:
-        layer.initialize()
-        trainers.append(Alike(layer.collect_params(), "sgd"))
+    trainers = [Alike(layer.collect_params(), "sgd") for layer in layers]
     assert session.trainers(trainers[0]) is not session.trainers(trainers[1])
     assert len(session.trainers.objects()) == before + 2
-    del trainers, layers, layer
+    del trainers, layers
     gc.collect()
     assert len(session.trainers.objects()) == len(session.trainers._kept) == before
