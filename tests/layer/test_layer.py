@@ -10,6 +10,7 @@ import time
 import mxnet as mx
 import numpy as np
 import pytest
+import replicas
 from environments import ended
 from gate import Gate
 from internals import WHY_CUSTOM, core, exchange_of, replicas_of
@@ -18,22 +19,7 @@ from mxnet.gluon import nn
 from nets import Twice
 from places import SUPPORT
 from poolings import POOLINGS, specification
-from replicas import (
-    ON_CPUS,
-    TOLERANCE,
-    WAYS,
-    assert_same,
-    assert_same_bits,
-    collect,
-    forward_and_backward,
-    make_batch,
-    on_devices,
-    prepare,
-    ready,
-    rounded,
-    step,
-    truth,
-)
+from replicas import WAYS, assert_same, make_batch, on_devices, prepare, ready, step, truth
 
 import gluon_syncbn
 from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd, convert, recompute
@@ -41,7 +27,7 @@ from gluon_syncbn.mxnet_side import op
 from gluon_syncbn.training.replicas import Replicas
 
 
-@pytest.mark.skipif("bfloat16" not in ON_CPUS, reason="MXNet has no bfloat16 on GPUs")
+@pytest.mark.skipif("bfloat16" not in replicas.ON_CPUS, reason="MXNet has no bfloat16 on GPUs")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("spatial, axis", [((33, 37), 1), ((3, 5), -1)], ids=str)
 def test_bfloat16_is_rounded_once(contexts, rng, spatial, axis, way):
@@ -52,10 +38,10 @@ def test_bfloat16_is_rounded_once(contexts, rng, spatial, axis, way):
     assert layer.gamma.dtype == "float32"
     for name in ("outputs", "dxs"):
         for one, exact in zip(getattr(got, name), getattr(want, name)):
-            assert (one == rounded(one, "bfloat16")).all()
+            assert (one == replicas.rounded(one, "bfloat16")).all()
             assert (np.abs(one - exact) <= 2.0**-8 * np.abs(exact) + 1e-5 * np.abs(exact).max()).all()
     nothing = {"outputs": [], "dxs": []}
-    assert_same(got._replace(**nothing), want._replace(**nothing), TOLERANCE["float32"])
+    assert_same(got._replace(**nothing), want._replace(**nothing), replicas.TOLERANCE["float32"])
 
 
 def test_settings_are_read_and_shown():
@@ -126,7 +112,7 @@ def test_a_layer_that_is_gone_leaves_nothing(contexts, channels, hybrid):
     first = made()
     first.initialize(ctx=contexts[:2])
     for net in (first, *(made(first.collect_params()) for _ in range(3))):
-        ys = forward_and_backward(net, [mx.nd.ones((2, 3), ctx=context) for context in contexts[:2]])
+        ys = replicas.forward_and_backward(net, [mx.nd.ones((2, 3), ctx=context) for context in contexts[:2]])
     del net, ys
     assert count() == tuple(number + 1 for number in before)
     data = mx.sym.var("data", dtype="float32")
@@ -193,32 +179,20 @@ def test_same_bits_whatever_the_order_of_arrival(contexts, rng, pooling):
 
     def run(order):
         gluon_syncbn.configure(seed=3)
-        xs, heads = (on_devices(arrays, contexts, "float32") for arrays in (batch.shards, batch.heads))
-        for x in xs:
-            x.attach_grad()
-        ys = [None] * 4
-        with autograd.record():
-            for i in order:
-                ys[i] = layer(xs[i])
-                time.sleep(0.01)
-        autograd.backward(ys, heads)
-        result = collect(layer, ys, [x.grad for x in xs], contexts[:4])
-        return result._replace(running_mean=[], running_var=[])
+        moved = batch._replace(**{name: [getattr(batch, name)[i] for i in order] for name in ("shards", "heads")})
+        got = step(layer, moved, [contexts[i] for i in order], "float32")
+        back = {name: [getattr(got, name)[i] for i in np.argsort(order)] for name in ("outputs", "dxs")}
+        return got._replace(**back, running_mean=[], running_var=[])
 
     first = run(range(4))
     for _ in range(4):
-        assert_same_bits(run(rng.permutation(4)), first)
+        replicas.assert_same_bits(run(rng.permutation(4)), first)
 
 
 @pytest.mark.parametrize(
     "settings, places, shape, said",
     [
-        (
-            {"mode": "shuffle", "virtual_devices": 4},
-            1,
-            (1, 5),
-            "had 1 slot with values in this step, expected",
-        ),
+        ({"mode": "shuffle", "virtual_devices": 4}, 1, (1, 5), "had 1 slot with values in this step, expected"),
         ({"axis": -2, "mode": "local", "virtual_devices": 2}, 1, (5, 4), "along axis 0, but here that is the channel"),
         ({"groups": [[0, 2], [1, 3]]}, 4, (2, 5), "groups name 4 replicas, but 2 take part in this step"),
     ],

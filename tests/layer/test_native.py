@@ -9,26 +9,14 @@ from pathlib import Path
 import mxnet as mx
 import numpy as np
 import pytest
+import replicas
 from environments import ended
 from gate import Gate
 from internals import WHY_CUSTOM, core_count
 from mxnet import autograd, nd
 from mxnet.gluon import nn
 from places import SOURCES, SUPPORT
-from replicas import (
-    TOLERANCE,
-    WAYS,
-    assert_same,
-    convolves_bfloat16,
-    in_blocks,
-    is_in_blocks,
-    make_batch,
-    on_devices,
-    prepare,
-    ready,
-    step,
-    truth,
-)
+from replicas import WAYS, in_blocks, make_batch, prepare, ready, truth
 from soak.case import Case
 from soak.trial import Trial
 
@@ -180,13 +168,13 @@ MEETINGS = {
 @native
 @pytest.mark.parametrize("meeting", MEETINGS)
 def test_a_call_that_waits_for_nobody_is_run_by_the_engine(contexts, meeting):
-    replicas, settings, training, waits = MEETINGS[meeting]
+    count, settings, training, waits = MEETINGS[meeting]
     blocks = nn.Conv2D(32, 7, in_channels=32), SyncBatchNorm(in_channels=32, **settings)
-    net = ready(*blocks, contexts=contexts[:replicas], way="hybrid")
+    net = ready(*blocks, contexts=contexts[:count], way="hybrid")
     before = core_count("lone_calls")
     for _ in range(10):
         gate = Gate()
-        xs = [gate.behind(nd.ones((4, 32, 40, 40), ctx=context)) for context in contexts[:replicas]]
+        xs = [gate.behind(nd.ones((4, 32, 40, 40), ctx=context)) for context in contexts[:count]]
         with autograd.record(training):
             ys = [net(x) for x in xs]
         if training:
@@ -194,7 +182,7 @@ def test_a_call_that_waits_for_nobody_is_run_by_the_engine(contexts, meeting):
         gate.open()
         nd.waitall()
     meetings = 10 * (2 if training else 1)
-    calls, lone = meetings * replicas, core_count("lone_calls") - before
+    calls, lone = meetings * count, core_count("lone_calls") - before
     # Of two, at least whoever comes last.
     assert (meetings if waits else calls) <= lone <= calls
 
@@ -204,7 +192,7 @@ def test_the_engine_goes_on_while_a_replica_waits(contexts, rng):
     """Each context has one thread. Here it meets the layers in the other order, and computes something else first."""
     batch, gate, contexts = make_batch(rng, 2), Gate(), contexts[:2]
     layers = [prepare(SyncBatchNorm(in_channels=5), batch, contexts, "float64") for _ in contexts]
-    first, second = (gate.behind(x) for x in on_devices(batch.shards, contexts, "float64"))
+    first, second = (gate.behind(x) for x in replicas.on_devices(batch.shards, contexts, "float64"))
     with autograd.record():
         ys = [layer(first) for layer in layers]
         gate.open()  # so that they wait for the other replica
@@ -236,9 +224,9 @@ def blocked_calls(contexts, **settings):
 @pytest.mark.parametrize("addend", [None, "own"])
 @pytest.mark.parametrize("activation", [None, "relu6", "leaky"])
 def test_blocks_of_channels(contexts, activation, addend, spatial, dtype):
-    if dtype == "bfloat16" and not convolves_bfloat16():
+    if dtype == "bfloat16" and not replicas.convolves_bfloat16():
         pytest.skip("MXNet has no convolution of bfloat16 here")
-    stays = is_in_blocks(in_blocks(np.ones((1, 32, *spatial)), contexts[0], dtype)) and not WHY_CUSTOM
+    stays = replicas.is_in_blocks(in_blocks(np.ones((1, 32, *spatial)), contexts[0], dtype)) and not WHY_CUSTOM
     calls = blocked_calls(contexts, activation=activation, addend=addend, dtype=dtype, spatial=spatial)
     assert calls == (6 if stays else 0)
 
@@ -325,7 +313,7 @@ def test_the_failure_of_another_custom_operator_is_its_own(contexts, rng, monkey
         nd.Custom(nd.ones((2, 3)), op_type=COPIES).wait_to_read()
     batch = make_batch(rng, 2)
     layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:2], "float64")
-    assert_same(step(layer, batch, contexts, "float64"), truth(batch), TOLERANCE["float64"])
+    replicas.assert_same(replicas.step(layer, batch, contexts, "float64"), truth(batch), replicas.TOLERANCE["float64"])
 
 
 ENDS = {

@@ -8,7 +8,7 @@ import pytest
 from mxnet import autograd, nd
 from mxnet.gluon import nn
 from nets import filled, imported
-from replicas import ready
+from replicas import forward_and_backward, ready
 
 from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, assert_synchronised, convert, revert, summary
 from gluon_syncbn.mxnet_side.nodes import is_ours, json_of, walk
@@ -105,9 +105,7 @@ def test_no_gradient_of_a_body(kind, contexts):
             [net(x) for x in xs]
     if kind == "foreach":  # the others read their conditions, and one thread cannot call both contexts
         net.hybridize(False)
-        with autograd.record():
-            losses = [net(x).sum() for x in xs]
-        autograd.backward(losses)
+        forward_and_backward(net, xs)
         assert all(np.isfinite(net.within.beta.grad(context).asnumpy()).all() for context in contexts[:2])
 
 

@@ -8,27 +8,14 @@ import re
 from types import SimpleNamespace
 
 import mxnet as mx
+import nets
 import numpy as np
 import pytest
 from gluoncv.nn.block import BatchNormCudnnOff
 from internals import replicas_of
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from nets import (
-    NETS,
-    ByAnotherName,
-    Residual,
-    an_input,
-    assert_as_plain,
-    assert_one_device,
-    contrib,
-    filled,
-    imported,
-    made,
-    operators,
-    single,
-    within,
-)
+from nets import NETS, Residual, an_input, assert_as_plain, assert_one_device, contrib, filled, made, operators
 from replicas import WAYS, forward_and_backward, ready
 
 import gluon_syncbn
@@ -41,8 +28,8 @@ BATCH_NORM = nn.BatchNorm
 OTHERS = (contrib, SyncBatchNorm, gluon_syncbn.symbol.SyncBatchNorm)  # which `revert` makes MXNet's own
 HOW = {
     **{way: lambda net, way=way: net.hybridize(**WAYS[way]) or net for way in WAYS},
-    "in an eager net": lambda net: within(net, False),
-    "in a graph": lambda net: within(net, True),
+    "in an eager net": lambda net: nets.within(net, False),
+    "in a graph": lambda net: nets.within(net, True),
 }
 WAYS_OF_EACH = [(kind, "hybrid") for kind in NETS if kind not in ("a model", "a graph")]
 WAYS_OF_EACH += [(kind, way) for kind in ("a model", "a graph") for way in HOW]
@@ -125,7 +112,7 @@ def test_frozen_and_thawed(kind, first, contexts):
 
 
 @pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments")
-@pytest.mark.parametrize("kind", [kind for kind in NETS if NETS[kind].make is not single])
+@pytest.mark.parametrize("kind", [kind for kind in NETS if NETS[kind].make is not nets.single])
 def test_a_file_has_operators_of_mxnet_that_predict_the_same(kind, contexts, tmp_path):
     """Of a net that has trained. What is in memory stays synchronised."""
     net = convert(made(kind, contexts[:2]))
@@ -135,7 +122,7 @@ def test_a_file_has_operators_of_mxnet_that_predict_the_same(kind, contexts, tmp
     y = net(x).asnumpy()
     net.export(str(tmp_path / "net"), epoch=7)
     assert net._cached_graph is graph
-    loaded = imported(tmp_path / "net", 7)
+    loaded = nets.imported(tmp_path / "net", 7)
     written = set(operators(loaded))
     assert "BatchNorm" in written and not {"Custom", "SwapAxis"} & written
     loaded.cast(x.dtype)
@@ -163,7 +150,7 @@ def test_a_part_of_a_hybridized_network_that_has_run(contexts):
 
 
 def test_what_a_subclass_does_itself_it_does_after_convert():
-    net = convert(ByAnotherName(3))
+    net = convert(nets.ByAnotherName(3))
     for one in (net, pickle.loads(pickle.dumps(net)), copy.deepcopy(net)):
         one.casts = []
         one.cast("float16")
@@ -345,15 +332,15 @@ def test_operators_of_ours_in_the_places_of_mxnets(ours_as_mxnets, contexts, mon
 
 def test_initialisation_that_is_still_pending(contexts):
     """The number of channels is unknown and the contexts are given: both must survive."""
-    nets = []
+    both = []
     for places in (contexts[:2], contexts[:1]):
         net = nn.HybridSequential(prefix="net_")
         with net.name_scope():
             net.add(nn.BatchNorm(gamma_initializer=mx.init.Constant(1.5)), nn.Dense(4), nn.BatchNorm())
         net.initialize(ctx=places, init=mx.init.Constant(0.25))
         net.cast("float64")
-        nets.append(net)
-    net, plain = nets
+        both.append(net)
+    net, plain = both
     before = state(net, [])
     assert sum(p._deferred_init != () for p in net.collect_params().values()) == 9, "all but the bias of Dense"
     assert state(convert(net), []) == before

@@ -247,7 +247,7 @@ def test_a_net_of_gluon_that_is_gone(contexts):
 def test_a_checkpoint(contexts, tmp_path):
     """Its file is for any MXNet; a Module of it goes on as if nothing had been saved."""
     symbol = classifier(SyncBatchNorm, ndev=2, key="k")
-    module = ready(symbol, contexts[:2])
+    module = trainable(symbol, contexts[:2])
     train(module, [1])
     with gluon_syncbn.only_on(contexts[:1]):  # the layers of a Module have no parameters of Gluon
         pass

@@ -313,9 +313,7 @@ def test_a_replica_without_samples(contexts):
         xs[0], heads[0] = (nd.zeros((0, *SHAPE), ctx=contexts[0]) for _ in range(2))
         for change in (recompute_no_more, recompute):
             change(net)
-            with autograd.record():
-                ys = [net(x) for x in xs]
-            autograd.backward(ys, heads)
+            ys = forward_and_backward(net, xs, heads)
             found.append([array.asnumpy() for array in (ys[1], *net[0].weight.list_grad())])
     assert_close(*reversed(found))
 
