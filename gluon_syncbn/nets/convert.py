@@ -249,9 +249,8 @@ def freeze(net: NetT, select: Optional[str] = None, active: bool = True) -> NetT
     select : str, optional
         As in `convert`.
     active : bool
-        False undoes what `freeze` has changed: its layers normalise with their batch again, and gamma and beta get the
-        ``grad_req`` that they had. What something else has frozen stays frozen, and what you have thawed since stays
-        as you have set it.
+        False lets the layers normalise with their batch, and gives gamma and beta ``grad_req='write'``, whatever had
+        frozen them.
 
     Returns
     -------
@@ -266,40 +265,16 @@ def freeze(net: NetT, select: Optional[str] = None, active: bool = True) -> NetT
     Warns
     -----
     UserWarning
-        Once, with the names of selected nodes in recorded graphs that stay as they are, and of layers that something
-        else has frozen, and the reasons. Also if ``select`` matches nothing.
+        Once, with the names of selected nodes in recorded graphs that stay as they are, and the reasons. Also if
+        ``select`` matches nothing.
     """
     arguments.block("net", net)
     active = arguments.flag("active", active)
-    with _selected("freeze", net, select) as (chosen, stay):
-        (_freeze if active else _thaw)(chosen)
-        left = [one for one in chosen if not active and one._kwargs["use_global_stats"]]
-        stay.extend((one, "freeze has not frozen it") for one in left)
+    with _selected("freeze", net, select) as (chosen, _):
+        for layer in chosen:
+            layer._kwargs["use_global_stats"] = active
+            layer.gamma.grad_req = layer.beta.grad_req = "null" if active else "write"
     return net
-
-
-# Parameters note what `freeze` has changed: they outlive the layers that stand for nodes of a graph.
-
-
-def _freeze(layers: List[BatchNorm]) -> None:
-    for layer in layers:
-        if not layer._kwargs["use_global_stats"]:
-            layer._kwargs["use_global_stats"] = layer.running_mean._frozen = True
-        for parameter in (layer.gamma, layer.beta):
-            if parameter.grad_req != "null":
-                parameter._unfrozen, parameter.grad_req = parameter.grad_req, "null"
-
-
-def _thaw(layers: List[BatchNorm]) -> None:
-    for layer in layers:
-        if hasattr(layer.running_mean, "_frozen"):
-            layer._kwargs["use_global_stats"] = False
-        for parameter in (layer.gamma, layer.beta):
-            if parameter.grad_req == "null":
-                parameter.grad_req = getattr(parameter, "_unfrozen", "null")
-    for parameter in (one for layer in layers for one in (layer.running_mean, layer.gamma, layer.beta)):
-        for note in ("_frozen", "_unfrozen"):  # at the end, because layers may share parameters
-            vars(parameter).pop(note, None)
 
 
 def _check_kwargs(norm_layer: Type[SyncBatchNorm], kwargs: Mapping[str, Any]) -> Settings:

@@ -269,26 +269,6 @@ def test_a_selection_by_name():
     assert net.norm.gamma.grad_req == "write" and net.stem[1].beta.grad_req == "null"
 
 
-def test_what_something_else_has_frozen_or_thawed_stays():
-    layer, other = nn.BatchNorm(in_channels=3, use_global_stats=True), nn.BatchNorm(in_channels=3)
-    layer.gamma.grad_req, other.beta.grad_req = "null", "add"
-    for _ in range(2):
-        with pytest.warns(UserWarning, match=f"freeze left as it was: {layer.name} .*freeze has not frozen it"):
-            freeze(layer, active=False)
-        freeze(other, active=False)  # which was never frozen
-        assert layer._kwargs["use_global_stats"] and layer.gamma.grad_req == "null" and layer.beta.grad_req == "write"
-        assert not other._kwargs["use_global_stats"] and other.beta.grad_req == "add"
-        for one in (layer, other):
-            freeze(one)
-            one.gamma.grad_req = "write" if one is other else "null"  # after freeze, by the user
-        freeze(other, active=False)
-        assert other.gamma.grad_req == "write"
-        freeze(other)
-        other._kwargs["use_global_stats"], other.gamma.grad_req = False, "add"
-        freeze(other, active=False)
-        assert other.gamma.grad_req == other.beta.grad_req == "add" and not other._kwargs["use_global_stats"]
-
-
 # ---- ours in the places of MXNet's -----------------------------------------------------------------------------
 
 
