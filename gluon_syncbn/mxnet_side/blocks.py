@@ -30,9 +30,6 @@ def iterate(value: Any, seen: Optional[Set[int]] = None) -> Iterator[Block]:
     if isinstance(value, Block):
         yield value
         entries = [*value._children.values(), *vars(value).values()]
-        for cls in type(value).__mro__:
-            slots = vars(cls).get("__slots__", ())
-            entries += [getattr(value, name, None) for name in ([slots] if isinstance(slots, str) else slots)]
     else:
         entries = list(value.values()) if isinstance(value, dict) else list(value)
     seen.add(id(value))

@@ -46,7 +46,7 @@ def convert(
     forward of their own, which keep what they define, and contrib's ``SyncBatchNorm``. It also takes the nodes of these
     in the graph of a ``SymbolBlock``, whose class changes then.
 
-    Layers are found among the children of blocks, in their attributes and slots, and in lists, tuples, sets and
+    Layers are found among the children of blocks, in their attributes, and in lists, tuples, sets and
     dictionaries there. So those of a net that a plain list hides, such as a teacher, are converted too, unless
     ``select`` leaves them out.
 
@@ -106,7 +106,7 @@ def convert(
         arguments.refuse("norm_layer", norm_layer, "a layer of one input; fuse=True finds additions")
     with _selected("convert", net, select) as (chosen, stay):
         wanted = _check_kwargs(norm_layer, kwargs)
-        stay.extend((one, _reason_to_stay(one, norm_layer, wanted, kwargs)) for one in chosen)
+        stay.extend((one, _reason_to_stay(one, wanted, kwargs)) for one in chosen)
         plain = [one for one, why in stay if not why and not isinstance(one, SyncBatchNorm)]
         successors = [_successor(block, norm_layer, kwargs) for block in plain]
         classes = [_class_for(block, type(new)) for block, new in zip(plain, successors)]
@@ -125,16 +125,10 @@ def convert(
     return net
 
 
-def _reason_to_stay(layer: BatchNorm, norm_layer: Any, wanted: Settings, kwargs: Mapping[str, Any]) -> str:
+def _reason_to_stay(layer: BatchNorm, wanted: Settings, kwargs: Mapping[str, Any]) -> str:
     """Says in what a layer differs from one that was asked for, or that can be converted; empty if in nothing."""
     if not isinstance(layer, SyncBatchNorm):
-        reason = blocks.difference(layer)
-        if not reason:
-            try:
-                _class_for(layer, norm_layer)
-            except TypeError as error:
-                reason = f"no class can be derived from its own: {error}"
-        return reason
+        return blocks.difference(layer)
     for name in ("mode", "virtual_devices", "group_size", "groups"):
         value, other = getattr(layer._replicas.settings, name), getattr(wanted, name)
         if value != other and (name in kwargs or other == "shuffle"):  # of `ShuffleBatchNorm`
