@@ -23,35 +23,27 @@ from gluoncv.auto.data.dataset import ObjectDetectionDataset  # noqa: E402
 from gluoncv.auto.estimators import SSDEstimator  # noqa: E402
 from gluoncv.auto.estimators.ssd import ssd  # noqa: E402
 
-CLASSES = ("person", "car", "dog")
-OBJECT = (
-    "<object><name>{}</name><difficult>0</difficult><bndbox>"
-    "<xmin>{}</xmin><ymin>{}</ymin><xmax>{}</xmax><ymax>{}</ymax></bndbox></object>"
+ANNOTATION = (
+    "<annotation><filename>{0}.jpg</filename><size><width>160</width><height>120</height><depth>3</depth></size>"
+    "<object><name>{1}</name><difficult>0</difficult><bndbox><xmin>40</xmin><ymin>30</ymin><xmax>90</xmax>"
+    "<ymax>80</ymax></bndbox></object></annotation>"
 )
 
 
-def draw_voc(root, random, images=6):
-    """Bright rectangles on noise, two on each image, as Pascal VOC has them."""
+def draw_voc(root, images=6):
+    """Noise, of which a part is an object, as Pascal VOC has them."""
     for folder in ("JPEGImages", "Annotations", "ImageSets/Main"):
         os.makedirs(f"{root}/{folder}")
     for i in range(images):
-        image, objects = random.randint(0, 90, (120, 160, 3)).astype("uint8"), ""
-        for _ in range(2):
-            w, h, kind = random.randint(30, 70), random.randint(30, 60), random.randint(3)
-            x, y = random.randint(2, 158 - w), random.randint(2, 118 - h)
-            image[y : y + h, x : x + w, kind] = random.randint(180, 255)
-            objects += OBJECT.format(CLASSES[kind], x, y, x + w, y + h)
-        cv2.imwrite(f"{root}/JPEGImages/{i}.jpg", image)
-        size = "<size><width>160</width><height>120</height><depth>3</depth></size>"
+        cv2.imwrite(f"{root}/JPEGImages/{i}.jpg", np.random.RandomState(i).randint(0, 255, (120, 160, 3)))
         with open(f"{root}/Annotations/{i}.xml", "w") as file:
-            file.write(f"<annotation><filename>{i}.jpg</filename>{size}{objects}</annotation>")
+            file.write(ANNOTATION.format(i, ("person", "car", "dog")[i % 3]))
     with open(f"{root}/ImageSets/Main/train.txt", "w") as file:
         file.writelines(f"{i}\n" for i in range(images))
 
 
 def main():
-    random = np.random.RandomState(0)
-    draw_voc("voc", random)
+    draw_voc("voc")
     data = ObjectDetectionDataset.from_voc("voc", splits=["train"])
     # SSD asks for the pretrained base whatever its settings are.
     ssd.get_model = functools.partial(ssd.get_model, pretrained_base=False)
