@@ -35,7 +35,7 @@ def layers_in_any_order():
     first = make_batch(rng, DEVICES)
     layers = [make_layer(first, timeout=60, **one) for one in settings]
     trainers = [gluon.Trainer(layer.collect_params(), "sgd", kvstore=kv) for layer in layers]
-    for call in range(int(sys.argv[2]) if sys.argv[2:] else 5):
+    for call in range(int(sys.argv[2]) if sys.argv[2:] else 3):
         batches = [make_batch(rng, DEVICES)._replace(gamma=first.gamma, beta=first.beta) for _ in settings]
         xs, heads = (
             [on_devices(getattr(own(batch), name), OWN, "float64") for batch in batches] for name in ("shards", "heads")
