@@ -13,6 +13,7 @@ from mxnet import autograd, nd
 from mxnet.gluon import nn
 from replicas import forward_and_backward, ready
 
+import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
 
 
@@ -73,6 +74,24 @@ def test_space_is_not_shared_memory(contexts):
     while pieces() > before and time.monotonic() < until:
         time.sleep(0.01)
     assert pieces() == before
+
+
+def test_a_static_graph_keeps_its_space(contexts):
+    """While it waits for a replica that needs space for other operators first."""
+    gluon_syncbn.configure(timeout=10)
+    net, xs = nn.HybridSequential(), [nd.ones((2, 4, 3, 3), ctx=c, dtype="float64") for c in contexts[:2]]
+    # With float64, oneDNN, which has space of its own, does not compute the convolution.
+    net.add(SyncBatchNorm(in_channels=4), nn.Conv2D(4, 1, in_channels=4), nn.HybridLambda("square"))
+    net.initialize(ctx=contexts[:2])
+    net.cast("float64")
+    net.hybridize(static_alloc=True, static_shape=True)
+    for _ in range(2):
+        with autograd.record():
+            for x in xs:
+                for _ in range(20):
+                    nd.topk(x).wait_to_read()
+                y = net(x)
+            y.wait_to_read()
 
 
 # ---- random numbers ------------------------------------------------------------------------------------------------
