@@ -9,6 +9,7 @@ import mxnet as mx
 import pytest
 from environments import ended
 from internals import core
+from places import SUPPORT, TESTS
 from poolings import POOLINGS, fits
 from replicas import ON_CPUS, WAYS
 from soak.case import Case, draw
@@ -126,6 +127,8 @@ def test_random(contexts, seed):
 @pytest.mark.skipif(DOOR, reason="this is MXNet's Custom")
 @pytest.mark.timeout(900)
 def test_random_through_custom():
-    some = "test_random[ and (1] or 5])"  # `make test-custom` has all
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", some, __file__]
-    ended(command, code=0, timeout=800, GLUON_SYNCBN_OPERATOR="custom")
+    seeds = range(FIRST + 1, FIRST + 120, 6)  # `make test-custom` has all that are odd
+    program = "import light, gluon_syncbn, test_cases\n"
+    program += f"for seed in {seeds}: test_cases.test_random(gluon_syncbn.cpu_devices(8), seed)"
+    folders = SUPPORT, TESTS, TESTS / "layer"
+    ended([sys.executable, "-c", program], *folders, code=0, timeout=800, GLUON_SYNCBN_OPERATOR="custom")

@@ -19,12 +19,8 @@ GIVEN = (5, 4, 4)  # the shape of a sample behind the net
 #: The samples of each device in each batch; 0: it takes no part.
 EPOCH = [(3, 2, 0), (4, 3, 2), (2, 1, 5), (3, 1, 2), (2, 4, 1), (0, 5, 0), (2, 3, 1), (1, 0, 3)]
 STORES = [("device", True), ("device", False), ("local", True), ("local", False), ("ours", False), (None, False)]
-CASES = [
-    (*store, req, way)
-    for (store, req), way in zip(
-        itertools.product(STORES, ("write", "add")), itertools.cycle(["eager", "hybrid", "static_alloc"])
-    )
-]
+IN_TURN = itertools.cycle(["eager", "hybrid", "static_alloc"])
+CASES = [(*store, req, next(IN_TURN)) for store in STORES for req in ("write", "add")]
 
 
 def a_net(norm, contexts):

@@ -12,7 +12,7 @@ import pytest
 from environments import ended
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from places import TESTS
+from places import SUPPORT, TESTS
 from replicas import WAYS, assert_near
 
 import gluon_syncbn
@@ -162,9 +162,13 @@ ENGINES = {
     "eight threads, through Custom": {"MXNET_CPU_WORKER_NTHREADS": 8, "GLUON_SYNCBN_OPERATOR": "custom"},
     "one pool, no bundles": {"MXNET_ENGINE_TYPE": "ThreadedEngine", "MXNET_EXEC_BULK_EXEC_TRAIN": 0},
 }
+PROGRAM = """
+import light, gluon_syncbn, itertools, numpy, test_joined
+for graph, way in itertools.product(test_joined.GRAPHS, ("eager", "static_alloc")):
+    test_joined.test_as_one_device(gluon_syncbn.cpu_devices(2), numpy.random.RandomState(0), graph, way)
+"""
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_in_other_engines(engine):
-    here = [f"{__file__}::test_as_one_device", "-k", "eager or static_alloc", "-q", "-p", "no:cacheprovider"]
-    ended([sys.executable, "-m", "pytest", *here], code=0, cwd=TESTS.parent, **ENGINES[engine])
+    ended([sys.executable, "-c", PROGRAM], SUPPORT, TESTS / "training", code=0, **ENGINES[engine])
