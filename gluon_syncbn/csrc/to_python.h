@@ -2,6 +2,8 @@
 // their results and exceptions over.
 #pragma once
 
+#include <atomic>
+#include <cstdint>
 #include <exception>
 #include <new>
 #include <string>
@@ -22,6 +24,9 @@
         #result ", " #name ", " #__VA_ARGS__;                                                      \
     }                                                                                              \
     static result api_##name(__VA_ARGS__)
+
+// Begins the definition of counts that tests find by their names.
+#define SYNCBN_COUNTS __attribute__((visibility("default"))) std::atomic<int64_t>
 
 namespace syncbn {
 

@@ -12,7 +12,7 @@ using namespace emulator;
 
 namespace {
 
-std::atomic<bool> held{false};  // whoever makes a communicator
+std::atomic<bool> held{false};  // whoever makes a communicator, or posts a collective
 std::atomic<int> lost{-1};      // a device whose ranks do not come
 
 enum Result : int { kGood = 0, kInvalidArgument = 4 };
@@ -61,8 +61,9 @@ extern "C" {
 // From now on no rank on this device comes to a collective, until its communicator is aborted; -1: all come.
 void cuda_emulator_lose(int device) { lost = device; }
 
-// From now on whoever makes a communicator waits, and spins as NCCL's sockets do; 0: until now.
-void cuda_emulator_hold_connections(int so) { held = so; }
+// From now on whoever makes a communicator, or has posted a collective, waits, and spins as NCCL's sockets do; 0: until
+// now.
+void cuda_emulator_hold(int so) { held = so; }
 
 Result ncclCommInitAll(Communicator** out, int count, const int* devices) {
     while (held) std::this_thread::yield();
@@ -89,5 +90,8 @@ Result ncclAllGather(const void* from, void* to, size_t count, int type, Communi
     return kGood;
 }
 Result ncclGroupStart() { return kGood; }
-Result ncclGroupEnd() { return kGood; }
+Result ncclGroupEnd() {
+    while (held) std::this_thread::yield();
+    return kGood;
+}
 }

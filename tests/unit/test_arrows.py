@@ -65,7 +65,7 @@ CORE_FLOORS = """
 activation
 plain lock
 types
-mxnet_api log failure point
+mxnet_api log failure
 to_python
 pooling tensor
 cpu waiting

@@ -11,7 +11,6 @@
 #include "failure.h"
 #include "lock.h"
 #include "log.h"
-#include "point.h"
 #include "waiting/wait.h"
 
 namespace syncbn::cuda {
@@ -50,7 +49,6 @@ bool lock_within(Lock& lock, std::chrono::milliseconds limit) {
 // Calls NCCL for each of these devices, as one operation.
 void post(const std::vector<int>& devices, const std::vector<OnDevice>& parts,
           const std::vector<Communicator>& communicators) {
-    SYNCBN_POINT("before_collective");
     check_nccl(NCCL(ncclGroupStart), "ncclGroupStart");
     int status = 0;
     for (size_t i = 0; i < devices.size() && status == 0; ++i) {

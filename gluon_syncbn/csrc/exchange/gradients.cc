@@ -12,7 +12,6 @@
 #include "cpu/numbers.h"
 #include "exchange/processes.h"
 #include "failure.h"
-#include "point.h"
 #include "waiting/wait.h"
 
 namespace syncbn {
@@ -214,7 +213,6 @@ void Gradients::Round::end(const std::exception_ptr& failure) noexcept {
 }
 
 void Gradients::Round::pack(size_t summand) {
-    SYNCBN_POINT("before_copy_in");
     const Type type = summands[summand].type;
     const std::vector<void*>& contexts = items_[summand].values;
     for (const auto& [bucket, cut] : packs_->places[summand]) {
@@ -229,7 +227,6 @@ void Gradients::Round::pack(size_t summand) {
 }
 
 void Gradients::Round::unpack(const Bucket& bucket) const {
-    SYNCBN_POINT("before_copy_out");
     if (bucket.values != bucket.memory.get()) return;  // the sums are where they belong
     for (const Bucket::Cut& cut : bucket.cuts)
         narrow(summands[cut.summand].type, bucket.at(cut.offset), items_[cut.summand].values, cut.begin, cut.count);
@@ -356,7 +353,6 @@ bool Gradients::add_buckets(Trainer& trainer) {
     for (; trainer.begun < std::min(buckets.size(), trainer.ended + kAtOnce); ++trainer.begun, moved = true) {
         Bucket& next = buckets[trainer.begun];
         if (next.packed < next.cuts.size()) break;
-        SYNCBN_POINT("before_add_part");
         Mpi::check(mpi.all_reduce(mpi.in_place, next.at(0), static_cast<int>(next.count),
                                   next.wide == Type::kFloat64 ? mpi.float64 : mpi.float32, mpi.add,
                                   trainer.communicator, &next.request));

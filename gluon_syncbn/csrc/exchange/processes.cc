@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "failure.h"
-#include "point.h"
 
 namespace syncbn {
 namespace {
@@ -169,7 +168,6 @@ class Processes::Hops final : public WaitForVectors {
             for (; at_ < hops_.size(); ++at_, begun_ = false) {
                 if (!std::exchange(begun_, true)) begin();
                 if (!comes_until(until)) return std::nullopt;
-                SYNCBN_POINT("after_collect");
                 end();
             }
         } catch (const std::exception& error) {  // those who wait for this rank elsewhere hear of it, too
@@ -187,12 +185,10 @@ class Processes::Hops final : public WaitForVectors {
     void begin() {
         const Hop& hop = hops_[at_];
         mail_.check_open();
-        SYNCBN_POINT("before_post");
         label_.piece = hop.piece;
         if (at_ > 0) allow(kLonger);
         expect(hop.from);
         mail_.post(label_, values_, length_ * sizeof(double), hop.readers);
-        SYNCBN_POINT("after_post");
     }
     void end() {
         const bool brings_all = combine_ == Combine::kSideBySide;

@@ -8,7 +8,6 @@
 #include "log.h"
 #include "meeting/diagnosis.h"
 #include "meeting/tape.h"
-#include "point.h"
 
 namespace syncbn {
 namespace {
@@ -321,12 +320,8 @@ bool Layer::contribute(const Place& place, Part part, double seconds) {
 bool Layer::exchange(Meeting& meeting, Phase& phase, double seconds) const {
     std::optional<Total> total;
     try {
-        if (!phase.underway) {
-            SYNCBN_POINT("before_reduce");
-            phase.underway = begin_exchange(meeting, phase);
-        }
+        if (!phase.underway) phase.underway = begin_exchange(meeting, phase);
         total = phase.underway(seconds);
-        if (total) SYNCBN_POINT("after_reduce");
     } catch (const std::exception& error) {
         Lock lock(mutex_);
         fail_and_throw(meeting, {meeting.layer.name, "", "", reason_of(error)});

@@ -12,7 +12,6 @@
 #include "native/abi.h"
 #include "operator/call.h"
 #include "operator/op.h"
-#include "point.h"
 #include "to_python.h"
 
 // For tests: forwards and backwards with data in blocks of channels, and those that did not wait and ran in the engine's
@@ -172,7 +171,6 @@ void serve(Workers* all, Worker* self) {
 
 // Runs the call on an idle thread. Throws Failure if none can be started; then the call is gone.
 void start(std::unique_ptr<Execution> call) {
-    SYNCBN_POINT("before_worker");
     std::unique_lock<std::mutex> lock(workers->mutex);
     Worker* const idle = workers->idle;
     if (idle == nullptr) {

@@ -30,7 +30,6 @@
 #include "mxnet_api.h"
 #include "native/abi.h"
 #include "operator/op.h"
-#include "point.h"
 #include "to_python.h"
 
 SYNCBN_COUNTS syncbn_resources{0};  // MXNet's objects that were made for replicas

@@ -8,7 +8,6 @@
 #include <tuple>
 
 #include "log.h"
-#include "point.h"
 #include "pooling/statistics.h"
 #include "to_python.h"
 #include "waiting/step.h"
@@ -150,7 +149,6 @@ void Call::end() {
         // running statistics of a context come one after the other.
         if (trains && node_->fix_gamma) fill(arrays_[kGamma], tensor_.parameter_type(), channels(), 1);
         fill_written(false);
-        SYNCBN_POINT("before_execution_ends");
         finish();
         stage_ = Stage::kComplete;
     });
@@ -176,7 +174,6 @@ std::exception_ptr Call::end_step(const std::exception& error) const noexcept {
 // ---- statistics ----------------------------------------------------------------------------------------------
 
 void Call::join_meeting() {
-    SYNCBN_POINT("before_join");
     if (!place_.meeting) place_ = node_->layer->announced(config_, context_, node_->number);
     config_ = place_.meeting->config;
     if (place_.meeting->replicas() > 1 && is_naive_engine)
@@ -227,18 +224,11 @@ bool Call::contribute(Vector values, std::shared_ptr<const cuda::OnDevice> devic
         own_ = std::make_shared<const Total>(Total{std::move(values)});
         return true;
     }
-    SYNCBN_POINT("before_contribution");
-    const bool all_here = node_->layer->contribute(
-        place_, {tensor_.type, channels(), std::move(values), std::move(device)}, kEngineThreadWaits);
-    SYNCBN_POINT("after_contribution");
-    return all_here;
+    return node_->layer->contribute(place_, {tensor_.type, channels(), std::move(values), std::move(device)},
+                                    kEngineThreadWaits);
 }
 
-std::shared_ptr<const Total> Call::total() const {
-    if (!shares()) return own_;
-    SYNCBN_POINT("before_total");
-    return node_->layer->total(place_);
-}
+std::shared_ptr<const Total> Call::total() const { return shares() ? node_->layer->total(place_) : own_; }
 
 void Call::assign(const Total& of_slots, int64_t length) {
     const Pooling& pooling = node_->layer->pooling;

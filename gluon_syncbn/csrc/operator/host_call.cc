@@ -9,7 +9,6 @@
 #include "cpu/kernels.h"
 #include "cpu/numbers.h"
 #include "operator/call.h"
-#include "point.h"
 #include "pooling/statistics.h"
 
 namespace syncbn {
@@ -77,7 +76,6 @@ class HostCall : public Call {
             remember(nullptr);
         }
         if (arrays_.wants(kY)) {
-            SYNCBN_POINT("before_output");
             void* const addend = node_->adds ? data(arrays_[kAddend]) : nullptr;
             const Vector shift = this->shift();
             for (const Slot& slot : tensor_.slots) {
@@ -132,7 +130,6 @@ class HostCall : public Call {
         const auto all = frozen_ ? nullptr : total();
         if (!node_->activation.any() && data(dz_) != data(arrays_[kDy]))
             std::copy_n(data<char>(arrays_[kDy]), tensor_.shape.size() * size_of(tensor_.type), data<char>(dz_));
-        SYNCBN_POINT("before_gradients");
         if (arrays_.wants(kDx)) {
             const std::vector<float> mask = frozen_ ? std::vector<float>() : this->mask();
             const Activation activation = by_input() ? node_->activation : Activation{};
@@ -278,7 +275,6 @@ class HostCall : public Call {
 
     // `batch` is empty if it has no statistics.
     void update_running(Vector batch) {
-        if (!batch.empty()) SYNCBN_POINT("before_running_statistics");
         const Array mean{nullptr, data(arrays_[kRunningMean])}, variance{nullptr, data(arrays_[kRunningVar])};
         update_in_turn([=, batch = std::move(batch), momentum = node_->momentum, type = tensor_.parameter_type()] {
             const size_t n = batch.size() / 2;
