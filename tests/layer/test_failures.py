@@ -547,6 +547,19 @@ def test_a_failed_step_leaves_every_parameter_as_it_was(contexts, rng, way, upda
             assert not [key for key, value in trained.items() if np.array_equal(value, before[key])], f"turn {turn}"
 
 
+def test_an_error_in_the_backward_leaves_every_weight_as_it_was(contexts, rng):
+    """Also those behind the layer, whose gradients are there."""
+    net, trainer, xs, heads = small(rng, contexts[:2], nn.Dense(5, in_units=5), way="eager")
+    train(net, trainer, xs, heads)
+    before = every_value(net[2])
+    with short_waits(2), pytest.raises(StepError, match="backward of call 2: 1 of 2 replicas arrived"):
+        recorded(net, xs)[0].backward(heads[0])
+        trainer.step(8, ignore_stale_grad=True)
+        nd.waitall()
+    steps.drain()
+    assert_every_value(net[2], before)
+
+
 # ---- what else there is --------------------------------------------------------------------------------------
 
 
