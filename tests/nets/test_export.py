@@ -78,8 +78,8 @@ def test_onednn_takes_a_trained_net(fuse, contexts, rng, tmp_path):
 @pytest.mark.skipif(not (ROOT / "docs").exists(), reason="needs the source tree")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of onnx
 def test_the_recipe_for_onnx(tmp_path, monkeypatch):
-    pytest.importorskip("onnx", reason="needs requirements/onnx.txt")
-    runtime = pytest.importorskip("onnxruntime", reason="needs requirements/onnx.txt")
+    pytest.importorskip("onnx", reason="needs `make test-onnx`")
+    runtime = pytest.importorskip("onnxruntime", reason="needs `make test-onnx`")
     text = (ROOT / "docs" / "deploying.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     recipe, names = "".join(block for block in blocks if "net-symbol.json" in block), {}
