@@ -80,7 +80,7 @@ def libraries() -> str:
     if not built:
         return CPU_BUILD
     found = cuda_libraries.loaded()
-    lines = [f"MXNet is built with {', '.join(built)}", *(f"{name} {version}, {path}" for name, version, path in found)]
+    lines = [f"MXNet is built with {', '.join(built)}", *(f"{name}: {path}" for name, path in found)]
     if any(name == NVRTC for name, *_ in found):
         major, minor = ctypes.c_int(), ctypes.c_int()
         ctypes.CDLL(NVRTC).nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))

@@ -7,7 +7,6 @@ and LD_LIBRARY_PATH need not be set.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib.machinery
 import os
@@ -59,13 +58,12 @@ def load() -> None:
     raise ImportError(what + "; and ".join(reasons), name=__package__)
 
 
-def loaded() -> List[Tuple[str, str, str]]:
-    """Returns the CUDA libraries and the driver that are in this process: soname, version and path."""
+def loaded() -> List[Tuple[str, str]]:
+    """Returns the CUDA libraries and the driver that are in this process: soname and path."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape")
     files = re.findall(r" (/.*\.so.*)$", maps, re.MULTILINE)
     paths = {_major(os.path.basename(path)): path for path in files}
-    found = [(soname, paths.get(_major(soname))) for soname in (DRIVER, *PACKAGES)]
-    return [(soname, _version(soname, path), path) for soname, path in found if path is not None]
+    return [(soname, paths[_major(soname)]) for soname in (DRIVER, *PACKAGES) if _major(soname) in paths]
 
 
 def _major(file: str) -> str:
@@ -100,14 +98,3 @@ def _missing(library: str, mode: int = ctypes.RTLD_GLOBAL) -> Optional[str]:
 def _packaged(soname: str) -> Optional[Path]:
     found = (path for entry in sys.path for path in sorted(Path(entry, "nvidia").glob(f"*/lib/{soname}")))
     return next(found, None)
-
-
-def _version(soname: str, path: str) -> str:
-    """Returns the version of a library according to its package, or to its file."""
-    import importlib.metadata  # 20 ms that other imports do not have to pay
-
-    packaged = _packaged(soname)
-    if packaged is not None and path == os.path.realpath(packaged):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(PACKAGES[soname])
-    return os.path.basename(path).split(".so.")[-1]  # libcuda.so.1 -> libcuda.so.535.104.05

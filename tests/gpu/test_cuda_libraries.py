@@ -114,8 +114,8 @@ for library in libraries.loaded():
     print(*library)
 """
     lines = run(machine, program).splitlines()
-    assert f"libnccl.so.2 2 {own}" in lines
-    assert f"libcudnn.so.8 8 {machine}/site/nvidia/cudnn/lib/libcudnn.so.8" in lines
+    assert f"libnccl.so.2 {own}" in lines
+    assert f"libcudnn.so.8 {machine}/site/nvidia/cudnn/lib/libcudnn.so.8" in lines
     assert {line.split()[0] for line in lines} == {*FOLDERS, "libcuda.so.1"}
 
 
@@ -192,7 +192,7 @@ print(mxnet.runtime.Features())
     environment = {"PYTHONPATH": f"{ROOT}:{packages}", "LD_LIBRARY_PATH": str(tmp_path)}
     said = run(tmp_path, program, **environment)
     for soname, folder in FOLDERS.items():
-        assert re.search(rf"^{re.escape(soname)} [\d.]+ {packages}/nvidia/{folder}/lib/", said, re.MULTILINE), said
+        assert re.search(rf"^{re.escape(soname)} {packages}/nvidia/{folder}/lib/", said, re.MULTILINE), said
     assert "✔ CUDA," in said
     assert "✔ NCCL" in said
     # cuDNN opens its parts when it first needs them, from the folder that it is in.
