@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import os
 import re
 import sys
 from types import ModuleType
@@ -196,15 +195,8 @@ def _gpus(count: int) -> List[Tuple[Callable, Callable]]:
         context.empty_cache = _keep_nothing
         return context
 
-    def memory(device_id: int = 0) -> Tuple[int, int]:
-        """Free and all bytes of the machine, which the contexts share."""
-        gpu(device_id)
-        free, total = (os.sysconf(name) * os.sysconf("SC_PAGESIZE") for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
-        return free, total
-
     # `mx.test_utils.list_gpus` asks the last of them.
-    counts = [(mx.context.num_gpus, lambda: count), (mx.util.get_gpu_count, lambda: count)]
-    return [(mx.gpu, gpu), (mx.context.gpu_memory_info, memory), *counts]
+    return [(mx.gpu, gpu), (mx.context.num_gpus, lambda: count), (mx.util.get_gpu_count, lambda: count)]
 
 
 def _keep_nothing() -> None:

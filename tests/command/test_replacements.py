@@ -79,8 +79,6 @@ def test_contexts_in_the_places_of_gpus():
     assert [mx.gpu(i) for i in mx.test_utils.list_gpus()] == [mx.cpu(0), mx.cpu(1), mx.cpu(2)]
     assert mx.gpu() == mx.context.gpu(np.int64(0)) == mx.cpu(0)
     assert mx.context.num_gpus() == mx.util.get_gpu_count() == 3
-    free, total = mx.context.gpu_memory_info(2)
-    assert 0 < free < total
     mx.gpu(1).empty_cache()
     with pytest.raises(ValueError, match="device_id: 3 was given, expected a whole number from 0 to 2"):
         mx.gpu(3)
