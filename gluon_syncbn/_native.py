@@ -157,22 +157,17 @@ def _register() -> Dict[str, str]:
     _core.syncbn_find_in(_mxnet._handle, os.fsencode(_SOURCES), os.fsencode(cache))
     _core.syncbn_register(PROCESS)
     asked = read("GLUON_SYNCBN_OPERATOR")
-    if asked not in ("", "custom", "native"):
-        arguments.refuse("GLUON_SYNCBN_OPERATOR", asked, "'native', 'custom' or nothing")
+    if asked not in ("", "custom"):
+        arguments.refuse("GLUON_SYNCBN_OPERATOR", asked, "'custom' or nothing")
     if asked == "custom":
         return dict.fromkeys(_WHEELS, "GLUON_SYNCBN_OPERATOR=custom")
     with open(_mxnet._name, "rb") as library:
         *_, after = library.read(4096).partition(b"\4\0\0\0\x14\0\0\0\3\0\0\0GNU\0")  # a note of the linker
     own = after[:20].hex() or "none"
-    problems = {
+    return {
         device: _core.syncbn_take_calls(device) if own == build_id else f"this MXNet (build id {own}) is not {wheel}"
         for device, (build_id, wheel) in _WHEELS.items()
     }
-    if asked and all(problems.values()):
-        raise ImportError(
-            f"GLUON_SYNCBN_OPERATOR=native: {'; '.join(dict.fromkeys(problems.values()))}", name=__package__
-        )
-    return problems
 
 
 WHY_CUSTOM = _register()
