@@ -24,15 +24,6 @@ from ..system.identity import OfEach
 from .agreement import ProcessExchange
 
 
-def _machine() -> str:
-    """Returns an id that is equal in all processes of one kernel and PID namespace: those of a container."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as boot:
-            return f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return socket.gethostname()
-
-
 def _in_place(values: Sequence[mx.nd.NDArray]) -> bool:
     """Whether the core adds these arrays where they are."""
     plain = not _native.WHY_CUSTOM["cpu"] and all(value.ctx.device_type != "gpu" for value in values)
@@ -235,8 +226,8 @@ class ProcessStore(mx.kvstore.KVStoreBase, ProcessExchange):
         return f"{what}, round {next(self._rounds.setdefault(what, itertools.count(1)))}"
 
     def meet(self) -> None:
-        """Finds the processes of this machine. Every process calls this before the first step."""
-        mine = _machine(), sorted(os.sched_getaffinity(0))
+        """Finds the processes of this machine, by its name. Every process calls this before the first step."""
+        mine = socket.gethostname(), sorted(os.sched_getaffinity(0))
         everyone = self.tell_all("the machines of the processes", mine)
         here = [rank for rank, (machine, _) in enumerate(everyone) if machine == mine[0]]
         self.local_rank, self.local_size = here.index(self.rank), len(here)
