@@ -90,16 +90,14 @@ SYNCBN_API(void, layer_agree, int64_t id, Asked* processes, int64_t key, size_t 
     layer->restart_calls();
 }
 
-// See `executing` in training/replicas.py. Fails if a layer is in the middle of a step of another thread. If the graph
-// `repeats` forwards, it announces one of each layer. `running`: the arrays of running statistics, two for each layer.
+// See `executing` in training/replicas.py. Fails if a layer is in the middle of a step of another thread. `running`: the
+// arrays of running statistics, two for each layer.
 SYNCBN_API(void, begin_graph, const char* context, const Span<const size_t>& layers, const Span<const size_t>& nodes,
-           const Span<NDArrayHandle>& running, bool repeats) {
-    for (int64_t i = 0; i < running.count / 2; ++i) {
-        void** const both = running.values + 2 * i;
-        const auto layer = repeats ? found(static_cast<int64_t>(layers.values[i])) : nullptr;
+           const Span<NDArrayHandle>& running) {
+    for (int64_t i = 0; i < running.count; i += 2) {
+        void** const both = running.values + i;
         const std::array<const void*, 2> statistics{data({both[0]}), data({both[1]})};
-        const auto begin = [=, context = std::string(context)] {
-            if (layer) layer->announce_forward(context);
+        const auto begin = [=] {
             for (const void* one : statistics) updates().begin(one);
         };
         check(push(begin, {}, {2, both}));

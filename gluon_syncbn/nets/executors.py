@@ -24,6 +24,7 @@ from ..mxnet_side.export import SYNCHRONISED, unshared, with_layers
 from ..mxnet_side.nodes import Json, gives_moments, is_ours, json_of, number_nodes, symbol_of, walk
 from ..settings import Settings
 from ..system import arguments, kinds
+from ..system.environment import read
 from ..training import steps
 from ..training.replicas import IN_GRAPH, Replicas, executing, setting
 from ..training.session import session
@@ -47,11 +48,23 @@ def _grouping(group: Callable, symbol: mx.sym.Symbol, contexts: List[Context], *
             "train with gluon.Trainer(..., kvstore=kv)",
             stacklevel=4,
         )
+    if made.for_training and layers:
+        _refuse_mirroring(graph)
     for (mean, _), replicas in layers:
         if made.for_training:
             replicas.check()
         replicas.set_contexts(replicas.contexts, made.execs[0].aux_dict[mean].shape[0])
     return made
+
+
+def _refuse_mirroring(graph: mx.sym.Symbol) -> None:
+    """An executor would compute the layers' forwards once more for the backward, as nodes that look like others."""
+    for _, _, node in walk(json_of(graph)):
+        if is_ours(node) and arguments.value_of(node["attrs"].get("__force_mirroring__", "0")):
+            arguments.refuse("force_mirroring", True, f"False for '{node['name']}', which would meet the others twice")
+    mirrors = read("MXNET_BACKWARD_DO_MIRROR")
+    if mirrors not in ("", "0"):
+        arguments.refuse("MXNET_BACKWARD_DO_MIRROR", mirrors, "0 for a Module with layers of SyncBatchNorm")
 
 
 def _layer(node: Json) -> SyncBatchNorm:
@@ -126,7 +139,7 @@ def _trains(executor: Executor, layers: List[_Node]) -> Executor:
             if not replicas.settings.use_global_stats:
                 calls.append(replicas.id)
                 running += [own.aux_dict[name] for name in names]
-        with executing(own._ctx, calls, [0] * len(calls), running, repeats=True) if is_train else nullcontext():
+        with executing(own._ctx, calls, [0] * len(calls), running) if is_train else nullcontext():
             outputs = Executor.forward(own, is_train, **kwargs)
         if is_train:
             _native.watch(str(own._ctx), outputs)

@@ -45,16 +45,13 @@ def setting(change: Callable[[Any], Any], value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def executing(
-    context: Context, layers: Any = (), nodes: Any = (), running: Sequence[Any] = (), repeats: bool = False
-) -> Iterator[None]:
+def executing(context: Context, layers: Any = (), nodes: Any = (), running: Sequence[Any] = ()) -> Iterator[None]:
     """Within the block, this thread makes or executes a graph whose operators MXNet keeps, with training calls of these
     layers' nodes. ``running``: pairs of running statistics, parameters or arrays, that the calls update. Who reads or
-    writes these before the block or after it does so before the calls or after them. ``repeats``: it is an executor,
-    which may compute forwards again for its backward; it has a pair for each node.
+    writes these before the block or after it does so before the calls or after them.
     """
     arrays = [one.data(context) if isinstance(one, Parameter) else one for one in running]
-    _native.begin_graph(str(context), layers, nodes, arrays, repeats)
+    _native.begin_graph(str(context), layers, nodes, arrays)
     try:
         yield
     finally:

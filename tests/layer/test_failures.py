@@ -629,6 +629,6 @@ def test_an_error_that_stays(contexts, rng, monkeypatch):
 def test_a_layer_that_is_gone():
     number = core.layer_create("gone", 0, 1, 0, [], 0, None)
     core.layer_drop(number)
-    for name, *given in (("layer_place", number, ["cpu(0)"]), ("begin_graph", "cpu(0)", [number], [0], [], False)):
+    for name, *given in (("layer_place", number, ["cpu(0)"]), ("begin_graph", "cpu(0)", [number], [0], [])):
         with pytest.raises(mx.MXNetError, match=f"no layer has the number {number}"):
             getattr(core, name)(*given)

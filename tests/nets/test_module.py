@@ -161,18 +161,6 @@ def in_other_sizes(norm, contexts, sizes=(12, 6, 12, 20, 6), buckets=False):
     return values_of(module, norm)
 
 
-def mirrored(norm, contexts):
-    """The forward that an executor computes again for its backward leaves the running statistics alone."""
-    module = trainable(classifier(norm), contexts)
-    for seeds in ([1, 2], [3]):
-        got = train(module, seeds)
-        module.forward(batch_of(0), is_train=True)
-        if norm is PLAIN:  # it moves its running statistics in a backward
-            module.backward()
-        got.update({f"{i}": value.asnumpy() for i, value in enumerate(module.get_outputs())})
-    return got
-
-
 def sequence(norm, contexts):
     """Two modules, one behind the other, in float32, because what goes between is."""
     rest = mx.sym.FullyConnected(norm(mx.sym.var("data"), name="bn2", fix_gamma=False), num_hidden=CLASSES, name="fc")
@@ -191,14 +179,6 @@ def contribs(y, **given):
     return mx.sym.contrib.SyncBatchNorm(y, ndev=2, key=given["name"], **given)
 
 
-def local(y, **given):
-    return SyncBatchNorm(y, mode="local", **given)
-
-
-def marked(y, **given):
-    return SyncBatchNorm(y, attr={"force_mirroring": "True"}, **given)
-
-
 #: What trains, the norm, the number of contexts, and settings: as with plain BatchNorm on one context.
 TRAININGS = {
     "fit, one context": (fitted, SyncBatchNorm, 1, {}),
@@ -214,9 +194,6 @@ TRAININGS = {
     "other sizes": (in_other_sizes, SyncBatchNorm, 2, {}),
     "a larger size": (in_other_sizes, SyncBatchNorm, 2, {"sizes": (6, 24)}),
     "buckets": (in_other_sizes, SyncBatchNorm, 2, {"buckets": True}),
-    "mirrored": (mirrored, SyncBatchNorm, 2, {"MXNET_BACKWARD_DO_MIRROR": "1"}),
-    "mirrored, local": (mirrored, local, 1, {"MXNET_BACKWARD_DO_MIRROR": "1"}),
-    "a node mirrored": (mirrored, marked, 2, {}),
 }
 
 
@@ -313,9 +290,16 @@ def test_layers_live_as_long_as_their_executors(contexts):
 # ---- errors ---------------------------------------------------------------------------------------------------
 
 
-def test_parts_on_other_contexts(contexts):
+def test_what_a_module_refuses(contexts, monkeypatch):
     with pytest.raises(ValueError, match=r"group2ctxs: .* expected None"):
         bound(classifier(SyncBatchNorm), contexts[:2], given={"group2ctxs": {"part": contexts[2:4]}})
+    marked = functools.partial(SyncBatchNorm, attr={"force_mirroring": "True"})
+    with pytest.raises(ValueError, match="force_mirroring: True was given, expected False for 'bn0'"):
+        bound(classifier(marked), contexts[:1])
+    bound(classifier(marked), contexts[:1], for_training=False)
+    monkeypatch.setenv("MXNET_BACKWARD_DO_MIRROR", "1")
+    with pytest.raises(ValueError, match="MXNET_BACKWARD_DO_MIRROR: '1' was given, expected 0"):
+        bound(classifier(SyncBatchNorm), contexts[:2])
 
 
 @pytest.mark.parametrize(

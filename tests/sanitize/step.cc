@@ -191,7 +191,7 @@ void Replica::issue_forward(Engine& engine) {
         const Within core(true);
         const size_t id = static_cast<size_t>(layer.id), number = static_cast<size_t>(node);
         if (call_ && training) {
-            syncbn_begin_graph(context.c_str(), {1, &id}, {1, &number}, {0, nullptr}, false);
+            syncbn_begin_graph(context.c_str(), {1, &id}, {1, &number}, {0, nullptr});
             syncbn_end_graph({0, nullptr});
         } else if (!call_) {
             syncbn::Shape shape{samples, channels, height};

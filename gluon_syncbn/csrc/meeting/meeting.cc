@@ -7,7 +7,6 @@
 
 #include "log.h"
 #include "meeting/diagnosis.h"
-#include "meeting/tape.h"
 
 namespace syncbn {
 namespace {
@@ -276,23 +275,6 @@ Place Layer::announced(const LayerConfigPtr& config, const std::string& context,
     return place;
 }
 
-void Layer::announce_forward(const std::string& context) {
-    const Lock lock(mutex_);
-    ++forwards_[context].announced;
-    is_announced_ = true;
-}
-
-std::pair<std::shared_ptr<Memo>, bool> Layer::next_memo(const std::string& context) {
-    if (!is_announced_) return {};
-    const Lock lock(mutex_);
-    const auto found = forwards_.find(context);
-    if (found == forwards_.end()) return {};
-    auto& [announced, last] = found->second;
-    const bool repeats = announced == 0;
-    if (!repeats) --announced, last = std::make_shared<Memo>();
-    return {last, repeats};
-}
-
 void Layer::fail(Meeting& meeting, const Failure& failure) const {
     Lock lock(mutex_);
     fail_here(meeting, failure);
@@ -372,7 +354,6 @@ void Layer::forget() {
     open_.clear();
     announced_.clear();
     last_.clear();
-    forwards_.clear();
 }
 
 }  // namespace syncbn

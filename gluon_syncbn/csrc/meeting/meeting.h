@@ -143,8 +143,6 @@ struct Place {
     int phase = 0;  // that it has reached
 };
 
-class Memo;
-
 // Holds the meetings whose forwards are not done.
 class Layer : public LayerIdentity {
   public:
@@ -174,13 +172,6 @@ class Layer : public LayerIdentity {
     bool contribute(const Place& place, Part part, double seconds);
     // Waits for all contributions and returns them: combined, or side by side in the order of their ranks.
     std::shared_ptr<const Total> total(const Place& place) const;
-    // The forwards in executors. With memory mirroring (MXNET_BACKWARD_DO_MIRROR, or `force_mirroring` on a node), an
-    // executor has an operator more for a node, with a state of its own, which computes the forward again for a backward
-    // (src/executor/graph_executor.cc). Nothing tells the two apart, nor which of them runs first: the first one is new.
-    // Called when all operators of earlier forwards have run on this context, and those of the next one come now.
-    void announce_forward(const std::string& context);
-    // The memo of the forward that begins now, and whether it repeats that. Null if no executor has announced any.
-    std::pair<std::shared_ptr<Memo>, bool> next_memo(const std::string& context);
     // A replica has failed: fails the step or, if that has been forgotten, only the meeting.
     void fail(Meeting& meeting, const Failure& failure) const;
     void forget();          // all that has not ended
@@ -215,12 +206,7 @@ class Layer : public LayerIdentity {
     std::map<Key, std::deque<Place>> announced_;
     std::map<Key, std::shared_ptr<Scope>> last_;      // the scope of the last call
     std::map<int64_t, int64_t> calls_, before_seed_;  // numbers of calls, of each node
-    struct Forwards {
-        int announced = 0;
-        std::shared_ptr<Memo> last;
-    };
-    std::map<std::string, Forwards> forwards_;  // of each context
-    std::atomic<bool> is_announced_{false};     // some calls have been: else no forward takes the lock for these
+    bool is_announced_ = false;                       // some calls have been
 };
 
 }  // namespace syncbn

@@ -2,8 +2,7 @@
 // normalised the slots, and the position at which the backward meets.
 //
 // The issuer of a forward opens a tape on its own thread, and the forward's calls find their memos there in program
-// order. Recomputed forwards may be nested, so a thread has a stack of tapes. MXNet's executors issue nothing: they say
-// how many forwards come, and a further one repeats the last.
+// order. Recomputed forwards may be nested, so a thread has a stack of tapes.
 #pragma once
 
 #include <atomic>

@@ -96,11 +96,6 @@ bool Call::begin(bool backward, const Arrays& arrays, bool training) {
         if (before != Stage::kIssued) {
             config_ = node_->layer->config();
             place_ = {};
-            if (training && !node_->frozen) {
-                const auto [memo, repeats] = node_->layer->next_memo(context_);
-                if (memo) memo_ = memo, repeats_ = repeats;
-                if (memo && repeats) place_.phase = memo->repeat();
-            }
         }
         frozen_ = !training || node_->frozen;
         const bool left_out = training && step().out_of_batches;  // the call works on no sample, and its results are 0
@@ -183,7 +178,7 @@ void Call::join_meeting() {
 
 std::shared_ptr<const void> Call::repeat() {
     Wait wait(config_->timeout, node_->layer->name,
-              "the forward that this call repeats (gluon_syncbn.recompute, or memory mirroring) has not been computed",
+              "the forward that this call repeats (gluon_syncbn.recompute) has not been computed",
               "An operator before it does not finish, or the replicas of the forward were not all called.");
     const auto result = memo_->result(wait);
     place_ = {result->place.meeting, result->place.position, place_.phase};
