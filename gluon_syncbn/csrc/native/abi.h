@@ -121,13 +121,7 @@ struct Context {
     int type, number;
 };
 
-// mxnet::engine::Var
-struct Variable {
-    struct {
-        size_t (*version)(Variable* self);
-    }* table;  // of its virtual functions
-    size_t version;
-};
+struct Variable;  // mxnet::engine::Var
 
 // mxnet::Resource
 struct Resource {
