@@ -159,7 +159,9 @@ struct GradInputOf {
                                       for_each_value<WIDTH>(                                                           \
                                           GradInputOf<Trait<kAny>, kAdd, kMasked, T>{dy, x, dx, with}, run, k);)))     \
     }
-#define SYNCBN_MICROKERNELS(SET, WIDTH) SYNCBN_NUMBERS(SYNCBN_MICROKERNELS_OF, SET, WIDTH)
+#define SYNCBN_MICROKERNELS(SET, WIDTH)                                                                 \
+    SET const char* name_of_set() { return WIDTH == 8 ? "avx512f" : WIDTH == 4 ? "avx2" : "baseline"; } \
+    SYNCBN_NUMBERS(SYNCBN_MICROKERNELS_OF, SET, WIDTH)
 
 SYNCBN_FOR_EACH_SET(SYNCBN_MICROKERNELS)
 
@@ -373,13 +375,6 @@ void grad_input(const Work& work, const void* dy, const void* x, const GradInput
     });
 }
 
-const char* instruction_set() {
-#if defined(__x86_64__) && defined(__gnu_linux__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f")) return "avx512f";
-    if (__builtin_cpu_supports("avx2")) return "avx2";
-#endif
-    return "baseline";
-}
+const char* instruction_set() { return name_of_set(); }
 
 }  // namespace syncbn::cpu
