@@ -2,7 +2,6 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cstdio>
 #include <fstream>
 #include <iterator>
@@ -34,25 +33,12 @@ std::string source() {
     return text;
 }
 
-// Intermediate code runs on its architecture and on later ones, so the compiler may be older than the device.
-int architecture(int capability) {
-    int count = 0;
-    if (find("nvrtcGetNumSupportedArchs").address == nullptr) return capability;
-    nvrtc("nvrtcGetNumSupportedArchs", &count);
-    std::vector<int> known(count);
-    nvrtc("nvrtcGetSupportedArchs", known.data());
-    const auto above = std::upper_bound(known.begin(), known.end(), capability);
-    if (above == known.begin())
-        throw Failure("NVRTC compiles for no device of compute capability " + std::to_string(capability / 10) + "." +
-                      std::to_string(capability % 10));
-    return above[-1];
-}
-
-std::string compile(const std::string& text, int target) {
+std::string compile(const std::string& text) {
     void* program = nullptr;
     nvrtc("nvrtcCreateProgram", &program, text.c_str(), "kernels.cu", 0, nullptr, nullptr);
-    const std::string architecture = "--gpu-architecture=compute_" + std::to_string(target);
-    const char* options[] = {architecture.c_str(), "--std=c++14"};
+    // The oldest architecture that MXNet has code for. Intermediate code runs on later ones too, and NVRTC writes the same
+    // for them.
+    const char* options[] = {"--gpu-architecture=compute_50", "--std=c++14"};
     const bool compiles = call(need("nvrtcCompileProgram", "NVRTC"), program, 2, options) == 0;
     size_t size = 0;
     nvrtc(compiles ? "nvrtcGetPTXSize" : "nvrtcGetProgramLogSize", program, &size);
@@ -78,22 +64,21 @@ void cache(const std::string& path, const std::string& image) {
 
 }  // namespace
 
-const std::string& compiled(int capability, const std::string& line, bool anew) {
+const std::string& compiled(const std::string& line, bool anew) {
     static Mutex mutex;
-    static auto& images = *new std::map<std::pair<int, std::string>, std::string>;  // by architecture and line
+    static auto& images = *new std::map<std::string, std::string>;  // by line
     std::lock_guard<std::mutex> lock(mutex);
-    const int target = architecture(capability);
-    std::string& image = images[{target, line}];
+    std::string& image = images[line];
     if (!image.empty() && !anew) return image;
     const std::string text = source() + line + '\n';
     int major = 0, minor = 0;
     nvrtc("nvrtcVersion", &major, &minor);
-    const std::string key = text + std::to_string(major) + "." + std::to_string(minor) + " " + std::to_string(target);
+    const std::string key = text + std::to_string(major) + "." + std::to_string(minor);
     const std::string path = setup.cache + "/kernels-" + std::to_string(std::hash<std::string>()(key)) + ".ptx";
     std::ifstream cached(path, std::ios::binary);
     image = anew ? "" : std::string(std::istreambuf_iterator<char>(cached), {});
     if (image.empty()) {
-        image = compile(text, target);
+        image = compile(text);
         cache(path, image);
     }
     return image;

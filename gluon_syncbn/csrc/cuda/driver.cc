@@ -11,7 +11,6 @@ namespace {
 
 // The numbers of the driver's interface.
 constexpr int kNotReady = 600;
-constexpr int kMajor = 75, kMinor = 76;
 constexpr unsigned kNonBlocking = 1;            // no implicit synchronisation with the default stream
 constexpr int64_t kMost = 1 << 20;              // bytes of a room that is a power of two
 constexpr unsigned kPortable = 1, kMapped = 2;  // memory of the host: for every device, at the same address
@@ -47,12 +46,9 @@ Device& Device::get(int id) {
 }
 
 Device::Device(int id) : id(id) {
-    int ordinal = 0, major = 0, minor = 0;
+    int ordinal = 0;
     CUDA(cuDeviceGet, &ordinal, id);
-    CUDA(cuDeviceGetAttribute, &major, kMajor, ordinal);
-    CUDA(cuDeviceGetAttribute, &minor, kMinor, ordinal);
     CUDA(cuDevicePrimaryCtxRetain, &context_, ordinal);
-    capability_ = 10 * major + minor;
 }
 
 void* Device::kernel(const Kernel& kernel) {
@@ -65,8 +61,8 @@ void* Device::kernel(const Kernel& kernel) {
     const auto load = [&](const std::string& image) {
         return SYNCBN_CALL("CUDA", "cuModuleLoadData", &module, image.c_str());
     };
-    int status = load(compiled(capability_, line));
-    if (status != 0) status = load(compiled(capability_, line, true));  // the cached file may be damaged
+    int status = load(compiled(line));
+    if (status != 0) status = load(compiled(line, true));  // the cached file may be damaged
     check(status, "cuModuleLoadData");
     CUDA(cuModuleGetFunction, &found, module, name.c_str());
     return found;

@@ -66,7 +66,6 @@ class Device {
     explicit Device(int id);
 
     void* context_ = nullptr;               // never released: MXNet keeps it for as long as the process lives
-    int capability_ = 0;                    // 80 for 8.0
     Mutex mutex_;                           // guards the rest
     std::map<std::string, void*> kernels_;  // by name
     std::vector<std::pair<Stream, Status*>> streams_;  // free ones, each with its `Status`
@@ -133,9 +132,9 @@ class Memory {
 
 void fill_with_zeros(void* to, int64_t bytes, Stream stream);
 
-// Compiles kernels.cu and this line, "SYNCBN_KERNEL(copy, identity, float32)", with NVRTC: once for each architecture,
-// and caches the results on disk. Returns intermediate code. `anew` ignores what is cached.
-const std::string& compiled(int capability, const std::string& line, bool anew = false);
+// Compiles kernels.cu and this line, "SYNCBN_KERNEL(copy, identity, float32)", with NVRTC, and caches the results on disk.
+// Returns intermediate code. `anew` ignores what is cached.
+const std::string& compiled(const std::string& line, bool anew = false);
 
 // Launches a kernel. `arguments` is its structure of params.h, which may end at once.
 void launch(const Lease& on, const Kernel& kernel, Grid grid, const void* arguments);
