@@ -15,7 +15,7 @@ CSRC = Path(__file__).resolve().parents[1] / "gluon_syncbn" / "csrc"
 PARAMS = CSRC / "cuda" / "params.h"
 (BLOCK,) = map(int, re.findall(r"constexpr int kBlock = (\d+);", PARAMS.read_text(encoding="utf-8")))
 ACTIVATED = ("normalise", "grad_sums", "grad_input", "masked_grad_input")
-OTHERS = ("moments", "masked_moments", "merge_moments", "merge_sums", "expand_mask", "copy")
+OTHERS = ("moments", "masked_moments", "merge_moments", "merge_sums", "expand_mask", "add")
 NUMBERS = {"int": "i4", "Index": "i8", "double": "f8"}
 
 

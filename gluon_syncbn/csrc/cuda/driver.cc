@@ -140,8 +140,8 @@ void Memory::download(void* values, const Lease& lease) const {
     CUDA(cuStreamSynchronize, lease.stream());
 }
 
-void fill_with_zeros(void* to, int64_t bytes, Stream stream) {
-    if (bytes > 0) CUDA(cuMemsetD8Async, to, 0, static_cast<size_t>(bytes), stream);
+void fill(void* to, int64_t bytes, int value, Stream stream) {
+    if (bytes > 0) CUDA(cuMemsetD8Async, to, static_cast<unsigned char>(value), static_cast<size_t>(bytes), stream);
 }
 
 void launch(const Lease& on, const Kernel& kernel, Grid grid, const void* arguments) {

@@ -130,9 +130,9 @@ class Memory {
     int64_t bytes_ = 0;
 };
 
-void fill_with_zeros(void* to, int64_t bytes, Stream stream);
+void fill(void* to, int64_t bytes, int value, Stream stream);  // of each byte
 
-// Compiles kernels.cu and this line, "SYNCBN_KERNEL(copy, identity, float32)", with NVRTC, and caches the results on disk.
+// Compiles kernels.cu and this line, "SYNCBN_KERNEL(add, identity, float32)", with NVRTC, and caches the results on disk.
 // Returns intermediate code. `anew` ignores what is cached.
 const std::string& compiled(const std::string& line, bool anew = false);
 

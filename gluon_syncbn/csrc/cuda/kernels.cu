@@ -654,6 +654,7 @@ struct Kernels {
             }
         }
         for (Index channel = any_thread(); channel < channels; channel += all_threads()) {
+            if (with.affine.fix_gamma) static_cast<V*>(with.affine.gamma)[channel] = 1;
             double mean = 0, variance = 0;
             bool finite = true;
             for (int pool = 0; pool < with.pools; ++pool) {
@@ -771,13 +772,11 @@ struct Kernels {
         parameter_gradients(with);
     }
 
-    __device__ static void copy(const CopyArguments& with) {
+    __device__ static void add(const AddArguments& with) {
         const Index i = any_thread();
         if (i >= with.n) return;
-        V from = static_cast<V>(with.value);
-        if (with.from != nullptr) from = static_cast<const T*>(with.from)[i];
         T& to = static_cast<T*>(with.to)[i];
-        to = static_cast<T>(with.add ? to + from : from);
+        to = static_cast<T>(to + static_cast<const T*>(with.from)[i]);
     }
 };
 

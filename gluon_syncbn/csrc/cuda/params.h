@@ -29,8 +29,9 @@ struct Tiling {
 };
 
 struct Affine {
-    const void *gamma, *beta;  // [channels]
-    int fix_gamma;
+    void* gamma;            // [channels]
+    const void* beta;       // [channels]
+    int fix_gamma;          // gamma counts as 1, and the update of running statistics sets it to that
     double slope, ceiling;  // of the activation
 };
 
@@ -124,13 +125,11 @@ struct GradInputArguments {
     const void* mask;
 };
 
-// to = from, added if `add`.
-struct CopyArguments {
+// Adds `from` to `to`.
+struct AddArguments {
     Index n;
-    const void* from;  // null: `value` everywhere
+    const void* from;
     void* to;
-    int add;
-    double value;
 };
 
 }  // namespace cuda

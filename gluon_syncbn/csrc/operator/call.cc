@@ -16,7 +16,8 @@ namespace syncbn {
 namespace {
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-constexpr double kQuiet = 10;  // seconds
+constexpr int kBytesOfNaN = 0xff;  // of every type of data
+constexpr double kQuiet = 10;      // seconds
 // Seconds, longer than replicas on equal batches mostly wait for each other. The engine's thread waits so long, because
 // another thread would cost two wake-ups, and often has no core. If another branch that the others wait for needs the
 // engine's thread, this branch is late by as much.
@@ -67,18 +68,14 @@ void Call::attempt(const Work& work) {
 
 void Call::fill_written(bool failed) {
     const bool left_out = tensor_.shape.outer != outer_;
-    const double value = failed ? kNaN : 0;
     for (const Role role : written()) {
-        if (!arrays_.wants(role) || (arrays_.adds(role) && !failed)) continue;
+        const bool is_zero = role == kDmask || (is_data(role) && left_out);
+        if (!arrays_.wants(role) || !(failed || (is_zero && !arrays_.adds(role)))) continue;
+        const int64_t bytes = is_data(role)    ? outer_ * channels() * tensor_.shape.inner * size_of(tensor_.type)
+                              : role == kDmask ? tensor_.mask.size * tensor_.mask.bytes
+                                               : channels() * size_of(tensor_.parameter_type());
         try {
-            if (is_data(role)) {
-                if (failed || left_out)
-                    fill(arrays_[role], tensor_.type, outer_ * channels() * tensor_.shape.inner, value);
-            } else if (role == kDmask) {
-                fill_with_zeros(arrays_[role], tensor_.mask.size * tensor_.mask.bytes);
-            } else if (failed) {
-                fill(arrays_[role], tensor_.parameter_type(), channels(), value);
-            }
+            fill(arrays_[role], bytes, failed ? kBytesOfNaN : 0);
         } catch (const std::exception&) {
             if (!failed) throw;  // a device that cannot even do this: its own reason is reported
         }
@@ -130,7 +127,6 @@ bool Call::begin(bool backward, const Arrays& arrays, bool training) {
 }
 
 void Call::end() {
-    const bool trains = !in_backward() && !frozen_;
     attempt([&] {
         if (in_backward()) {
             if (arrays_.adds(kDaddend))  // first, because dx may have the memory of dy
@@ -140,9 +136,6 @@ void Call::end() {
             if (frozen_) tensor_.cut(1);
             normalise();
         }
-        // As MXNet's BatchNorm does: an optimizer may have changed a gamma that does not count. Operators that write the
-        // running statistics of a context come one after the other.
-        if (trains && node_->fix_gamma) fill(arrays_[kGamma], tensor_.parameter_type(), channels(), 1);
         fill_written(false);
         finish();
         stage_ = Stage::kComplete;

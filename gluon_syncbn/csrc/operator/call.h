@@ -100,14 +100,15 @@ class Call {
     virtual bool begin_normalise() = 0;
     virtual bool begin_differentiate() = 0;
     // Computes y, with the running statistics if `frozen_`. From the statistics of the batch it also updates the running
-    // ones.
+    // ones, and sets a gamma that does not count to 1, as MXNet's BatchNorm does: an optimizer may have changed it. Operators
+    // that write the running statistics of a context come one after the other.
     virtual void normalise() = 0;
     // Computes dx, dgamma, dbeta and dz, the gradient before the activation, which is also the addend's: see reference.py.
     // The parameters' gradients are this replica's part; the trainer adds the parts, as for any parameter.
     virtual void differentiate() = 0;
     virtual void add_data(Array from, Array to) = 0;
-    virtual void fill(Array to, Type type, int64_t n, double value) = 0;
-    virtual void fill_with_zeros(Array to, int64_t bytes) = 0;
+    // Gives all bytes this value.
+    virtual void fill(Array to, int64_t bytes, int value) = 0;
     // Returns memory for the data, until the execution ends.
     virtual Array scratch() = 0;
     // Waits for all work of the call on a device; throws Failure. After a failure it removes the rest of the work, and

@@ -141,11 +141,11 @@ class DeviceCall : public Call {
     // ---- arrays ----------------------------------------------------------------------------------------------
 
     void add_data(Array from, Array to) override {
-        copy(tensor_.type, {tensor_.shape.size(), data(from), data(to), 1, 0});
+        const Index n = tensor_.shape.size();
+        if (n > 0) run(kernel_of("add", tensor_.type), {ceil_div(n, kBlock)}, AddArguments{n, data(from), data(to)});
     }
-    void fill(Array to, Type type, int64_t n, double value) override { copy(type, {n, nullptr, data(to), 0, value}); }
-    void fill_with_zeros(Array to, int64_t bytes) override {
-        cuda::fill_with_zeros(data(to), bytes, work().lease.stream());
+    void fill(Array to, int64_t bytes, int value) override {
+        cuda::fill(data(to), bytes, value, work().lease.stream());
     }
     Array scratch() override {
         return {nullptr, space(1 + tensor_.shape.size() * size_of(tensor_.type))};  // never null
@@ -218,9 +218,6 @@ class DeviceCall : public Call {
     template <typename Arguments>
     void run(const Kernel& kernel, Grid grid, const Arguments& arguments) {
         launch(work().lease, kernel, grid, &arguments);
-    }
-    void copy(Type type, const CopyArguments& with) {
-        if (with.n > 0) run(kernel_of("copy", type), {ceil_div(with.n, kBlock)}, with);
     }
 
     // Returns so much memory, until the execution ends.
@@ -300,7 +297,7 @@ class DeviceCall : public Call {
         const int64_t bytes = plan.slots * length * static_cast<int64_t>(sizeof(double));
         Memory& own = work().gathered->own = Memory(device(), bytes);
         double* const out = own.as<double>();
-        if (tensor_.shape.size() == 0) return fill_with_zeros({nullptr, out}, bytes);
+        if (tensor_.shape.size() == 0) return fill({nullptr, out}, bytes, 0);
         with.tiling = plan;
         with.partial = plan.chunks == 1 ? out : static_cast<double*>(space(plan.chunks * bytes));
         run(kernel, plan.reduce(), with);

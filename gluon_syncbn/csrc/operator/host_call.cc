@@ -87,6 +87,8 @@ class HostCall : public Call {
             }
         }
         if (!frozen_ && !repeats_) update_running(std::move(batch));
+        if (!frozen_ && node_->fix_gamma)
+            replace(arrays_[kGamma], tensor_.parameter_type(), channels(), [](int64_t, double) { return 1; });
     }
 
     // ---- backward --------------------------------------------------------------------------------------------
@@ -174,10 +176,7 @@ class HostCall : public Call {
                 Value<T>::store(out + i, Value<T>::load(out + i) + Value<T>::load(values + i));
         });
     }
-    void fill(Array to, Type type, int64_t n, double value) override {
-        replace(to, type, n, [value](int64_t, double) { return value; });
-    }
-    void fill_with_zeros(Array to, int64_t bytes) override { std::memset(data(to), 0, static_cast<size_t>(bytes)); }
+    void fill(Array to, int64_t bytes, int value) override { std::memset(data(to), value, static_cast<size_t>(bytes)); }
     Array scratch() override {
         scratch_.emplace_back(1 + tensor_.shape.size() * size_of(tensor_.type));  // never empty
         return {nullptr, scratch_.back().data()};
