@@ -24,6 +24,8 @@ struct Answer {
 };
 Renewed<Answer>& answer = *new Renewed<Answer>;  // outlives the threads that wait at exit
 
+}  // namespace
+
 std::vector<std::string> replicas_of(const Meeting& meeting, const Phase& phase, bool arrived) {
     std::vector<std::string> found;
     for (size_t i = 0; i < meeting.replicas(); ++i)
@@ -31,17 +33,11 @@ std::vector<std::string> replicas_of(const Meeting& meeting, const Phase& phase,
     return found;
 }
 
-}  // namespace
-
-std::vector<std::string> missing(const Meeting& meeting, const Phase& phase) {
-    return replicas_of(meeting, phase, false);
-}
-
 std::string describe(const Meeting& meeting, const Phase& phase) {
     const auto arrived = replicas_of(meeting, phase, true);
     std::ostringstream out;
     out << arrived.size() << " of " << meeting.replicas() << " replicas arrived (" << join_names(arrived)
-        << "), missing " << join_names(missing(meeting, phase));
+        << "), missing " << join_names(replicas_of(meeting, phase, false));
     return out.str();
 }
 

@@ -13,8 +13,8 @@
 
 namespace syncbn {
 
-// The contexts of those that have not arrived.
-std::vector<std::string> missing(const Meeting& meeting, const Phase& phase);
+// The contexts of those that have arrived, or of those that have not.
+std::vector<std::string> replicas_of(const Meeting& meeting, const Phase& phase, bool arrived);
 // "1 of 2 replicas arrived (cpu(0)), missing cpu(1)"
 std::string describe(const Meeting& meeting, const Phase& phase);
 // What to do about a replica that has not been called.

@@ -124,7 +124,7 @@ class WaitForReplicas : public Wait {
     LongWait as_long() const {
         return {began_,
                 meeting_.contexts()[position_],
-                missing(meeting_, phase_),
+                replicas_of(meeting_, phase_, false),
                 layer_,
                 call_,
                 describe(meeting_, phase_),
