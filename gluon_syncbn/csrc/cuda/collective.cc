@@ -46,13 +46,12 @@ bool lock_within(Lock& lock, std::chrono::milliseconds limit) {
     return true;
 }
 
-// Calls NCCL for each of these devices, as one operation.
-void post(const std::vector<int>& devices, const std::vector<OnDevice>& parts,
-          const std::vector<Communicator>& communicators) {
+// Calls NCCL for each of these parts, as one operation.
+void post(const std::vector<OnDevice>& parts, const std::vector<Communicator>& communicators) {
     check_nccl(NCCL(ncclGroupStart), "ncclGroupStart");
     int status = 0;
-    for (size_t i = 0; i < devices.size() && status == 0; ++i) {
-        const Current current(Device::get(devices[i]));
+    for (size_t i = 0; i < parts.size() && status == 0; ++i) {
+        const Current current(Device::get(parts[i].device));
         const auto count = static_cast<size_t>(parts[i].length);
         status =
             NCCL(ncclAllGather, parts[i].own, parts[i].gathered, count, kFloat64, communicators[i], parts[i].stream);
@@ -69,7 +68,7 @@ void connect(const std::vector<int>& devices, const std::vector<OnDevice>& parts
     const Lock lock(mutex);
     connecting.erase(devices);
     check_nccl(status, "ncclCommInitAll");
-    post(devices, parts, made);
+    post(parts, made);
     connected[devices] = std::move(made);
 }
 
@@ -90,7 +89,7 @@ bool post_allgather(const std::vector<OnDevice>& parts, const std::string& layer
     while (true) {
         while (!lock && !lock_within(lock, kSlice)) wait.look();
         const auto known = connected.find(devices);
-        if (known != connected.end()) return post(devices, parts, known->second), true;
+        if (known != connected.end()) return post(parts, known->second), true;
         if (!waits) return false;
         std::shared_future<void>& made = connecting[devices];
         const bool is_first = !made.valid();
