@@ -133,13 +133,8 @@ SYNCBN_API(void, seed, uint64_t seed) {
 
 // ---- exchanges ----
 
-// In memory of this process. `gpus`: "nccl", the "host", or either if empty.
-SYNCBN_API(Asked, memory_exchange, const char* gpus) {
-    const std::string way = gpus;
-    return {std::make_shared<Exchange>(), way == "nccl"   ? Nccl::kRequired
-                                          : way == "host" ? Nccl::kNever
-                                                          : Nccl::kIfThere};
-}
+// In memory of this process. `gpus`: a number of `Nccl`.
+SYNCBN_API(Asked, memory_exchange, int gpus) { return {std::make_shared<Exchange>(), static_cast<Nccl>(gpus)}; }
 
 // By a store of MXNet's or by Horovod, which the user has named. No other exchange runs Python.
 SYNCBN_API(Asked, python_exchange, syncbn::AddInPython* add, size_t processes) {

@@ -17,7 +17,7 @@ from .store import ProcessStore
 #: KVStore types that add within one process.
 TYPES = ("local", "device")
 #: The native core's own exchanges, for all contexts of a process.
-IN_CORE = {gpus: Exchange(_native.memory_exchange(gpus), gpus) for gpus in ("nccl", "host")}
+IN_CORE = {gpus: Exchange(_native.memory_exchange(number), gpus) for number, gpus in ((1, "nccl"), (2, "host"))}
 #: The name of the store of several processes.
 MPI = "mpi"
 #: The exchanges of several processes that are in use: the others must be told of a failure and of the end.

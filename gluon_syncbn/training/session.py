@@ -54,7 +54,7 @@ class Session:
     def __init__(self) -> None:
         #: The exchange of layers that name no KVStore; None is the core's own, over this process's contexts.
         self.exchange: Optional[Exchange] = None
-        self._in_core = Exchange(_native.memory_exchange(""))
+        self._in_core = Exchange(_native.memory_exchange(0))
         self.timeout, self.nonfinite, self.seed = 300.0, NONFINITE[0], 0
         #: Contexts that alone take part, none means all; and the marks that `only_on` took from their arrays, by `id`.
         self.devices: Dict[Context, Dict[int, bool]] = {}

@@ -81,7 +81,7 @@ void gathers(int64_t layer) {
 }
 
 void make_exchanges() {
-    in_memory = syncbn_memory_exchange("");
+    in_memory = syncbn_memory_exchange(0);
     of_contexts = syncbn_python_exchange(add, 0);
     make_exchange_of_processes();
 }
