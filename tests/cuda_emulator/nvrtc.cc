@@ -140,17 +140,6 @@ Result nvrtcVersion(int* major, int* minor) {
     return kSuccess;
 }
 
-constexpr int kArchitectures[] = {50, 60, 70, 75, 80, 86, 90};
-
-Result nvrtcGetNumSupportedArchs(int* count) {
-    *count = sizeof kArchitectures / sizeof *kArchitectures;
-    return kSuccess;
-}
-Result nvrtcGetSupportedArchs(int* out) {
-    std::memcpy(out, kArchitectures, sizeof kArchitectures);
-    return kSuccess;
-}
-
 Result nvrtcCreateProgram(Program** out, const char* source, const char* name, int headers, const char* const*,
                           const char* const*) {
     if (!out || !source || headers != 0) return kInvalidInput;
