@@ -61,7 +61,6 @@ def left(folder):
                 yield int(path.parent.name)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
 def test_random(ranks):
     """`make soak` has other seeds. Of the longer cases, the last one has a signal, and no process stays behind it."""
