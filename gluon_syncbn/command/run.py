@@ -9,7 +9,6 @@ import builtins
 import functools
 import os
 import sys
-from collections import Counter
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 from typing import Any, Callable, Iterator, List, Optional
@@ -79,7 +78,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
 def _what_met(script: str, convert: bool) -> Iterator[str]:
     """Tells of a script that has trained how many layers met, or why nothing was synchronised."""
     between = [store for store in session.stores if store.layers and store.replicas > 1]
-    within = Counter(contexts for contexts in session.ran.values() if len(contexts) > 1)
+    within = {contexts: count for contexts, count in session.ran.items() if len(contexts) > 1 and count}
     met = sum(within.values()) + sum(store.layers for store in between)
     if met:
         over = [f"{store.replicas} replicas of {store.num_workers} processes" for store in between]

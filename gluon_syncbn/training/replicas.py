@@ -191,6 +191,7 @@ class Replicas:
         #: The parameters of the running statistics, by their `id`: their class may define ``==``.
         self.running: weakref.WeakValueDictionary[int, Parameter] = weakref.WeakValueDictionary()
         self.ran = NEVER  # how the last training call on these contexts came
+        self._noted: Optional[Tuple[Context, ...]] = None  # what the session counts of it
         self.taken_in = ""  # names the operators that the layer absorbed in the graph that was recorded last
         numbers = MODES.index(settings.mode), settings.virtual_devices, settings.group_size or 0
         handle = None if self.exchange is None else self.exchange.handle
@@ -311,7 +312,7 @@ class Replicas:
             self.check()
         meets = bool(self.contexts) and self.settings.mode != "local" and trains
         between = store is not None and store.spans_processes
-        session.notes(self.id, tuple(self.contexts) if meets and not between else ())
+        self._noted = session.notes(tuple(self.contexts) if meets and not between else (), self._noted)
         self.ran = how
         while between and meets and self.store is not store:
             more = any(not one.contexts and one.settings.mode != "local" for one in list(self.by_id.values()))

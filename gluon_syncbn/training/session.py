@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import defaultdict
+import typing
+from collections import Counter, defaultdict
 from typing import Any, DefaultDict, Dict, Iterable, List, Literal, Optional, Sequence, Tuple
 
 from mxnet.base import MXNetError
@@ -63,8 +64,8 @@ class Session:
         self._issuing: DefaultDict[Tuple[int, int], threading.Lock]  # by context
         self.tracing: Any  # held by a thread that records the graph of a net
         locks.give(self, tracing=threading.RLock, _issuing=lambda: defaultdict(threading.Lock))
-        #: The most contexts on which a layer has met others in training, by its number; none for several processes.
-        self.ran: Dict[int, Tuple[Context, ...]] = {}
+        #: How many layers have trained, by the most contexts on which they met; none for several processes.
+        self.ran: typing.Counter[Tuple[Context, ...]] = Counter()
         #: The names of the layers and operators that are not synchronised, although others are, or were to be.
         self.unsynchronised: Dict[str, None] = {}
         self.trainers = OfEach(OfTrainer)  # of Gluon
@@ -102,9 +103,13 @@ class Session:
         parameters = {id(one): one for trainer in self.trainers.objects() for one in trainer._params}
         return [one for one in parameters.values() if one._grad is not None]
 
-    def notes(self, layer: int, met: Tuple[Context, ...]) -> None:
-        """Notes where a layer has trained."""
-        self.ran[layer] = max(self.ran.get(layer, ()), met, key=len)
+    def notes(self, met: Tuple[Context, ...], before: Optional[Tuple[Context, ...]]) -> Tuple[Context, ...]:
+        """Notes where a layer has trained, in place of what was noted before. Returns what is noted."""
+        if before is None or len(met) > len(before):
+            self.ran.update([met])
+            self.ran.subtract([] if before is None else [before])
+            return met
+        return before
 
     def misses(self, names: Iterable[str]) -> None:
         """Notes which layers and operators do not meet others."""

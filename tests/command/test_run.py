@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+from collections import Counter
 
 import pytest
 from environments import ended
@@ -152,7 +153,7 @@ def test_a_script_in_two_processes(job, kvstore):
 
 def test_nets_that_call_the_operator(contexts, monkeypatch):
     """One is eager, and its parameters tell; one is hybridized, and its graph tells."""
-    for name, empty in (("unsynchronised", {}), ("ran", {}), ("stores", [])):
+    for name, empty in (("unsynchronised", {}), ("ran", Counter()), ("stores", [])):
         monkeypatch.setattr(session, name, empty)
     gluon_syncbn.install(convert=True)
     nets = Operates(prefix="named_"), Operates("gbmv", prefix="other_")
