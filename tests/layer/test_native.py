@@ -70,6 +70,7 @@ SAME(sizeof(mxnet::OpReqType), sizeof(n::Requests::value_type));
 SAME(int(mxnet::kNullOp), 0); SAME(int(mxnet::kWriteTo), 1);
 SAME(int(mxnet::kWriteInplace), 2); SAME(int(mxnet::kAddTo), 3);
 SAME(sizeof(mxnet::Resource), sizeof(n::Resource));
+SAME(sizeof(mxnet::engine::Var), sizeof(n::Variable)); LIKE(mxnet::engine::Var, version_, n::Variable, version);
 LIKE(mxnet::Resource, req, n::Resource, kind);
 LIKE(mxnet::Resource, id, n::Resource, id); LIKE(mxnet::Resource, var, n::Resource, variable);
 SAME(int(mxnet::ResourceRequest::kTempSpace), n::kTempSpace);

@@ -121,7 +121,13 @@ struct Context {
     int type, number;
 };
 
-struct Variable;  // mxnet::engine::Var
+// mxnet::engine::Var
+struct Variable {
+    struct {
+        size_t (*version)(Variable* self);
+    }* table;  // of its virtual functions
+    size_t version;
+};
 
 // mxnet::Resource
 struct Resource {

@@ -88,11 +88,14 @@ Variable* (*new_variable)(Engine* engine);  // null with the naive engine, where
 constexpr int32_t kOurs = 0x73796e63;  // the id of a resource from here; MXNet's own are small
 constexpr size_t kMostTickets = 1 << 14;
 
-// Resources from here, which operators get in turn: each holds one from when it is issued until it has run, and so many
-// operators are never on their way at once.
+// A resource from here, which an operator holds from when it is issued until it has run.
+struct Ticket {
+    Resource resource;
+    size_t version;  // of the variable when the operator has run
+};
 struct Tickets {
     Mutex mutex;
-    std::map<int, std::vector<Resource>> of;  // by device
+    std::map<int, std::vector<Ticket>> of;  // by device
     size_t last = 0;
 };
 Renewed<Tickets>& tickets = *new Renewed<Tickets>;  // never destroyed: threads may end after it
@@ -129,8 +132,16 @@ Resource space_resource(const Context& of) {
     if (makes_kept) return make();  // for good
     const std::lock_guard<std::mutex> lock(tickets->mutex);
     auto& all = tickets->of[device_of(context)];
-    if (all.size() == kMostTickets) return all[++tickets->last % kMostTickets];
-    return all.emplace_back(make());
+    // Two tries, because one that no operator was issued with is never free.
+    for (int i = 0; i < 2 && !all.empty(); ++i) {
+        auto& [resource, version] = all[++tickets->last % all.size()];
+        const size_t now = resource.variable->table->version(resource.variable);
+        if (now != version && all.size() < kMostTickets) continue;
+        version = now + 1;
+        return resource;
+    }
+    all.push_back({make(), 1});
+    return all.back().resource;
 }
 
 // ---- random states ---------------------------------------------------------------------------------------------
