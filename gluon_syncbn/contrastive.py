@@ -197,8 +197,9 @@ class ShuffleSampler(Sampler):
 
     Pass it as batch sampler to ``gluon.data.DataLoader(dataset, batch_sampler=...)``. It yields lists of pairs (index
     of a query, index of a key). ``dataset[q, k]`` gives one view of sample q and another view of sample k. All
-    processes draw the same permutations without communication: of the samples for each epoch, and of the keys for each
-    batch. If a process splits its batch among several devices, the keys are shuffled on each of them. ::
+    processes draw the same permutations without communication: of the samples for each epoch, which `set_epoch` sets
+    before its iteration, and of the keys for each batch. Samples that do not fill a batch of all processes are left
+    out. If a process splits its batch among several devices, the keys are shuffled on each of them. ::
 
         # mpiexec -n 2 python train.py
         import mxnet as mx
@@ -234,8 +235,6 @@ class ShuffleSampler(Sampler):
         The number of processes, which all take part in each batch, and the number of this one, as a KVStore has them.
     seed : int
         From 0 to 2**64 - 1, the same for all processes.
-
-    Samples that do not fill a batch of all processes are left out. `set_epoch` sets the epoch, before its iteration.
 
     Raises
     ------

@@ -16,7 +16,7 @@ from .store import ProcessStore
 
 #: KVStore types that add within one process.
 TYPES = ("local", "device")
-#: The native core's own exchanges, for all contexts of a process.
+#: The native core's own exchanges, for all contexts of a process, with their numbers (`Nccl` in exchange.h).
 IN_CORE = {gpus: Exchange(_native.memory_exchange(number), gpus) for number, gpus in ((1, "nccl"), (2, "host"))}
 #: The name of the store of several processes.
 MPI = "mpi"

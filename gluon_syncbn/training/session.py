@@ -229,7 +229,7 @@ def kvstore(name: Literal["mpi"] = "mpi") -> ProcessStore:
     -------
     ProcessStore
         The same object at every call. ``rank`` and ``num_workers`` identify this process, ``local_rank`` and
-        ``local_size`` do so on its machine. Its ``allgather`` gives every process an array of each.
+        ``local_size`` do so on its machine, by its host name. Its ``allgather`` gives every process an array of each.
 
     Raises
     ------
