@@ -58,6 +58,7 @@ def main():
 
     def stepped(trainer, *args, **kwargs):
         steps.append(step(trainer, *args, **kwargs))
+        mx.nd.waitall()  # plain BatchNorm moves its statistics in the backward, which a read does not wait for
         for name, parameter in nets[0].collect_params().items():
             if name.endswith(("running_mean", "moving_mean")):
                 one, *others = (data.asnumpy() for data in parameter.list_data())
