@@ -13,8 +13,6 @@ Finished nets
     summary                           prints which layers are synchronised, and why others are not
     assert_synchronised               raises an error if one is not; also assert_synchronized
     recompute                         drops activations, and computes them again in the backward
-    from_torch                        copies parameters and statistics of a PyTorch module
-    to_torch                          copies them into a PyTorch module
 
 Training
     cpu_devices                       CPU contexts to train on
@@ -109,7 +107,7 @@ from .mxnet_side import recording as _recording
 from .mxnet_side import trainer as _trainer
 from .nets import executors as _executors
 from .nets.convert import convert, freeze, revert
-from .nets.parameters import broadcast_parameters, from_torch, to_torch
+from .nets.parameters import broadcast_parameters
 from .nets.recompute import recompute
 from .nets.statistics import average_running_stats, update_bn_stats
 from .nets.summary import assert_synchronised, summary
@@ -140,7 +138,6 @@ __all__ = [
     "convert",
     "cpu_devices",
     "freeze",
-    "from_torch",
     "install",
     "join",
     "kvstore",
@@ -151,7 +148,6 @@ __all__ = [
     "revert",
     "summary",
     "symbol",
-    "to_torch",
     "uninstall",
     "update_bn_stats",
 ]

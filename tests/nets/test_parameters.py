@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
+from mxnet import nd
 from mxnet.gluon import nn
 from nets import made
+from replicas import ready
 
-from gluon_syncbn import broadcast_parameters
+from gluon_syncbn import average_running_stats, broadcast_parameters
 
 
 @pytest.mark.parametrize("kind", ["a model", "a graph", "shared layers"])
@@ -25,3 +27,12 @@ def test_all_contexts_get_those_of_the_first(contexts, kind, given):
         for now, array in zip(p.list_data(), before):
             assert now is array
             np.testing.assert_array_equal(array.asnumpy(), value)
+
+
+@pytest.mark.parametrize("call", [broadcast_parameters, average_running_stats])
+def test_without_values(call, contexts):
+    net = ready(nn.BatchNorm(prefix="net_"), contexts=contexts)
+    with pytest.raises(ValueError, match=r"^(params|net): 'net_\w+' without a value was given, expected initialised"):
+        call(net)
+    net(nd.ones((1, 3)))
+    call(net)

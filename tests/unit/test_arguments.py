@@ -15,7 +15,6 @@ import pytest
 from internals import core
 from mxnet import nd
 from mxnet.gluon import nn
-from pytorch_module import Module
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, contrastive
@@ -80,7 +79,7 @@ TAKES = {
     "activation groups ctx_list gamma beta moving_mean moving_var mask": NONE,
     "kvstore": lambda value: value is None or repr(value) == "'nccl'",
     "running_variance nonfinite norm_layer contexts trainer shuffle batches features": NO,
-    "ShuffleBatchNorm.mode to_torch.module kvstore.name symbol.SyncBatchNorm.data": NO,
+    "ShuffleBatchNorm.mode kvstore.name symbol.SyncBatchNorm.data": NO,
     "slope": number(1e-9, 0.99),
     "mode": lambda value: isinstance(value, str) and value == "sync",
     "timeout": lambda value: value is None or SECONDS(value),
@@ -88,7 +87,6 @@ TAKES = {
     "seed": whole(0, 2**64 - 1),
     "net block params parallel.DataParallelModel.module": of(SyncBatchNorm),
     "module": callable,
-    "from_torch.module": of(dict),
     "select": lambda value: value is None or (isinstance(value, str) and value != "("),
     "n": whole(0, 1024),
     "name": lambda value: isinstance(value, str) and value,
@@ -106,7 +104,6 @@ SAMPLER = {"length": 20, "batch_size": 4, "num_workers": 2, "rank": 0, "seed": 1
 CALLS = {
     "SyncBatchNorm SyncBatchNormAdd ShuffleBatchNorm configure kvstore only_on cpu_devices install": {},
     "convert revert freeze summary assert_synchronised average_running_stats": {"net": NORM},
-    "from_torch to_torch": {"net": NORM, "module": Module({})},
     "recompute": {"block": NORM},
     "join": {"net": NORM, "trainer": None},
     "broadcast_parameters": {"params": NORM},
