@@ -28,7 +28,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
     parser.epilog = "`python -m gluon_syncbn` is the same program, and by itself the check."
     parser.add_argument("--version", action="version", version=f"gluon_syncbn {__version__}")
     commands = parser.add_subparsers(dest="command")
-    what = "reports what this machine supports, runs one training step, and trains a small net on all GPUs"
+    what = "reports what this machine supports, trains a small net on two CPU contexts and on all GPUs"
     commands.add_parser("check", allow_abbrev=False, help=what)
     what = "runs a training script as it is, with gluon_syncbn in the places of contrib's layer and GluonCV's helpers"
     command = commands.add_parser("run", allow_abbrev=False, help=what, description=what)

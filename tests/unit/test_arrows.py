@@ -45,9 +45,9 @@ def arrows_of_the_core(ends=("cc", "cu", "h")):
 
 
 #: The first level, from the bottom up: each may import what stands in the lines before it. `exchange` knows nothing of
-#: layers, `reference` nothing of the rest.
+#: layers. `reference` imports nothing, and only tests import it.
 FLOORS = """
-reference system
+system
 _native activation parallel
 settings
 exchange
