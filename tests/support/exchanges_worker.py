@@ -55,7 +55,7 @@ class Calls:
             block.cast("float64")
         # Their first steps are to come. What a rank leaves out does not number the next one otherwise.
         self.fresh = [self.trainer_of(net) for net in self.nets[:1] * 24]
-        self.states = str(Path(tempfile.mkdtemp(), "states"))
+        self.states = str(Path(tempfile.mkdtemp("", ".", Path(sys.argv[1]).parent), "states"))
         self.nets[0](nd.ones((1, 3), dtype="float64"))
         gluon.Trainer(self.nets[0].collect_params(), "sgd", kvstore=None).save_states(self.states)
 
