@@ -9,6 +9,7 @@ from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from mxnet.gluon.nn.basic_layers import BatchNorm, BatchNormReLU, _BatchNorm
 
 from ..activation import BatchNormActivation, BatchNormAdd
+from ..training.replicas import Replicas
 from ..training.session import session
 from .nodes import Json, attribute, json_of, operator_of, walk
 from .op import NAME
@@ -72,7 +73,7 @@ class Recorded(NamedTuple):
     operator: str  # for a custom one its type
     frozen: bool
     inputs: List[str]  # names
-    reason: str = ""  # why no layer stands for it, if `open_graph` has left it
+    reason: str = ""  # why no layer stands for it: it is gone, or `open_graph` has left the node
 
 
 def recorded(block: HybridBlock, graph: Optional[Json] = None) -> List[Recorded]:
@@ -83,7 +84,9 @@ def recorded(block: HybridBlock, graph: Optional[Json] = None) -> List[Recorded]
         if operator in (*OPERATORS, NAME):
             inputs = [within["nodes"][at]["name"] for at, *_ in node["inputs"]]
             frozen = bool(attribute(node["attrs"], "use_global_stats", False))
-            found.append(Recorded(number, node["name"], operator, frozen, inputs))
+            gone = operator == NAME and Replicas.of_node(node["attrs"]) is None
+            reason = "its layer no longer exists" if gone else ""
+            found.append(Recorded(number, node["name"], operator, frozen, inputs, reason))
     return found
 
 

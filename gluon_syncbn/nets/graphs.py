@@ -23,7 +23,6 @@ from ..mxnet_side.op import NAME
 from ..settings import Settings
 from ..system import arguments, kinds
 from ..system.classes import derived
-from ..training.replicas import Replicas
 from ..training.session import session
 
 
@@ -67,7 +66,7 @@ def open_graph(block: SymbolBlock) -> List[Recorded]:
             left.append(node._replace(reason="the graph uses its mean or variance"))
         else:
             layers[node.number] = _layer(node, recorded["attrs"], given)
-            if node.operator == NAME and Replicas.of_node(recorded["attrs"]) is None:
+            if node.reason:
                 gone.append(node.name)
     if gone:
         warnings.warn(

@@ -65,6 +65,9 @@ def test_a_node_whose_layer_is_gone(change, contexts):
         for norm, second in ((SyncBatchNorm, there), (nn.BatchNorm, nn.BatchNorm(in_channels=3, prefix="two_")))
     ]
     gc.collect()
+    rows = gluon_syncbn.summary(nets[0], show=False)
+    assert [row.statistics.partition(",")[0] for row in rows] == ["plain", "synchronised"]
+    assert rows[0].statistics.endswith("because its layer no longer exists")
     with pytest.warns(UserWarning, match="the layers that recorded one_fwd no longer exist"):
         change(nets[0])
     assert operators(nets[0]).count("BatchNorm") == (2 if change is revert else 0)
