@@ -136,7 +136,7 @@ SYNCBN_API(void, seed, uint64_t seed) {
 // In memory of this process. `gpus`: a number of `Nccl`.
 SYNCBN_API(Asked, memory_exchange, int gpus) { return {std::make_shared<Exchange>(), static_cast<Nccl>(gpus)}; }
 
-// By a store of MXNet's or by Horovod, which the user has named. No other exchange runs Python.
+// By a store of MXNet's, which the user has named. No other exchange runs Python.
 SYNCBN_API(Asked, python_exchange, syncbn::AddInPython* add, size_t processes) {
     return {python_exchange(add, processes), Nccl::kNever};
 }

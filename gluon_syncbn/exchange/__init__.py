@@ -1,3 +1,3 @@
-"""Carries packed statistics out of the process, by MPI, KVStores of MXNet's, or Horovod.
+"""Carries packed statistics out of the process, by MPI, or KVStores of MXNet's.
 Nothing here depends on the layer's code.
 """

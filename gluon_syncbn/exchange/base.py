@@ -7,8 +7,7 @@ import os
 import re
 import sys
 import threading
-from concurrent import futures
-from typing import Any, Callable, Dict, NoReturn, Optional, Tuple
+from typing import Any, Dict, NoReturn, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -87,23 +86,6 @@ class DeviceExchange(Exchange):
             self.kvstore.pushpull(key, values, out=out)
         _native.await_array(out[:1], timeout, "the KVStore has not answered", _NO_ANSWER)
         return out[0].asnumpy().reshape(rows.shape)
-
-
-def made(thread: str, call: Callable[[], Any], seconds: Optional[float] = None) -> futures.Future[Any]:
-    """Makes a call that may never return, in a thread of this name, and waits for it so long, or as long as the time
-    limit. At exit, Python would wait for an executor's thread.
-    """
-    result: futures.Future[Any] = futures.Future()
-
-    def work() -> None:
-        try:
-            result.set_result(call())
-        except BaseException as error:  # the thread that waits raises it
-            result.set_exception(error)
-
-    threading.Thread(target=work, name=thread, daemon=True).start()
-    futures.wait([result], _native.timeout_of() if seconds is None else seconds)
-    return result
 
 
 def leave() -> NoReturn:

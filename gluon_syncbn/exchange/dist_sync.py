@@ -13,9 +13,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import itertools
+import json
+import os
 import threading
 import weakref
 from collections import defaultdict
+from concurrent import futures
 from typing import Any, Callable, DefaultDict, Dict, Iterator, List, Tuple
 
 import mxnet as mx
@@ -25,37 +29,79 @@ from .. import _native
 from ..system import arguments, locks
 from ..system.environment import read
 from ..system.logs import log
-from .base import FIRST_KEY, leave, made
-from .job import WORDS, Call, JobExchange, name_of
+from .agreement import ProcessExchange
+from .base import FIRST_KEY, leave
 
 #: The types of MXNet's stores that add over workers.
 TYPES = ("dist_sync", "dist_device_sync", "dist_sync_device")
 _VARIABLES = ("DMLC_ROLE", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER", "DMLC_NUM_SERVER")
 _HEAD = 4  # words: the call
+_WORDS = 1024  # of a row of bytes
 _LATE = "not every worker has come"
 _UNKNOWN = "MXNet's store does not say which worker is missing: one may have ended, hang, or have left out a call"
-_made_by_all = functools.partial(made, "gluon_syncbn-store")
+Call = Tuple[int, ...]  # layer, as all processes number it; node, sequence and phase of its call
 
 
 def _key(layer: int, phase: int) -> int:
     return FIRST_KEY + 2 * (layer + 1) + (phase > 0)
 
 
-class DistSyncExchange(JobExchange):
-    """Exchanges by the one KVStore ``'dist_sync'`` of this process, which the Trainer has, too."""
+class DistSyncExchange(ProcessExchange):
+    """Exchanges by the one KVStore ``'dist_sync'`` of this process, which the Trainer has, too.
+
+    It brings each process the rows of all, in the order of the ranks, in which the core combines them. It has no
+    groups, and carries nothing else. The others miss a worker that fails, within their time limit.
+    """
 
     def __init__(self, kvstore: mx.kv.KVStore) -> None:
-        super().__init__(kvstore.type, kvstore.rank, kvstore.num_workers)
-        self.kvstore = kvstore
+        super().__init__(_native.python_exchange(self, kvstore.num_workers), kvstore.type)
+        self.rank, self.num_workers, self.kvstore = kvstore.rank, kvstore.num_workers, kvstore
         self.of_trainer = {"kvstore": kvstore, "update_on_kvstore": False}
         self._shapes: Dict[int, Tuple[int, int]] = {}  # of the array of each key
         self._trainer: Any = None  # a weak reference
         self._calls: Any  # held during calls of the store, whose maps have no lock
         self._rounds: DefaultDict[int, Any]  # of each key: a second push would count as another worker's
         locks.give(self, _calls=threading.Lock, _rounds=lambda: defaultdict(threading.Lock))
-        self._begin_key(_key(-1, 0), WORDS)
+        self.failure = ""  # after which nothing is exchanged
+        self._told, self._pid = itertools.count(), os.getpid()
+        atexit.register(self._leave_if_failed)  # before the handlers that would wait for operators
+        self._begin_key(_key(-1, 0), _WORDS)
 
-    def rows_of(self, call: Call, row: np.ndarray, timeout: float) -> np.ndarray:
+    def __repr__(self) -> str:
+        return f"<exchange {self.name!r} of statistics: rank {self.rank} of {self.num_workers}>"
+
+    def check(self, settings: Any) -> None:
+        """ValueError for a layer whose replicas share something else than one statistic of all."""
+        mpi = f"with kvstore={self.name!r}; kvstore='mpi' has it, in a job that mpiexec starts"
+        for name in ("group_size", "groups"):
+            if getattr(settings, name) is not None:
+                arguments.refuse(name, getattr(settings, name), f"None {mpi}")
+        if settings.mode == "shuffle":
+            arguments.refuse("mode", settings.mode, f"'sync' or 'local' {mpi}")
+
+    def add(self, _contexts: str, rows: np.ndarray, timeout: float, call: Call) -> np.ndarray:
+        """For the core: returns the rows of all workers for a call."""
+        return self._gathered(_name_of(call), call, rows[0], timeout)
+
+    def tell_all(self, what: str, ours: Any) -> List[Any]:
+        text = json.dumps(ours).encode()
+        call, timeout = (-1, 0, next(self._told), 0), _native.timeout_of()
+        sizes = self._gathered(what, call, np.array([float(len(text))]), timeout)[:, 0].astype(int)
+        texts = [b""] * self.num_workers
+        for begin in range(0, max(sizes), 8 * _WORDS):
+            words = np.frombuffer(text[begin : begin + 8 * _WORDS].ljust(8 * _WORDS), np.float64)
+            rows = self._gathered(what, (-1, begin + 1, *call[2:]), words, timeout)
+            texts = [told + row.tobytes() for told, row in zip(texts, rows)]
+        return [json.loads(told[:size]) for told, size in zip(texts, sizes)]
+
+    def _gathered(self, what: str, call: Call, row: np.ndarray, timeout: float) -> np.ndarray:
+        try:
+            return self._rows_of(call, row, timeout)
+        except mx.MXNetError as error:
+            self.give_up(self.failure or f"{what}: {error}")
+
+    def _rows_of(self, call: Call, row: np.ndarray, timeout: float) -> np.ndarray:
+        """Returns the rows of all ranks for this call, [ranks][words]. MXNetError: one has not come."""
         key = _key(call[0], call[3])
         words = np.zeros(self._shapes[key])
         words[self.rank, :_HEAD].view(np.int64)[:] = call
@@ -75,7 +121,7 @@ class DistSyncExchange(JobExchange):
         for rank, theirs in enumerate(everyone[:, :_HEAD].copy().view(np.int64).tolist()):
             if theirs != list(call):
                 raise mx.MXNetError(
-                    f"rank {rank} has come with {name_of(theirs)}, rank {self.rank} with {name_of(call)}. Over "
+                    f"rank {rank} has come with {_name_of(theirs)}, rank {self.rank} with {_name_of(call)}. Over "
                     f"{self.name!r}, all workers make the calls of a layer in one order; kvstore='mpi' takes any"
                 )
         return everyone[:, _HEAD : _HEAD + row.size]
@@ -126,6 +172,13 @@ class DistSyncExchange(JobExchange):
         except mx.MXNetError as error:
             self.give_up(self.failure or f"the sums of the gradients: {error}")
 
+    def fail(self, reason: str) -> None:
+        self.failure = self.failure or reason
+
+    def _leave_if_failed(self) -> None:
+        if os.getpid() == self._pid and (self.failure or _native.failure()):
+            leave()
+
     def close(self) -> None:
         """MXNet's store waits for all workers, and ends the servers. Without one of them, the launcher ends these."""
         if self.failure:
@@ -134,6 +187,28 @@ class DistSyncExchange(JobExchange):
         if not _made_by_all(lambda: mx.base.check_call(mx.base._LIB.MXKVStoreFree(handle))).done():
             log.error("rank %d of %d has come to its end. There, %s in time", self.rank, self.num_workers, _LATE)
             leave()
+
+
+def _name_of(call: Call) -> str:
+    """Returns what errors call it: "the forward of call 3"."""
+    return f"the {'backward' if call[3] else 'forward'} of call {call[2] + 1}"
+
+
+def _made_by_all(call: Callable[[], Any]) -> futures.Future[Any]:
+    """Makes a call of the store, which may never return, in a thread, and waits for it within the time limit. At exit,
+    Python would wait for an executor's thread.
+    """
+    result: futures.Future[Any] = futures.Future()
+
+    def work() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:  # the thread that waits raises it
+            result.set_exception(error)
+
+    threading.Thread(target=work, name="gluon_syncbn-store", daemon=True).start()
+    futures.wait([result], _native.timeout_of())
+    return result
 
 
 def _gradients(trainer: Any) -> List[mx.nd.NDArray]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 
 import mxnet as mx
@@ -32,6 +33,11 @@ class Job:
             raise mx.MXNetError(
                 "kvstore 'mpi' calls MPI from several threads, but this job has it without MPI_THREAD_MULTIPLE. Leave "
                 "mpi4py.rc.thread_level as it is, or take an MPI that is built with threads."
+            )
+        if threading.current_thread() is threading.main_thread() and not MPI.Is_thread_main():
+            raise mx.MXNetError(
+                "kvstore 'mpi' needs MPI until the end, but another thread has initialised it and may end it before, "
+                "as Horovod's does: create the store before hvd.init()"
             )
         self.rank, self.size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
         self._comm, request = MPI.COMM_WORLD.Idup()

@@ -9,7 +9,7 @@ import mxnet as mx
 
 from .. import _native
 from ..system import arguments
-from . import dist_sync, horovod
+from . import dist_sync
 from .base import DeviceExchange, Exchange
 from .mpi import Job
 from .store import ProcessStore
@@ -38,7 +38,7 @@ def store(name: Any) -> ProcessStore:
     """Returns the one store of several processes of this name. ImportError: it needs a package that is not there."""
     if not isinstance(name, str) or name != MPI:
         reason = _refusal(str(name))
-        if isinstance(name, str) and name in (*TYPES, *IN_CORE, *dist_sync.TYPES, "horovod"):
+        if isinstance(name, str) and name in (*TYPES, *IN_CORE, *dist_sync.TYPES):
             missing = name == "nccl" and _native.nccl_problem()
             instead = "no kvstore" if missing else f"gluon_syncbn.configure(kvstore={name!r})"
             reason = f" Layers take {name!r} without one{f', but {missing}' if missing else ''}: write {instead}."
@@ -77,14 +77,14 @@ def exchange(kvstore: Any) -> Optional[Exchange]:
                 f"kvstore: 'nccl' was given, but {missing}; None (the default), 'host', 'device' and 'local' need none"
             )
         return IN_CORE[kvstore]
-    if is_of_workers(kvstore) or (is_name and kvstore == "horovod"):
-        of_job = dist_sync.exchange(kvstore) if is_of_workers(kvstore) else horovod.exchange()
-        if of_job not in stores:
-            stores.append(of_job)
-        return of_job
+    if is_of_workers(kvstore):
+        of_workers = dist_sync.exchange(kvstore)
+        if of_workers not in stores:
+            stores.append(of_workers)
+        return of_workers
     kind = kvstore.type if isinstance(kvstore, mx.kvstore.KVStoreBase) else kvstore
     if not isinstance(kind, str) or kind not in TYPES:
-        names = (*TYPES, *IN_CORE, MPI, "dist_sync", "horovod")
+        names = (*TYPES, *IN_CORE, MPI, "dist_sync")
         expected = f"one of {names}, an object of one of these types but 'nccl' and 'host', or None."
         arguments.refuse("kvstore", kind, expected + _refusal(str(kind)))
     return _adding(kvstore)
@@ -98,4 +98,6 @@ def _refusal(name: str) -> str:
             " A store of NCCL serves only the keys that it had at its first sum, so a Trainer cannot share it; the "
             "name 'nccl' does without one."
         )
+    if name == "horovod":
+        return " Beside its DistributedTrainer, layers take 'mpi', in a job that mpiexec starts."
     return ""

@@ -21,7 +21,7 @@ _BY_MPI = "gluon.Trainer(..., kvstore='mpi')"
 _LAUNCHERS = (
     ("PMI_SIZE", "", _BY_MPI),
     ("OMPI_COMM_WORLD_SIZE", "", _BY_MPI),
-    ("HOROVOD_SIZE", "", "gluon_syncbn.configure(kvstore='horovod') and a horovod.mxnet.DistributedTrainer"),
+    ("HOROVOD_SIZE", "", "gluon_syncbn.configure(kvstore='mpi') and mpiexec in place of horovodrun"),
     ("SLURM_NTASKS", "SLURM_STEP_ID", _BY_MPI),
     ("DMLC_NUM_WORKER", "DMLC_ROLE", "gluon.Trainer(..., kvstore='dist_sync', update_on_kvstore=False)"),
 )
@@ -31,13 +31,15 @@ def tell_who_meets(trainer: gluon.Trainer) -> None:
     """Says with whom the layers of a Trainer meet; warns if a launcher has started processes that do not meet."""
     meeting = [replicas for replicas in followers_of(trainer._params) if replicas.settings.mode != "local"]
     exchanges: List[Any] = [replicas.exchange or session.exchange for replicas in meeting]
-    if not meeting or any(one is not None and one.spans_processes and one.num_workers > 1 for one in exchanges):
+    of_processes = [one for one in exchanges if one is not None and one.spans_processes]
+    if not meeting or any(one.num_workers > 1 for one in of_processes):
         return  # the store tells what the processes have agreed on
     replicas = len(meeting[0].contexts)
     log.info("the statistics of %d layers meet within this process: %d replicas", len(meeting), replicas)
     # The user has chosen a KVStore of all layers, of these, or of the Trainer in spite of one of all processes.
     chosen = session.chosen or any(exchanges) or (session.stores and vars(trainer).get("_has_chosen_store", True))
-    text = "" if chosen or any(store.layers for store in session.stores) else left_alone()
+    chosen = chosen or any(store.layers for store in session.stores)
+    text = left_alone() if of_processes or not chosen else ""  # of one process: its launcher is not that of MPI
     if text and session.first(text):
         log.warning(text)
 
@@ -67,8 +69,8 @@ def surprises(trainer: gluon.Trainer) -> Iterator[str]:
         yield (
             f"{some(apart, ', ')}: these layers share their statistics with other processes, and the gradients of this "
             f"Trainer stay in this one, with kvstore={trainer._kvstore_params['kvstore']!r}. Write "
-            "gluon.Trainer(..., kvstore=kv) with the KVStore of the layers, or with layers of "
-            "'horovod' a horovod.mxnet.DistributedTrainer, unless the script adds gradients itself"
+            "gluon.Trainer(..., kvstore=kv) with the KVStore of the layers, or a horovod.mxnet.DistributedTrainer, "
+            "unless the script adds gradients itself"
         )
     on_several = several or any(len(one._data or ()) > 1 for one in parameters)
     # After `install(convert=True)`, all of the net may be plain.

@@ -138,10 +138,8 @@ def _share_store(trainer: gluon.Trainer) -> None:
                 stores[0],
             )
     shared: Optional[Exchange] = None
-    if settings["kvstore"] == "horovod":  # MXNet makes a local one without a word
-        expected = "another one: horovod.mxnet.DistributedTrainer adds gradients over Horovod, beside layers with it"
-        arguments.refuse("kvstore", "horovod", expected)
-    if named.spans_processes(settings["kvstore"]):  # MXNet makes a local one without a word
+    # MXNet makes a local one of either name without a word.
+    if named.spans_processes(settings["kvstore"]) or settings["kvstore"] == "horovod":
         settings["kvstore"] = named.store(settings["kvstore"])
     if isinstance(settings["kvstore"], ProcessStore):
         shared = store = settings["kvstore"]

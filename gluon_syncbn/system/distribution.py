@@ -30,9 +30,3 @@ ARM_LINKS = (
 MXNET = f"{command('cpu')}, or for NVIDIA GPUs {command('cu112')}{WHERE}"
 if sys.version_info >= (3, 13):
     MXNET = f"`pip install --no-deps mxnet==1.9.1` (for NVIDIA GPUs mxnet-cu112==1.9.1), then {MXNET}"
-#: How to compile Horovod, with g++, in an environment that has MXNet. tools/install_horovod.sh does the same.
-HOROVOD = (
-    "`pip install cmake==3.31.10 cloudpickle psutil && CMAKE_POLICY_VERSION_MINIMUM=3.5 HOROVOD_WITH_MXNET=1 "
-    "HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MPI=1 HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 "
-    "pip install --no-build-isolation --no-deps horovod==0.28.1`"
-)

@@ -17,7 +17,7 @@ from mxnet.gluon import Parameter
 from .. import _native
 from ..exchange import named
 from ..exchange.agreement import ProcessExchange
-from ..exchange.job import JobExchange
+from ..exchange.dist_sync import DistSyncExchange
 from ..exchange.store import ProcessStore
 from ..settings import MODES, Settings
 from ..system import arguments, cuda, kinds
@@ -123,7 +123,7 @@ def store_of(kvstore: Any, parameters: Iterable[Any] = ()) -> Optional[ProcessSt
         if len(stores) > 1:
             arguments.refuse("kvstore", kvstore, f"one of the {len(stores)} KVStores of the layers")
         exchange = stores[0] if stores else None
-    if isinstance(exchange, JobExchange):
+    if isinstance(exchange, DistSyncExchange):
         arguments.refuse(
             "kvstore", exchange.name, "'mpi', which carries more than statistics, or 'host' for one process"
         )

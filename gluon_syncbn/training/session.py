@@ -163,8 +163,7 @@ def configure(
         ``kvstore=`` then adds its gradients there, also one of a net without such a layer. ``kvstore=None`` makes a
         Trainer of one process, ``kvstore='device'`` one of several devices of it. ``'dist_sync'``, or such a KVStore
         object: over the workers of MXNet's parameter servers, for the mode ``'sync'`` without groups. The one Trainer
-        has the same store, and ``update_on_kvstore=False``. ``'horovod'``: over Horovod, for the same mode, beside
-        ``horovod.mxnet.DistributedTrainer``.
+        has the same store, and ``update_on_kvstore=False``.
     timeout : float
         Seconds that a replica waits for the others, initially 300. Then the step fails with a `StepError`
         that names the layer, who arrived and who is missing.
@@ -222,8 +221,8 @@ def kvstore(name: Literal["mpi"] = "mpi") -> ProcessStore:
     Parameters
     ----------
     name : str
-        ``'mpi'``: mpi4py with the MPI that it was installed with. In a job of ``horovodrun`` or of MXNet's parameter
-        servers, layers take ``kvstore='horovod'`` or ``mx.kv.create('dist_sync')``, and need no such store.
+        ``'mpi'``: mpi4py with the MPI that it was installed with. In a job of MXNet's parameter servers,
+        layers take ``mx.kv.create('dist_sync')``, and need no such store.
 
     Returns
     -------

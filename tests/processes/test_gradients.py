@@ -108,7 +108,7 @@ def test_parameters_of_one_name(store_of_one):
         trainer.step(2)
 
 
-MEETS_NOBODY = ["", "a store that nobody was given"]
+MEETS_NOBODY = ["", "a store that nobody was given", "of this process alone"]
 CHOSEN = ["for all layers", "for the layer", "others meet", "for the Trainer, beside a store"]
 
 
@@ -122,7 +122,7 @@ def test_a_process_that_meets_nobody(mode, started, chosen, store_of_one, monkey
     monkeypatch.setattr(session, "stores", [store_of_one] if chosen.endswith(("meet", "store", "given")) else [])
     monkeypatch.setattr(store_of_one, "layers", chosen == "others meet")
     of_trainer = {"kvstore": None} if chosen == "for the Trainer, beside a store" else {}
-    own = {"kvstore": "device"} if chosen == "for the layer" else {}
+    own = {"for the layer": {"kvstore": "device"}, "of this process alone": {"kvstore": store_of_one}}.get(chosen, {})
     if started:
         monkeypatch.setenv("PMI_SIZE", "2")
     monkeypatch.setattr(session, "_done", {})

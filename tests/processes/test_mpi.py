@@ -85,9 +85,11 @@ def test_an_mpi_without_threads():
     assert "this job has it without MPI_THREAD_MULTIPLE" in done.stderr, done.stderr
 
 
-def test_without_horovod(monkeypatch):
-    import gluon_syncbn
-
-    monkeypatch.setitem(sys.modules, "horovod", None)
-    with pytest.raises(ImportError, match="kvstore 'horovod' needs Horovod"):
-        gluon_syncbn.SyncBatchNorm(kvstore="horovod")
+def test_an_mpi_that_another_thread_has_initialised():
+    """Horovod's would end it at exit, before the last step has ended."""
+    program = (
+        "import threading; thread = threading.Thread(target=lambda: __import__('mpi4py.MPI')); thread.start()\n"
+        "thread.join(); import light, gluon_syncbn; gluon_syncbn.kvstore('mpi')"
+    )
+    done = ended([sys.executable, "-c", program], SUPPORT)
+    assert "create the store before hvd.init()" in done.stderr, done.stderr

@@ -218,6 +218,7 @@ class OfNCCL(mx.kvstore.KVStoreBase):
         ({"groups": [[0, -1]]}, "groups: -1 was given, expected ranks in each group that are whole numbers"),
         ({"kvstore": "dist_async"}, "Other workers' statistics are of other steps"),
         ({"kvstore": OfNCCL()}, "an object of one of these types but 'nccl'"),
+        ({"kvstore": "horovod"}, "Beside its DistributedTrainer, layers take 'mpi', in a job that mpiexec starts"),
         ({"num_devices": 65536}, "num_devices: 65536 was given, expected a whole number from 1 to 65535"),
     ],
 )
@@ -237,10 +238,14 @@ def test_a_name_that_layers_take_where_the_store_of_mpi_is_expected(monkeypatch,
     with pytest.raises(ValueError, match=r"but .*; None \(the default\), .* need none"):
         gluon_syncbn.configure(kvstore="nccl")
     monkeypatch.setattr(core, "nccl_problem", lambda: problem)
-    others = {name: f"configure(kvstore={name!r})" for name in ("device", "dist_sync", "horovod")}
-    for name, said in {**others, "nccl": instead}.items():
+    others = {name: f"configure(kvstore={name!r})" for name in ("device", "dist_sync")}
+    for name, said in {**others, "nccl": instead, "horovod": "layers take 'mpi'"}.items():
         with pytest.raises(ValueError, match=re.escape("expected one of ('mpi',).") + ".*" + re.escape(said)):
             gluon_syncbn.kvstore(name)
+    dense = nn.Dense(1)
+    dense.initialize()
+    with pytest.raises(ValueError, match="layers take 'mpi'"):  # of which MXNet makes a local one without a word
+        mx.gluon.Trainer(dense.collect_params(), "sgd", kvstore="horovod")
 
 
 @pytest.mark.parametrize("norm", [SyncBatchNorm, gluon_syncbn.ShuffleBatchNorm])
