@@ -88,12 +88,12 @@ def _what_met(script: str, convert: bool) -> Iterator[str]:
     else:
         remedy = "try run --convert, if the script has no option of its own for it"
         if convert:
-            remedy = "no gluon.Trainer or Module trains a net in which batch normalisation was found"
+            remedy = "no gluon.Trainer or Module has the parameters of a layer of batch normalisation"
         if convert and session.unsynchronised:
             named = some(list(session.unsynchronised), ", ")
             remedy = f"--convert changes layers alone, and these blocks call an operator: call a layer there ({named})"
         if session.ran:
-            remedy = "its layers had one device each"
+            remedy = "its layers had one device each, or are frozen"
         yield f"{script} has trained, and nothing was synchronised: {remedy}"
     if left_alone() and not session.stores and not session.chosen:
         yield left_alone()

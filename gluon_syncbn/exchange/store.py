@@ -99,8 +99,8 @@ class ProcessStore(mx.kvstore.KVStoreBase, ProcessExchange):
         return False  # the optimizer runs in the Trainer, where every process has the same gradients
 
     def init(self, *_: Any) -> NoReturn:
-        """For a ``Module``, which would have the store run its optimizer."""
-        arguments.refuse("kvstore", self, "a store of one process for a Module: gluon.Trainer takes this one")
+        """For a ``Module``, which would have the store run its optimizer, or a script that goes on to ``push``."""
+        arguments.refuse("kvstore", self, "another store for a Module and for push: this one has pushpull")
 
     def __repr__(self) -> str:
         return f"<kvstore {self.name!r}: rank {self.rank} of {self.num_workers}>"

@@ -69,6 +69,7 @@ def job(tmp_path):
 
 RUN = ("-m", "gluon_syncbn", "run")
 TRAIN = "scripts/train.py"
+FROZEN = "its layers had one device each, or are frozen"
 NOTHING = f"gluon_syncbn: {TRAIN} has trained, and nothing was synchronised: "
 MEET = "gluon_syncbn: 1 of 1 layers synchronised over "
 
@@ -104,6 +105,7 @@ for number in sys.argv[1]:
     net(mx.nd.ones((2, 3), ctx=contexts[0]))
     if sys.argv[2] == "predicts":
         continue
+    net[0]._kwargs["use_global_stats"] = sys.argv[2] == "freezes"
     trainer = gluon.Trainer(net.collect_params(), "sgd", kvstore=kv)
     for _ in range(2):
         with autograd.record():
@@ -121,7 +123,8 @@ if sys.argv[2] == "raises":
     "given, own, printed, said",
     [
         (["--convert"], ["12", "raises"], "SyncBatchNorm BatchNorm True", [f"{MEET}cpu(0) to cpu(1)"]),
-        (["--convert"], ["1", "trains"], "SyncBatchNorm BatchNorm False", [f"{NOTHING}its layers had one device each"]),
+        (["--convert"], ["1", "trains"], "SyncBatchNorm BatchNorm False", [f"{NOTHING}{FROZEN}"]),
+        (["--convert"], ["2", "freezes"], "SyncBatchNorm BatchNorm False", [f"{NOTHING}{FROZEN}"]),
         ([], ["2", "trains"], "BatchNorm BatchNorm True", [f"{NOTHING}try run --convert"]),
         ([], ["2", "predicts"], "BatchNorm BatchNorm False", []),
     ],

@@ -76,6 +76,12 @@ def test_moments_of_all_processes(size):
     assert sent_by(all_stores) == {1: 0, 2: 2, 3: 6, 5: 10, 7: 14, 8: 24}[size]
 
 
+def test_a_script_that_pushes():
+    (store,) = stores(1)
+    with pytest.raises(ValueError, match="expected another store for a Module and for push: this one has pushpull"):
+        store.init("accuracy", mx.nd.zeros(1))
+
+
 GROUPS = [
     # replicas of each process, group_size, pairs of processes of which one needs the other's
     ([2, 2, 2], 2, 0),
