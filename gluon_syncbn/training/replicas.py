@@ -22,6 +22,7 @@ from ..exchange.store import ProcessStore
 from ..settings import MODES, Settings
 from ..system import arguments, cuda, kinds
 from ..system.identity import OfEach
+from ..system.logs import log
 from .session import session
 
 #: How a layer was called in training: not yet, by itself, in a graph.
@@ -312,6 +313,10 @@ class Replicas:
             self.check()
         meets = bool(self.contexts) and self.settings.mode != "local" and trains
         between = store is not None and store.spans_processes
+        # A Trainer brings its KVStore to the layers, or says whom they meet. A loop may have none.
+        others = [] if store or session.chosen or session.trainers.objects() else session.stores
+        if meets and any(one.num_workers > 1 for one in others) and session.first("a loop without a Trainer"):
+            log.warning("the layers meet within this process alone; configure(kvstore=kv) lets them use %r", others[0])
         self._noted = session.notes(tuple(self.contexts) if meets and not between else (), self._noted)
         self.ran = how
         while between and meets and self.store is not store:

@@ -16,8 +16,9 @@ import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
 from gluon_syncbn.mxnet_side.optimizers import alike
 from gluon_syncbn.mxnet_side.trainer import update_of
+from gluon_syncbn.system.identity import OfEach
 from gluon_syncbn.training import join
-from gluon_syncbn.training.session import session
+from gluon_syncbn.training.session import OfTrainer, session
 
 WORKER = SUPPORT / "gradients_worker.py"
 pytestmark = pytest.mark.timeout(600)  # one job does most of this
@@ -137,6 +138,22 @@ def test_a_process_that_meets_nobody(mode, started, chosen, store_of_one, monkey
             trainer.step(2)
     said = [record for record in caplog.messages if "meet no replica of the others" in record]
     assert len(said) == (mode == "sync" and started and chosen in MEETS_NOBODY)
+
+
+@pytest.mark.parametrize("mode", ["sync", "local"])
+def test_a_loop_without_a_trainer(mode, store_of_one, monkeypatch, caplog):
+    """It has a store of several processes, and its layers do not use it."""
+    monkeypatch.setattr(type(store_of_one), "num_workers", 2)
+    for name, value in {"stores": [store_of_one], "trainers": OfEach(OfTrainer), "chosen": False, "_done": {}}.items():
+        monkeypatch.setattr(session, name, value)
+    layer = gluon_syncbn.SyncBatchNorm(in_channels=3, mode=mode)
+    layer.initialize()
+    with caplog.at_level(logging.WARNING, "gluon_syncbn"), autograd.record():
+        for _ in range(2):
+            layer(mx.nd.ones((2, 3)))
+    assert [text.partition(";")[0] for text in caplog.messages] == (
+        ["the layers meet within this process alone"] if mode == "sync" else []
+    )
 
 
 def test_a_store_of_one_process_has_nobody_to_add_with(store_of_one, monkeypatch, caplog):
