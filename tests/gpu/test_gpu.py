@@ -654,8 +654,8 @@ def test_memory_of_a_device_stays(rng):
 def test_self_check_of_gpus_that_mxnet_has_no_code_for():
     done = run(["-m", "gluon_syncbn"], CUDA_EMULATOR_CAPABILITY="9.0", GLUON_SYNCBN_ANY_ARCHITECTURE="1")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "gpu(1): " in done.stdout and re.search(r"replicas on gpu, .* with NCCL, .* with host memory", done.stdout)
-    assert "after a step, 4 replicas and a CPU differ by " in done.stdout
+    assert "gpu(1): " in done.stdout and "4 replicas on gpu, beside plain BatchNorm on one CPU\n" in done.stdout
+    assert re.search(r"\n +with NCCL, a step differs by .*\n +with host memory, a step differs by ", done.stdout)
 
 
 @on_the_emulator
