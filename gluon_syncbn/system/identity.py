@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any, Callable, Dict, Generic, List, Optional, Tuple, TypeVar
+from typing import Any, Callable, Dict, Generic, Iterable, List, Optional, Tuple, TypeVar
 
 T = TypeVar("T")
+
+
+def alive(references: Iterable[weakref.ref]) -> List[Any]:
+    """Returns the objects that live, such as those of a dictionary's ``valuerefs()``. Its ``values()``, and the list of
+    a ``WeakSet``, end in a RuntimeError if another thread adds one meanwhile.
+    """
+    return [one for one in (reference() for reference in references) if one is not None]
 
 
 class OfEach(Generic[T]):
@@ -32,7 +39,7 @@ class OfEach(Generic[T]):
 
     def objects(self) -> List[Any]:
         """Returns those of which something is kept."""
-        return [one for one in (gone() for gone, _ in list(self._kept.values())) if one is not None]
+        return alive([gone for gone, _ in list(self._kept.values())])
 
 
 def _forget(kept: Dict[int, Any], key: int, gone: weakref.ref) -> None:

@@ -78,7 +78,7 @@ def only_on(contexts: Sequence[Context]) -> Iterator[None]:
         finally:  # also where a second Ctrl-C ends that
             session.set(devices={})
             _native.reset()
-        for replicas in list(Replicas.by_id.values()):
+        for replicas in Replicas.all():
             replicas.spread_running(chosen)
 
 

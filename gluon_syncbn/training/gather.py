@@ -70,7 +70,7 @@ def gather(features: Any, *, name: str = "gather", kvstore: Any = None) -> Any:
     if not isinstance(name, str) or not name:
         arguments.refuse("name", name, "a text")
     store = store_of(kvstore)
-    for layer in [] if listed else list(Replicas.by_id.values()):
+    for layer in [] if listed else Replicas.all():
         if len(layer.contexts) > 1 and features.context in layer.contexts:
             expected = f"a list of one array for each of {layer.contexts}, because layers are there"
             arguments.refuse("features", features, expected)

@@ -21,7 +21,7 @@ from ..exchange.dist_sync import DistSyncExchange
 from ..exchange.store import ProcessStore
 from ..settings import MODES, Settings
 from ..system import arguments, cuda, kinds
-from ..system.identity import OfEach
+from ..system.identity import OfEach, alive
 from ..system.logs import log
 from .session import session
 
@@ -74,7 +74,7 @@ _layers = OfEach(_OfParameter)
 def followers_of(parameters: Iterable[Any]) -> List[Replicas]:
     """Returns the replicas of the layers that some of these parameters belong to, each once."""
     known = [_layers.get(parameter) for parameter in parameters]
-    return list(dict.fromkeys(one for each in known if each for one in each.replicas.values()))
+    return list(dict.fromkeys(one for each in known if each for one in alive(each.replicas.valuerefs())))
 
 
 def follow(mean: Parameter, replicas: Replicas) -> None:
@@ -204,9 +204,13 @@ class Replicas:
         weakref.finalize(self, _native.layer_drop, self.id).atexit = False
 
     @classmethod
+    def all(cls) -> List[Replicas]:
+        return alive(cls.by_id.valuerefs())
+
+    @classmethod
     def placed(cls) -> List[Replicas]:
         """Returns those with contexts, in the order in which they got them."""
-        return sorted((one for one in list(cls.by_id.values()) if one.order), key=lambda one: one.order)
+        return sorted((one for one in cls.all() if one.order), key=lambda one: one.order)
 
     @classmethod
     def of_node(cls, attributes: Mapping[str, str]) -> Optional[Replicas]:
@@ -244,7 +248,7 @@ class Replicas:
         if not sources or not self.settings.one_pool:
             return
         with autograd.pause():
-            have_values = [one for one in list(self.running.values()) if one._data]  # those of a Module have none
+            have_values = [one for one in alive(self.running.valuerefs()) if one._data]  # those of a Module have none
             for parameter in have_values:
                 for context in self.contexts:
                     if context not in trained:
@@ -273,7 +277,7 @@ class Replicas:
                     "MXNET_GPU_TEMP_COPY and MXNET_CPU_PARALLEL_RAND_COPY are large",
                     stacklevel=2,
                 )
-        self.order = self.order or 1 + max(one.order for one in list(self.by_id.values()))
+        self.order = self.order or 1 + max(one.order for one in self.all())
         if len(contexts) > 1 and session.first("room for errors"):
             _make_room_for_errors()
         _native.layer_place(self.id, [str(context) for context in contexts])
@@ -320,7 +324,7 @@ class Replicas:
         self._noted = session.notes(tuple(self.contexts) if meets and not between else (), self._noted)
         self.ran = how
         while between and meets and self.store is not store:
-            more = any(not one.contexts and one.settings.mode != "local" for one in list(self.by_id.values()))
+            more = any(not one.contexts and one.settings.mode != "local" for one in self.all())
             counted = [one for one in self.placed() if one.settings.mode != "local"]
             store.agree(self, [one for one in counted if (one.exchange or session.exchange) is store], more)
         if meets:

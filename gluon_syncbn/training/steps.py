@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
 from types import SimpleNamespace
 from typing import Any, Callable, Dict, Iterable, List, Optional, TypeVar
 
@@ -17,6 +16,7 @@ from mxnet import autograd, gluon
 
 from .. import _native
 from ..system import kinds, locks, logs
+from ..system.identity import OfEach, alive
 from .replicas import Replicas
 from .session import session
 
@@ -30,7 +30,7 @@ class Steps:
         self.open: Dict[threading.Thread, Scope] = {}
         self.beginning: Any  # held by a thread that enters its first scope, or forgets a failed step
         locks.give(self, beginning=threading.RLock)
-        self.training_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self.training_threads: OfEach[None] = OfEach(lambda: None)
         self.raised = ""  # the last failure that went through a scope as an exception
         self.ending = False  # exit handlers have begun
 
@@ -97,7 +97,7 @@ def watch() -> None:
 
     These would have written the running statistics, and their backwards gradients.
     """
-    running = [one for replicas in Replicas.placed() for one in list(replicas.running.values())]
+    running = [one for replicas in Replicas.placed() for one in alive(replicas.running.valuerefs())]
     arrays = [array for one in running for array in one._data or ()]
     for array in [*arrays, *(array for one in session.trained() for array in one._grad)]:
         _native.watch(str(array.ctx), [array])
@@ -237,12 +237,12 @@ def inside() -> List[threading.Thread]:
 
 def trains() -> None:
     """Notes that this thread is in a step, or has made a ``Module`` for some."""
-    _steps.training_threads.add(threading.current_thread())
+    _steps.training_threads(threading.current_thread())
 
 
 def training_threads() -> List[threading.Thread]:
     """Returns the threads that have been in a step, or have made a ``Module`` for some."""
-    return list(_steps.training_threads)
+    return _steps.training_threads.objects()
 
 
 def end() -> None:

@@ -1,5 +1,6 @@
 """Threads that step a layer: one after the other, one for each replica, and two at once, which is an error."""
 
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from replicas import TOLERANCE, WAYS, Batch, assert_next_step_is_right, make_bat
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
 from gluon_syncbn.mxnet_side import callers
+from gluon_syncbn.training import steps
 from gluon_syncbn.training.session import session
 
 IN_A_STEP = r"thread '{}' calls the layer while it is in a step of thread '{}'"
@@ -350,3 +352,30 @@ def test_who_could_call_while_a_thread_reads(tmp_path, read):
     finally:
         gate.open()
         reader.join()
+
+
+def test_what_others_list_while_threads_begin_and_make_layers():
+    """The thread of the log lists the threads that train, and all layers, whatever these do meanwhile."""
+
+    def begin():
+        with autograd.record():
+            layers.append(SyncBatchNorm(in_channels=1))
+
+    def list_all():
+        while not ended and time.monotonic() < limit:
+            steps.training_threads()
+            steps.watch()
+
+    layers, ended, limit, interval = [], [], time.monotonic() + 60, sys.getswitchinterval()
+    threads = [threading.Thread(target=begin) for _ in range(300)]
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            listed = pool.submit(list_all)
+            for thread in threads:
+                thread.start()
+                thread.join()
+            ended.append(True)
+        listed.result()
+    finally:
+        sys.setswitchinterval(interval)
