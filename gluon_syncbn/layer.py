@@ -299,7 +299,8 @@ class SyncBatchNorm(nn.BatchNorm):
     def _adopt_parameters(self, settings: Optional[Settings] = None) -> None:
         """Makes the contexts of ``running_mean`` this layer's replicas; by default with the settings as before."""
         self._replicas: Replicas = Replicas(self.name, self._kwargs, settings or self._replicas.settings)
-        self._replicas.running.update({id(one): one for one in (self.running_mean, self.running_var)})
+        for one in (self.running_mean, self.running_var):
+            self._replicas.running(one)
         patches.replace(_initialising, Parameter, "_init_impl")
         patches.replace(export.of_plain_graph, mx.base._LIB, "MXSymbolRemoveAmpCast")
         follow(self.running_mean, self._replicas)

@@ -10,7 +10,6 @@ from mxnet import autograd, gluon
 
 from .. import _native
 from ..system import arguments, kinds
-from ..system.identity import alive
 from ..training import steps
 from ..training.replicas import IN_GRAPH, executing, followers_of, records, setting
 from ..training.session import session
@@ -44,7 +43,7 @@ class _Issuing(mx.nd.CachedOp):
         meeting = [(layer, int(of["node"])) for layer, of in may_meet if of["use_global_stats"] != "1"]
         # An operator takes the call that was announced first: one call must not overtake another on its context.
         moving = dict.fromkeys(layer for layer, of in found if of["use_global_stats"] != "1")
-        running = [parameter for layer in moving for parameter in alive(layer.running.valuerefs())]
+        running = [parameter for layer in moving for parameter in layer.running.objects()]
         self.calls = [layer.id for layer, _ in meeting], [node for _, node in meeting], running
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

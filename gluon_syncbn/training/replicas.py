@@ -189,8 +189,7 @@ class Replicas:
         self.channels = 0
         self.contexts: List[Context] = []
         self.order = 0  # in which layers got contexts first, which is that of the net; 0: it has none yet
-        #: The parameters of the running statistics, by their `id`: their class may define ``==``.
-        self.running: weakref.WeakValueDictionary[int, Parameter] = weakref.WeakValueDictionary()
+        self.running: OfEach[None] = OfEach(lambda: None)  # the parameters of the running statistics
         self.ran = NEVER  # how the last training call on these contexts came
         self._noted: Optional[Tuple[Context, ...]] = None  # what the session counts of it
         self.taken_in = ""  # names the operators that the layer absorbed in the graph that was recorded last
@@ -248,7 +247,7 @@ class Replicas:
         if not sources or not self.settings.one_pool:
             return
         with autograd.pause():
-            have_values = [one for one in alive(self.running.valuerefs()) if one._data]  # those of a Module have none
+            have_values = [one for one in self.running.objects() if one._data]  # those of a Module have none
             for parameter in have_values:
                 for context in self.contexts:
                     if context not in trained:

@@ -16,7 +16,7 @@ from mxnet import autograd, gluon
 
 from .. import _native
 from ..system import kinds, locks, logs
-from ..system.identity import OfEach, alive
+from ..system.identity import OfEach
 from .replicas import Replicas
 from .session import session
 
@@ -97,7 +97,7 @@ def watch() -> None:
 
     These would have written the running statistics, and their backwards gradients.
     """
-    running = [one for replicas in Replicas.placed() for one in alive(replicas.running.valuerefs())]
+    running = [one for replicas in Replicas.placed() for one in replicas.running.objects()]
     arrays = [array for one in running for array in one._data or ()]
     for array in [*arrays, *(array for one in session.trained() for array in one._grad)]:
         _native.watch(str(array.ctx), [array])
