@@ -106,7 +106,8 @@ from .mxnet_side import patches as _patches
 from .mxnet_side import recording as _recording
 from .mxnet_side import trainer as _trainer
 from .nets import executors as _executors
-from .nets.convert import convert, freeze, revert
+from .nets.convert import convert, revert
+from .nets.freezing import freeze
 from .nets.parameters import broadcast_parameters
 from .nets.recompute import recompute
 from .nets.statistics import average_running_stats, update_bn_stats

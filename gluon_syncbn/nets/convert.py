@@ -1,4 +1,4 @@
-"""Converts the BatchNorm layers of a network to synchronised ones, and back, and freezes them.
+"""Converts the BatchNorm layers of a network to synchronised ones, and back.
 
 The layers are changed *in place*, because a model may hold a layer in children, attributes or lists, or register a
 block twice: the object stays, its class and its settings change.
@@ -7,13 +7,10 @@ block twice: the object stays, its class and its settings change.
 from __future__ import annotations
 
 import inspect
-import re
-import warnings
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Mapping, Optional, Tuple, Type, TypeVar
+from typing import TYPE_CHECKING, Any, Dict, Mapping, Optional, Type, TypeVar
 
-from mxnet.gluon import Block, HybridBlock, SymbolBlock
+from mxnet.gluon import Block
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from mxnet.gluon.nn import BatchNorm  # by name, because a script may put ours into its place in `nn`
 
@@ -21,11 +18,10 @@ from ..activation import NONE, RELU, Activation, BatchNormActivation, BatchNormA
 from ..layer import SyncBatchNorm, SyncBatchNormAdd
 from ..mxnet_side import blocks
 from ..mxnet_side.export import unshared
-from ..mxnet_side.op import NAME
 from ..settings import Arguments, Settings
 from ..system import arguments
 from ..system.classes import derived
-from .graphs import close_graph, open_graph
+from .selection import selected
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -104,7 +100,7 @@ def convert(
         arguments.refuse("norm_layer", norm_layer, "SyncBatchNorm or a subclass of it")
     if SyncBatchNormAdd in norm_layer.__mro__:
         arguments.refuse("norm_layer", norm_layer, "a layer of one input; fuse=True finds additions")
-    with _selected("convert", net, select) as (chosen, stay):
+    with selected("convert", net, select) as (chosen, stay):
         wanted = _check_kwargs(norm_layer, kwargs)
         stay.extend((one, _reason_to_stay(one, wanted, kwargs)) for one in chosen)
         plain = [one for one, why in stay if not why and not isinstance(one, SyncBatchNorm)]
@@ -134,49 +130,6 @@ def _reason_to_stay(layer: BatchNorm, wanted: Settings, kwargs: Mapping[str, Any
         if value != other and (name in kwargs or other == "shuffle"):  # of `ShuffleBatchNorm`
             return f"it has {name}={value!r} already; call revert on it before"
     return ""
-
-
-@contextmanager
-def _selected(verb: str, net: Block, select: Optional[str]) -> Iterator[Tuple[List[BatchNorm], List[Any]]]:
-    """Yields the selected layers, with those that it makes of the nodes in recorded graphs, and a list for pairs of one
-    that stays and the reason, of which it warns.
-
-    Afterwards, graphs without synchronised layers are plain again, and those that were recorded with the old layers are
-    forgotten.
-    """
-    if select is not None and not isinstance(select, str):
-        arguments.refuse("select", select, "None or a regular expression")
-    try:
-        matches = re.compile(select or "").match
-    except re.error as error:
-        arguments.refuse("select", select, f"a regular expression ({error})")
-    recorded = [block for block in blocks.iterate(net) if isinstance(block, SymbolBlock)]
-    stay: List[Any] = []
-    try:
-        nodes = [node for block in recorded for node in open_graph(block)]
-        layers = [block for block in blocks.iterate(net) if blocks.is_batch_norm(block)]
-        chosen = [one for one in layers if any(matches(of.name) for of in (one, *one._reg_params.values()))]
-        yield chosen, stay
-    finally:
-        for block in recorded:
-            close_graph(block)
-        forget_graphs(net)
-    if not chosen and not nodes and (verb == "convert" or select is not None):
-        why = (
-            f"{type(net).__name__} '{net.name}' has no layer of batch normalisation. If a hybrid_forward calls "
-            "F.BatchNorm, convert a SymbolBlock of the net"
-        )
-        if layers:
-            why = (
-                f"select={select!r} matches no layer of batch normalisation from the beginning of its name. Some names "
-                f"are {arguments.some([one.name for one in layers], ', ')}"
-            )
-        warnings.warn(f"{verb} changed nothing: {why}", stacklevel=4)
-    texts = [f"{block.name} ({type(block).__name__}: {reason})" for block, reason in stay if reason]
-    left = [node for node in nodes if matches(node.name) and (node.operator == NAME or verb != "revert")]
-    texts += [f"{node.name} ({node.operator}: {node.reason})" for node in left]
-    if texts:
-        warnings.warn(f"{verb} left as it was: {arguments.some(texts, '; ')}", stacklevel=4)
 
 
 def revert(net: NetT) -> NetT:
@@ -214,60 +167,10 @@ def revert(net: NetT) -> NetT:
         Once, with the names of the nodes in recorded graphs that stay synchronised, and the reasons.
     """
     arguments.block("net", net)
-    with _selected("revert", net, None) as (layers, _):
+    with selected("revert", net, None) as (layers, _):
         for block in layers:
             if isinstance(block, SyncBatchNorm):
                 _make_plain(block)
-    return net
-
-
-def freeze(net: NetT, select: Optional[str] = None, active: bool = True) -> NetT:
-    """Makes BatchNorm layers normalise with their running statistics, in training too, without updates.
-
-    It sets ``use_global_stats``, and ``grad_req`` of gamma and beta to ``'null'``, of plain and synchronised layers.
-    Recipes for detection and the last phase of DeepLabV3 do so. Frozen layers wait for no replica. Layers are found
-    where `convert` finds them, in a plain list too.
-
-    ::
-
-        import gluon_syncbn
-        from mxnet import gluon
-
-        net = gluon_syncbn.convert(gluon.model_zoo.vision.resnet18_v1(classes=10))
-        gluon_syncbn.freeze(net, select=".*stage[12]")  # active=False thaws them
-
-    Parameters
-    ----------
-    net : gluon.Block
-        A network or a single layer, changed in place.
-    select : str, optional
-        As in `convert`.
-    active : bool
-        False lets the layers normalise with their batch, and gives gamma and beta ``grad_req='write'``, whatever had
-        frozen them.
-
-    Returns
-    -------
-    gluon.Block
-        ``net``.
-
-    Raises
-    ------
-    ValueError
-        If an argument is not as described above.
-
-    Warns
-    -----
-    UserWarning
-        Once, with the names of selected nodes in recorded graphs that stay as they are, and the reasons. Also if
-        ``select`` matches nothing.
-    """
-    arguments.block("net", net)
-    active = arguments.flag("active", active)
-    with _selected("freeze", net, select) as (chosen, _):
-        for layer in chosen:
-            layer._kwargs["use_global_stats"] = active
-            layer.gamma.grad_req = layer.beta.grad_req = "null" if active else "write"
     return net
 
 
@@ -345,12 +248,3 @@ def _make_plain(block: SyncBatchNorm) -> None:
     block._kwargs = {**settings, **block._kwargs}
     if issubclass(cls, BatchNormActivation):
         block._activation = activation
-
-
-def forget_graphs(net: Block) -> None:
-    """Drops the graphs that blocks in the net and around it recorded with the old layers. The flags stay."""
-    within = list(blocks.iterate(net))
-    parameters = {id(parameter) for block in within for parameter in block._reg_params.values()}
-    for block in within + blocks.with_graphs_of(parameters):
-        if isinstance(block, HybridBlock):
-            block._clear_cached_op()

@@ -26,7 +26,7 @@ from ..mxnet_side import blocks, patches
 from ..mxnet_side.nodes import is_ours, json_of, walk
 from ..system import arguments, kinds
 from ..system.kinds import arrays_of, is_float, map_arrays
-from .convert import forget_graphs
+from .selection import forget_graphs
 
 BlockT = TypeVar("BlockT", bound=Block)
 Arrays = Dict[Parameter, NDArray]
