@@ -44,10 +44,6 @@ def _copied(value: mx.nd.NDArray) -> mx.nd.NDArray:
     return mx.nd.SwapAxis(value.as_in_context(mx.cpu()), dim1=0, dim2=0)
 
 
-def _hash(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
-
-
 def _saved(array: np.ndarray) -> bytes:
     file = io.BytesIO()
     np.save(file, array, allow_pickle=False)
@@ -145,37 +141,6 @@ class ProcessStore(mx.kvstore.KVStoreBase, ProcessExchange):
             for target in arrays[i]:
                 kinds.classic(total.astype(target.dtype)).copyto(kinds.classic(target))
 
-    def compare_divisor(self, trainer: Any, samples: float) -> None:
-        """Compares what the sums of a Trainer are divided by, where its update does not follow them at once."""
-        everyone = self.tell_all(f"the samples of an update of trainer {self.expect(trainer).number}", samples)
-        if any(theirs != samples for theirs in everyone):
-            self.give_up(
-                f"the processes disagree about trainer.update: the ranks from 0 on say {everyone} samples. It takes "
-                "the samples of all processes."
-            )
-
-    def compare_weights(self, trainer: Any, parameters: Dict[str, Tuple[List[mx.nd.NDArray], bool]]) -> None:
-        """Compares the parameters of a Trainer with those of the other processes, before its first update.
-
-        ``parameters`` has, by name and in the same order in all processes, the array of each context, and whether it
-        is trained, or could be. One that could not, such as the running statistics of plain BatchNorm, becomes that of
-        rank 0. MXNetError: the first other one that differs.
-        """
-        number = self.expect(trainer).number
-        digests = [_hash(arrays[0].asnumpy().tobytes()) for arrays, _ in parameters.values()]
-        everyone = self.allgather(f"the comparison of the weights of trainer {number}", np.array(digests, np.int64))
-        for i, (name, (arrays, trained)) in enumerate(parameters.items()):
-            differing = [rank for rank, theirs in enumerate(everyone) if theirs[i] != everyone[0][i]]
-            if differing and trained:
-                self.give_up(
-                    f"the processes begin with different weights: '{name}' of rank {differing[0]} is not that of rank "
-                    "0. Call gluon_syncbn.broadcast_parameters(net) in every process, before the first step."
-                )
-            if differing:
-                self.broadcast(f"parameter {i} of trainer {number}", arrays[0], arrays)
-            for array in arrays[1:]:
-                kinds.classic(arrays[0]).copyto(kinds.classic(array))
-
     def expect(self, trainer: Any) -> _TrainerState:
         """Gives a Trainer the next number, unless it has one. All processes make theirs in the same order."""
         with self._lock:
@@ -199,8 +164,9 @@ class ProcessStore(mx.kvstore.KVStoreBase, ProcessExchange):
         another shape or type where it has to be ``equal``. After that, nothing is exchanged any more.
         """
         messages = list(map(_saved, parts))
+        key = int.from_bytes(hashlib.blake2b(what.encode(), digest_size=7).digest(), "little")
         try:
-            found = _native.bytes_of(self.handle, self.num_workers, _hash(what.encode()), what, messages)
+            found = _native.bytes_of(self.handle, self.num_workers, key, what, messages)
         except _native.StepError as error:
             self.fail(str(error))
             raise

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from contextlib import contextmanager, nullcontext
-from numbers import Real
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Iterator, Optional
 
 from mxnet import gluon
 
@@ -20,7 +18,7 @@ from ..system.logs import log
 from ..training import devices, steps
 from ..training.replicas import followers_of, stores_of
 from ..training.session import session
-from . import advice, optimizers
+from . import advice, comparison, optimizers
 
 
 def constructing(construct: Callable, trainer: gluon.Trainer, *args: Any, **kwargs: Any) -> None:
@@ -74,9 +72,9 @@ def adding(add: Callable, trainer: gluon.Trainer) -> None:
         steps.watch_gradients(trainer._params)
     if isinstance(store, ProcessStore):
         if state.summed_for is None:
-            _compare_beginning(trainer, store)
+            comparison.compare_weights(trainer, store)
         gradients = {p.name: p.list_grad() for p in state.in_order(trainer) if p.grad_req != "null"}
-        store.add_gradients(trainer, gradients, "\n".join(update_of(trainer) + _loaded(trainer)))
+        store.add_gradients(trainer, gradients, comparison.update_of(trainer))
         state.summed_for = trainer._optimizer.rescale_grad
     else:
         of_workers = _of_workers(trainer)
@@ -92,7 +90,7 @@ def updating(update: Callable, trainer: gluon.Trainer, *args: Any, **kwargs: Any
     store, state, divisor = trainer._kvstore, session.trainers(trainer), trainer._optimizer.rescale_grad
     state.begin_part("update")
     if isinstance(store, ProcessStore) and divisor is not state.summed_for:
-        store.compare_divisor(trainer, round(trainer._scale / divisor, 6))
+        comparison.compare_divisor(trainer, store, round(trainer._scale / divisor, 6))
     try:
         with nullcontext() if trainer._update_on_kvstore else _gated(trainer):
             with optimizers.alike(trainer) if isinstance(store, ProcessStore) else nullcontext():
@@ -164,62 +162,6 @@ def _of_workers(trainer: gluon.Trainer) -> Optional[DistSyncExchange]:
     """Returns the exchange of layers by this Trainer's store of MXNet's, if there is one."""
     of_workers = [one for one in session.stores if isinstance(one, DistSyncExchange)]
     return next((one for one in of_workers if one.kvstore is trainer._kvstore), None)
-
-
-def _compare_beginning(trainer: gluon.Trainer, store: ProcessStore) -> None:
-    """Compares the weights with those of the other processes. MXNet would copy rank 0's, after a step with others."""
-    ordered = session.trainers(trainer).in_order(trainer)
-    for one, following in zip(ordered, ordered[1:]):
-        if one.name == following.name:  # the gradients go by their names
-            arguments.refuse("params", one.name, "parameters with different names: give the nets other prefixes")
-    weights = {p.name: (p.list_data(), p._differentiable) for p in ordered}
-    store.compare_weights(trainer, weights)
-
-
-def _loaded(trainer: gluon.Trainer) -> List[str]:
-    """Describes the states of the optimizer in the first step after they were loaded; empty in others. MXNet's file has
-    them by the place of the parameter, and a Trainer sorts ``dense10`` before ``dense9`` (gluon/trainer.py).
-    """
-    state, now = session.trainers(trainer), trainer._updaters[0].states
-    before, state.compared = state.compared, now  # which has nothing in the first step, if none were loaded
-    if before is now or not now:
-        return []
-    states = hashlib.blake2b(digest_size=7)
-    for parameter in state.in_order(trainer):
-        for array in kinds.arrays_of(now.get(trainer._param2idx[parameter.name])):
-            states.update(array.asnumpy().tobytes())
-        states.update(b" ")
-    return [f"loaded states {states.hexdigest()}"]
-
-
-#: Of a parameter in a step.
-_USUAL = {"lr_mult": 1, "wd_mult": 1, "grad_req": "write", "new gradient": True}
-_OTHERS = ", ".join(f"{name} {value!r}" for name, value in _USUAL.items()) + " of all other parameters"
-
-
-def update_of(trainer: gluon.Trainer) -> List[str]:
-    """Describes all that the update of this step depends on: the processes compare it."""
-    optimizer, ordered = trainer._optimizer, session.trainers(trainer).in_order(trainer)
-    lines = [type(optimizer).__name__, f"learning rate {optimizer.learning_rate}"]
-    numbers = {name: value for name, value in vars(optimizer).items() if isinstance(value, Real) and name[0] != "_"}
-    lines += [f"{name} {value}" for name, value in numbers.items()]
-    pooled = followers_of(ordered)
-    if pooled:
-        lines.append(f"nonfinite {session.nonfinite!r}")
-    if any(one.settings.mode == "shuffle" for one in pooled):
-        lines.append(f"seed {session.seed}")
-    special: Dict[Tuple[Any, ...], List[int]] = {}
-    usual = tuple(_USUAL.values())
-    for number, p in enumerate(ordered):
-        if p._differentiable and p._data is not None:
-            has_new = p.grad_req == "null" or any(array._fresh_grad for array in p._data)
-            own = p.lr_mult, p.wd_mult, p.grad_req, has_new
-            if own != usual:
-                special.setdefault(own, []).append(number)
-    for own, places in special.items():
-        text = ", ".join(f"{name} {value!r}" for name, value in zip(_USUAL, own) if value != _USUAL[name])
-        lines.append(f"{text} of parameters {places} (the first is '{ordered[places[0]].name}')")
-    return [*lines, _OTHERS]
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from thread_transport import Job as ThreadJob
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
+from gluon_syncbn.mxnet_side.comparison import update_of
 from gluon_syncbn.mxnet_side.optimizers import alike
-from gluon_syncbn.mxnet_side.trainer import update_of
 from gluon_syncbn.system.identity import OfEach
 from gluon_syncbn.training import join
 from gluon_syncbn.training.session import OfTrainer, session
@@ -79,7 +79,7 @@ def test_what_an_update_depends_on():
             y = net[1](net[0](mx.nd.ones((2, 2))))
         y.backward()
         trainer.step(2, ignore_stale_grad=True)
-        texts.append(re.sub("num_update [0-9]+", "", str(update_of(trainer))))
+        texts.append(re.sub("num_update [0-9]+", "", update_of(trainer)))
     assert len(set(texts)) == len(changes), texts
     assert all("grad_req 'write', new gradient True of all other parameters" in text for text in texts)
     assert "lr_mult 2, new gradient False of parameters [1] (the first is 'dense" in texts[1]
