@@ -36,8 +36,8 @@ class Arguments(TypedDict, total=False):
 class Settings:
     """The settings of a layer, or of one of its calls."""
 
-    # A node of a graph has these before `mode`, by name, and a call in the core by number: see csrc/operator/op.cc. The
-    # first five are those of ``nn.BatchNorm``, under the names of its operator.
+    # A node of a graph has these before `mode`, and so has a call in the core: see csrc/operator/op.cc. The first five
+    # are those of ``nn.BatchNorm``, under the names of its operator.
     axis: int = 1
     eps: float = 1e-5
     momentum: float = 0.9
@@ -113,13 +113,9 @@ class Settings:
         """Returns the settings that have to be equal in all processes."""
         return {name: value for name, value in vars(self).items() if name not in _NOT_COMPARED}
 
-    def numbers(self) -> List[float]:
-        """Returns what a node has, as the core takes it."""
-        return [type(getattr(Settings, name))(getattr(self, name)) + 0 for name in _OF_NODE]
-
     def to_node(self) -> Dict[str, str]:
-        """Returns the attributes of a node."""
-        return dict(zip(_OF_NODE, map(repr, self.numbers())))
+        """Returns the attributes of a node, which are numbers."""
+        return {name: repr(type(getattr(Settings, name))(getattr(self, name)) + 0) for name in _OF_NODE}
 
     @classmethod
     def from_node(cls, attributes: Mapping[str, Any], layer: Optional[Settings] = None) -> Settings:

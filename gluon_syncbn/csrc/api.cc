@@ -1,5 +1,4 @@
 // The functions that Python calls of layers, exchanges, steps and the process. Others are with what they do.
-#include <array>
 #include <chrono>
 #include <memory>
 #include <mutex>
@@ -94,14 +93,7 @@ SYNCBN_API(void, layer_agree, int64_t id, Asked* processes, int64_t key, size_t 
 // arrays of running statistics, two for each layer.
 SYNCBN_API(void, begin_graph, const char* context, const Span<const size_t>& layers, const Span<const size_t>& nodes,
            const Span<NDArrayHandle>& running) {
-    for (int64_t i = 0; i < running.count; i += 2) {
-        void** const both = running.values + i;
-        const std::array<const void*, 2> statistics{data({both[0]}), data({both[1]})};
-        const auto begin = [=] {
-            for (const void* one : statistics) updates().begin(one);
-        };
-        check(push(begin, {}, {2, both}));
-    }
+    for (int64_t i = 0; i < running.count; i += 2) check(push([] {}, {}, {2, running.values + i}));
     for (int64_t i = 0; i < layers.count; ++i) {
         const auto layer = found(static_cast<int64_t>(layers.values[i]));
         if (sharing_of(layer->pooling) != Sharing::kNothing)
@@ -112,7 +104,16 @@ SYNCBN_API(void, begin_graph, const char* context, const Span<const size_t>& lay
 // MXNet's engine does not know that the operators of the graph write these arrays. Who reads them later waits for all.
 SYNCBN_API(void, end_graph, const Span<NDArrayHandle>& running) {
     within_graph = false;
-    for (int64_t i = 0; i < running.count; i += 2) check(push([] {}, {}, {2, running.values + i}));
+    for (int64_t i = 0; i < running.count; i += 2) {
+        const auto update = [mean = data({running.values[i]})] {
+            try {
+                updates->make(mean);
+            } catch (const std::exception& error) {
+                step().fail(error);
+            }
+        };
+        check(push(update, {}, {2, running.values + i}));
+    }
 }
 
 // ---- defaults ----

@@ -64,7 +64,7 @@ def number_nodes(graph: Json) -> bool:
         updating.setdefault((id(node if frozen else within), node["inputs"][-1][0]), []).append(attributes)
     for nodes in updating.values():
         for turn, attributes in enumerate(nodes if len(nodes) > 1 else ()):
-            attributes["turn"] = f"{turn} of {len(nodes)}"
+            attributes["turn"] = str(turn)
     return before != [node["attrs"] for _, node in ours]
 
 

@@ -167,7 +167,8 @@ class EagerCall:
     """What an eager call of a layer computes. The core knows it by its number, as long as this object lives."""
 
     def __init__(self, layer: Replicas, settings: Settings) -> None:
-        number = _native.call_create(layer.id, layer.on_cpus, settings.numbers())
+        attributes = {**layer.to_node(settings), "node": "-1"}
+        number = _native.call_create(list(attributes), list(attributes.values()))
         self.number = str(number)
         weakref.finalize(self, _native.call_drop, number).atexit = False
 

@@ -48,7 +48,7 @@ void Call::issue() {
         return;
     else
         place_ = node_->layer->join(config_, context_, node_->number);
-    stage_ = Stage::kIssued;
+    issued_ = true;
 }
 
 template <typename Work>
@@ -83,14 +83,13 @@ void Call::fill_written(bool failed) {
 }
 
 bool Call::begin(bool backward, const Arrays& arrays, bool training) {
-    const Stage before = stage_;
     arrays_ = arrays;
+    backward_ = backward;
     if (backward) {
-        stage_ = before == Stage::kComplete || before == Stage::kBackward ? Stage::kBackward : Stage::kOrphaned;
         ++place_.phase;
     } else {
-        stage_ = Stage::kForward;
-        if (before != Stage::kIssued) {
+        complete_ = false;
+        if (!std::exchange(issued_, false)) {
             config_ = node_->layer->config();
             place_ = {};
         }
@@ -102,7 +101,7 @@ bool Call::begin(bool backward, const Arrays& arrays, bool training) {
     bool ready = frozen_;
     attempt([&] {
         // MXNet skips dependents of a failure only until the failure has been read.
-        if (stage_ == Stage::kOrphaned) {
+        if (orphaned()) {
             const auto why = step().failure();
             throw Failure("no gradient, because the forward of this call failed. " +
                           std::string(why ? why->what() : ""));
@@ -128,7 +127,7 @@ bool Call::begin(bool backward, const Arrays& arrays, bool training) {
 
 void Call::end() {
     attempt([&] {
-        if (in_backward()) {
+        if (backward_) {
             if (arrays_.adds(kDaddend))  // first, because dx may have the memory of dy
                 add_data(dz_, arrays_[kDaddend]);
             differentiate();
@@ -138,7 +137,7 @@ void Call::end() {
         }
         fill_written(false);
         finish();
-        stage_ = Stage::kComplete;
+        complete_ = true;
     });
 }
 
@@ -150,7 +149,7 @@ std::exception_ptr Call::end_step(const std::exception& error) const noexcept {
                                     : Failure(node_->layer->name, context_, "", reason_of(error));
         if (place_.meeting)
             node_->layer->fail(*place_.meeting, failure);
-        else if (stage_ != Stage::kOrphaned)
+        else if (!orphaned())
             step().fail(failure);  // otherwise the forward failed before it met the others: none waits for the backward
         return std::make_exception_ptr(failure);
     } catch (const std::bad_alloc& none) {
@@ -204,7 +203,7 @@ void Call::check_finite(int64_t at, double value) const {
 }
 
 bool Call::contribute(Vector values, std::shared_ptr<const cuda::OnDevice> device) {
-    if (!in_backward() && device == nullptr && watches()) {
+    if (!backward_ && device == nullptr && watches()) {
         const int64_t at = first_not_finite(values);
         check_finite(at, at < 0 ? 0 : values[static_cast<size_t>(at)]);
     }

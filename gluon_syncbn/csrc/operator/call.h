@@ -45,8 +45,7 @@ struct Node {
     bool unbiased = false;  // selects the variance that updates the running one
     bool frozen = false;    // normalises with the running statistics in training too
     bool on_cpus = true;    // it may be called on CPUs too; see op.py
-    // Its place among the nodes of a graph that update the same running statistics, and their number.
-    int turn = 0, turns = 1;
+    int turn = -1;  // its place among the nodes of a graph that update the same running statistics; -1: no other does
 
     // The roles of the arrays in MXNet's lists, and of those that are written.
     struct Lists {
@@ -130,24 +129,24 @@ class Call {
     // Returns the vectors of all slots, or their combination.
     std::shared_ptr<const Total> total() const;
     // Whether other nodes of the graph, which MXNet keeps, update the same running statistics.
-    bool takes_turns() const { return kept_ && node_->turns > 1; }
-    // Updates the running statistics, or leaves that to another node of the graph. So it keeps what it needs.
+    bool takes_turns() const { return kept_ && node_->turn >= 0; }
+    // Updates the running statistics now, or behind the graph. So it keeps what it needs.
     template <typename Update>
     void update_in_turn(Update update) {
         if (!takes_turns()) return update();
-        updates().run(data(arrays_[kRunningMean]), node_->turn, node_->turns, std::move(update));
+        updates->leave(data(arrays_[kRunningMean]), node_->turn, std::move(update));
     }
     // Makes the pools of all slots. The vector of each has this length, and begins with its samples.
     void assign(const Total& of_slots, int64_t length);
     int64_t channels() const { return tensor_.shape.channels; }
     // Whether dx comes from dy and the activation, by x. With an addend it comes from dz, the addend's gradient.
     bool by_input() const { return node_->activation.any() && !node_->adds; }
-    bool in_backward() const { return stage_ >= Stage::kBackward; }
 
     const NodePtr node_;
     const std::string context_;
     Tensor tensor_;
     Arrays arrays_;
+    bool backward_ = false;  // the execution is one, or the last was
     Array dz_;               // of a backward
     LayerConfigPtr config_;  // of the layer, as they were when this call was issued
     Place place_;
@@ -157,15 +156,9 @@ class Call {
     bool repeats_ = false;
 
   private:
-    enum class Stage {
-        kNew,       // the next forward takes its place
-        kIssued,    // the next forward has its place
-        kForward,   // runs, or has failed
-        kComplete,  // the forward has left what a backward needs
-        kBackward,  // runs, or has failed
-        kOrphaned,  // a backward whose forward has failed
-    };
-    const std::vector<Role>& written() const { return (in_backward() ? node_->backward : node_->forward).written; }
+    const std::vector<Role>& written() const { return (backward_ ? node_->backward : node_->forward).written; }
+    // Whether this is a backward whose forward has failed.
+    bool orphaned() const { return backward_ && !complete_; }
     // Fills all that this execution writes or, if it has not failed, what is always 0.
     void fill_written(bool failed);
     // Does a part of the execution. If it fails, ends the step and throws the reason. Must work without memory then.
@@ -173,8 +166,9 @@ class Call {
     void attempt(const Work& work);
     void join_meeting();
 
-    Stage stage_ = Stage::kNew;
-    bool kept_ = true;  // MXNet keeps the call and executes it again, and it has not been issued by itself
+    bool issued_ = false;    // the next forward has its place
+    bool complete_ = false;  // the last forward has left what a backward needs
+    bool kept_ = true;       // MXNet keeps the call and executes it again, and it has not been issued by itself
     const int64_t outer_ = tensor_.shape.outer, samples_ = tensor_.samples;  // of `tensor_`, unless left out
     std::shared_ptr<const Total> own_;  // this replica's vectors, if it contributes none
 };

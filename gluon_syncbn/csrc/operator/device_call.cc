@@ -157,8 +157,8 @@ class DeviceCall : public Call {
         if (!work_) return;
         wait();
         const Status& status = *work_->lease.status();
-        if (!in_backward()) check_finite(status.at, status.value);
-        if (!in_backward() && !frozen_ && !repeats_) remember(work_->gathered);
+        if (!backward_) check_finite(status.at, status.value);
+        if (!backward_ && !frozen_ && !repeats_) remember(work_->gathered);
         if (const auto update = std::exchange(update_, nullptr)) update_in_turn(update);
         work_.reset();
     }

@@ -9,10 +9,8 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <cstdio>
 #include <ctime>
 #include <future>
-#include <iterator>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -296,50 +294,36 @@ Calls& calls = *new Calls;
 // A layer's name in a graph is this and its number. It is unique among processes, so that a saved graph is recognised.
 std::string& process = *new std::string;
 
-// What `Settings` in settings.py says of a node, in the same order.
-constexpr const char* kSettings[] = {"axis",  "eps",     "momentum", "fix_gamma", "use_global_stats",
-                                     "slope", "ceiling", "unbiased", "adds",      "masks",
-                                     "fuses"};
-using Numbers = std::array<double, std::size(kSettings)>;
-
-NodePtr node_of(int64_t layer, const Numbers& numbers, bool on_cpus, Node node) {
-    node.layer = registry().find(layer);
-    if (!node.layer) throw Failure(kGone);
-    const auto& [axis, eps, momentum, fix_gamma, use_global_stats, slope, ceiling, unbiased, adds, masks, _] = numbers;
-    node.axis = static_cast<int>(axis);
-    node.epsilon = eps;
-    node.momentum = static_cast<float>(momentum);  // as MXNet's BatchNorm keeps it
-    node.activation = {slope, ceiling};
-    node.adds = adds != 0;
-    node.masks = masks != 0;
-    node.fix_gamma = fix_gamma != 0;
-    node.unbiased = unbiased != 0;
-    node.frozen = use_global_stats != 0;
-    node.on_cpus = on_cpus;
-    node.list_roles();
-    return std::make_shared<const Node>(std::move(node));
-}
-
-NodePtr node_of(int count, const char** keys, const char** values) {
+// Of the attributes that training/replicas.py gives a node, or a call.
+NodePtr node_of(size_t count, const char* const* keys, const char* const* values) {
     std::map<std::string, std::string> given;
-    for (int i = 0; i < count; ++i) {
-        if (std::strcmp(keys[i], "call") == 0) {
-            std::lock_guard<std::mutex> lock(calls.mutex);
-            const auto found = calls.nodes.find(std::atoll(values[i]));
-            if (found == calls.nodes.end()) throw Failure(kGone);
-            return found->second;
-        }
-        given[keys[i]] = values[i];
+    for (size_t i = 0; i < count; ++i) given[keys[i]] = values[i];
+    if (const auto call = given.find("call"); call != given.end()) {
+        std::lock_guard<std::mutex> lock(calls.mutex);
+        const auto found = calls.nodes.find(std::stoll(call->second));
+        if (found == calls.nodes.end()) throw Failure(kGone);
+        return found->second;
     }
     const std::string& layer = given["layer"];
     if (layer.compare(0, process.size(), process) != 0) throw Failure(kGone);
-    Numbers numbers;
-    for (size_t i = 0; i < numbers.size(); ++i) numbers[i] = std::stod(given[kSettings[i]]);
+    const auto number = [&](const char* of) { return std::stod(given.at(of)); };
     Node node;
+    node.layer = registry().find(std::stoll(layer.substr(process.size())));
+    if (!node.layer) throw Failure(kGone);
     node.number = std::stoll(given["node"]);
-    const std::string& turn = given["turn"];  // "0 of 2", if it is not the only one
-    if (!turn.empty()) std::sscanf(turn.c_str(), "%d of %d", &node.turn, &node.turns);
-    return node_of(std::stoll(layer.substr(process.size())), numbers, given["on_cpus"] == "1", std::move(node));
+    if (const std::string& turn = given["turn"]; !turn.empty()) node.turn = std::stoi(turn);
+    node.axis = static_cast<int>(number("axis"));
+    node.epsilon = number("eps");
+    node.momentum = static_cast<float>(number("momentum"));  // as MXNet's BatchNorm keeps it
+    node.activation = {number("slope"), number("ceiling")};
+    node.adds = number("adds") != 0;
+    node.masks = number("masks") != 0;
+    node.fix_gamma = number("fix_gamma") != 0;
+    node.unbiased = number("unbiased") != 0;
+    node.frozen = number("use_global_stats") != 0;
+    node.on_cpus = number("on_cpus") != 0;
+    node.list_roles();
+    return std::make_shared<const Node>(std::move(node));
 }
 
 // MXNet calls `destroy` even if this function throws, so it sets the callbacks first.
@@ -355,7 +339,7 @@ int describe_layer(const char*, const int size, const char** keys, const char** 
     auto* property = new Property;
     out->contexts = property->callback_states.data();
     property->callback_states.fill(property);
-    property->node = node_of(size, keys, values);
+    property->node = node_of(static_cast<size_t>(size), keys, values);
     property->callback_states.fill(const_cast<Node*>(property->node.get()));
     property->callback_states[0] = property->callback_states[6] = property;  // of `destroy` and `create_operator`
     return 1;
@@ -364,11 +348,8 @@ int describe_layer(const char*, const int size, const char** keys, const char** 
 }  // namespace
 
 // Describes an eager call of a layer, and returns its number.
-SYNCBN_API(int64_t, call_create, int64_t layer, bool on_cpus, const Span<const double>& settings) {
-    Numbers numbers;
-    if (settings.count != static_cast<int64_t>(numbers.size())) throw Failure("other settings than those of this core");
-    std::copy(settings.begin(), settings.end(), numbers.begin());
-    auto node = node_of(layer, numbers, on_cpus, {});
+SYNCBN_API(int64_t, call_create, const Span<const char*>& keys, const Span<const char*>& values) {
+    auto node = node_of(static_cast<size_t>(keys.count), keys.values, values.values);
     std::lock_guard<std::mutex> lock(calls.mutex);
     calls.nodes.emplace(calls.next, std::move(node));
     return calls.next++;

@@ -1,11 +1,12 @@
 // Orders the updates of running statistics that several nodes of a graph share. Where MXNet keeps the operators of a
-// graph, its engine does not know that they write these, and runs the nodes in any order, also two at once. An update
-// waits for nobody, because an earlier node may wait for other replicas: who comes too early leaves it to the one before.
+// graph, its engine does not know that they write these, and runs the nodes in any order, also two at once. So the nodes
+// leave their updates, and an operation behind all of them makes these in the order of the graph.
 #pragma once
 
 #include <functional>
 #include <map>
 #include <mutex>
+#include <utility>
 
 #include "lock.h"
 
@@ -13,41 +14,27 @@ namespace syncbn {
 
 class Updates {
   public:
-    // A graph begins to run, and nothing is left of a run that failed. `key`: what identifies the running statistics.
-    void begin(const void* key) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        runs_.erase(key);
+    // `key`: what identifies the running statistics. `turn`: the node's place among those that share them.
+    void leave(const void* key, int turn, std::function<void()> update) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        auto& left = left_[key];
+        int run = 0;  // of the body of a loop
+        while (left.count({run, turn}) != 0) ++run;
+        left.emplace(std::make_pair(run, turn), std::move(update));
     }
-    // Runs the update now or, if an earlier one of this run is missing, after that in its thread. `turn`: from 0 on.
-    void run(const void* key, int turn, int turns, std::function<void()> update) {
+    void make(const void* key) {
         std::unique_lock<std::mutex> lock(mutex_);
-        Run& run = runs_[key];  // until its last update: `begin` of the next run comes after all nodes
-        run.waiting.emplace(turn, std::move(update));
-        while (!run.busy && !run.waiting.empty() && run.waiting.begin()->first == run.next) {
-            const auto next = run.waiting.extract(run.waiting.begin());
-            run.busy = true;
-            lock.unlock();
-            next.mapped()();  // if it throws, the step fails, and the rest is never updated
-            lock.lock();
-            run.busy = false;
-            ++run.next;
-        }
-        if (run.next == turns) runs_.erase(key);
+        const auto left = left_.extract(key);
+        lock.unlock();
+        if (!left.empty())
+            for (const auto& [turn, update] : left.mapped()) update();
     }
 
   private:
-    struct Run {
-        int next = 0;
-        bool busy = false;  // a thread updates, and will look for the next one
-        std::map<int, std::function<void()>> waiting;
-    };
     Mutex mutex_;  // guards the rest
-    std::map<const void*, Run> runs_;
+    std::map<const void*, std::map<std::pair<int, int>, std::function<void()>>> left_;
 };
 
-inline Updates& updates() {
-    static Updates* instance = new Updates;  // outlives the threads that wait at exit
-    return *instance;
-}
+inline Renewed<Updates>& updates = *new Renewed<Updates>;  // outlives the threads that wait at exit
 
 }  // namespace syncbn
