@@ -18,11 +18,7 @@ namespace {
 constexpr double kLately = 1;  // seconds; whoever waits asks more often
 
 // Under the lock of the records, because a question comes among them.
-struct Answer {
-    Callers callers;
-    double at = 0;  // its time
-};
-Renewed<Answer>& answer = *new Renewed<Answer>;  // outlives the threads that wait at exit
+Renewed<Callers>& answer = *new Renewed<Callers>;  // outlives the threads that wait at exit
 
 }  // namespace
 
@@ -47,8 +43,8 @@ std::string likely_cause(const Meeting& meeting, const Phase& phase) {
         return "Every replica has issued its call: an operator before this layer does not finish there, or has failed, "
                "perhaps because memory ran out. Then read that replica's output, which raises the error once.";
     std::string cause =
-        "Perhaps the loss of a replica took no part: call autograd.backward with the losses of all replicas, and read "
-        "no gradient before that.";
+        "Call autograd.backward with a loss of every replica, 0 * output.sum() if it has none, and read no gradient "
+        "before that.";
     if (bundles_operators)
         cause +=
             " Or MXNet bundles an operator outside the replicas (a batch that is split while recording), or of another "
@@ -94,12 +90,12 @@ Callers callers(double since) {
         records->asks = true;
         records->changed->notify_one();
     }
-    return answer->at < since || age > kLately ? Callers() : answer->callers;
+    return answer->at < since || age > kLately ? Callers() : answer.get();
 }
 
 SYNCBN_API(void, answer_callers, const char* wait, double patience) {
     const std::lock_guard<std::mutex> lock(records->mutex);
-    answer.get() = {{wait, patience}, seconds()};
+    answer.get() = {wait, patience, seconds()};
 }
 
 }  // namespace syncbn

@@ -29,8 +29,9 @@ std::string why_not_here(const LayerConfig& config, const std::string& context);
 struct Callers {
     std::string wait;     // the results that all of them wait for, and where; empty if one could call
     double patience = 0;  // seconds after which such a wait is one for the missing replica
+    double at = 0;        // when Python said so, on the clock of `seconds`
 };
-// Returns the last answer, if it came lately, and since this time on the clock of `seconds`. Asks for the next one, which
+// Returns the last answer, if it came lately, and since this time. Asks for the next one, which
 // the thread of Python's that takes records gives within moments.
 Callers callers(double since);
 

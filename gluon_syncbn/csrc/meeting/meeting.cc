@@ -84,9 +84,7 @@ class WaitForReplicas : public Wait {
           phase_(phase),
           position_(position),
           call_(name_of_call(meeting, phase)) {}
-    ~WaitForReplicas() override {
-        if (is_long_) long_waits->end(this);
-    }
+    ~WaitForReplicas() override { long_waits->end(this); }
 
   protected:
     void throw_if_failed() override {  // (5)
@@ -141,7 +139,7 @@ class WaitForReplicas : public Wait {
     double seen_since_ = 0;
     const double began_ = seconds();
     double doubts_after_ = kDoubtAfter;
-    bool complete_ = false, is_long_ = false;
+    bool complete_ = false;
 };
 
 void WaitForReplicas::check_others() {
@@ -152,10 +150,7 @@ void WaitForReplicas::check_others() {
         if (!std::exchange(complete_, true)) extend(is_bounded ? kForEver : meeting_.config->timeout, kGrace);
         return;
     }
-    if (waited() >= kAskAfter) {
-        long_waits->note(this, as_long());
-        is_long_ = true;
-    }
+    long_waits->note(this, as_long());
     if (meeting_.full()) {
         if (waited() < doubts_after_) return;
         doubts_after_ *= 2;
@@ -255,18 +250,19 @@ Place Layer::join(const LayerConfigPtr& config, const std::string& context, int6
     const Key key{node, context};
     check_step(*config, key);
     const Place place = join_locked(config, key);
-    is_announced_ = is_announced_ || announces;
     if (announces && place.meeting) announced_[key].push_back(place);
     return place;
 }
 
 Place Layer::announced(const LayerConfigPtr& config, const std::string& context, int64_t node) {
     const Lock lock(mutex_);
-    std::deque<Place>& places = announced_[{node, context}];
-    if (!is_announced_)
+    if (announced_.empty()) {
         step().fail(Failure(name, context, "",
                             "an executor of simple_bind or bind does not know the replicas that "
                             "train with it: train the symbol in a Module or a SymbolBlock."));
+        step().throw_if_failed();
+    }
+    std::deque<Place>& places = announced_[{node, context}];
     if (places.empty()) places.push_back(join_locked(config, {node, context}));
     Place place = std::move(places.front());
     places.pop_front();
@@ -352,7 +348,7 @@ void Layer::forget() {
         if (step().number != meeting->step && !meeting->phases[0].total) fail_here(*meeting, Failure(kForgotten));
     }
     open_.clear();
-    announced_.clear();
+    for (auto& [key, places] : announced_) places.clear();
     last_.clear();
 }
 

@@ -201,12 +201,11 @@ class Layer : public LayerIdentity {
 
     mutable Mutex config_mutex_;  // guards the next one
     LayerConfigPtr config_ = std::make_shared<LayerConfig>();
-    mutable Mutex mutex_;                        // guards the rest
-    std::deque<std::shared_ptr<Meeting>> open_;  // until they are settled, too
-    std::map<Key, std::deque<Place>> announced_;
+    mutable Mutex mutex_;                             // guards the rest
+    std::deque<std::shared_ptr<Meeting>> open_;       // until they are settled, too
+    std::map<Key, std::deque<Place>> announced_;      // with a key for each that ever was
     std::map<Key, std::shared_ptr<Scope>> last_;      // the scope of the last call
     std::map<int64_t, int64_t> calls_, before_seed_;  // numbers of calls, of each node
-    bool is_announced_ = false;                       // some calls have been
 };
 
 }  // namespace syncbn
