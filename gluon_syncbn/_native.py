@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import weakref
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,7 +73,6 @@ _GIVEN: Dict[str, Any] = {
     "const syncbn::Mpi*": SimpleNamespace(from_param=lambda words: (ctypes.c_int64 * len(words))(*words)),
     "const Span<const char*>&": _List(ctypes.c_char_p, _bytes),
     "const Span<const int>&": _List(ctypes.c_int),
-    "const Span<const double>&": _List(ctypes.c_double, float),
     "const Span<const size_t>&": _List(ctypes.c_size_t),
     "const Span<NDArrayHandle>&": _List(ctypes.c_void_p, lambda array: array.handle.value),
 }
@@ -96,34 +94,34 @@ def _type(text: str, known: Dict[str, Any]) -> Any:
     return ctypes.c_void_p if text.endswith("*") and text not in known else known[text]
 
 
-def _load() -> ctypes.CDLL:
-    source = "".join(path.read_text(encoding="utf-8") for path in _SOURCES.rglob("*.cc"))
-    try:
-        core = ctypes.CDLL(str(PATH))
-        for declared in re.findall(r"^SYNCBN_API\(([^)]*)\)", source, re.MULTILINE):
-            result, name, *given = (one.strip() for one in declared.split(","))
-            built = ctypes.string_at(ctypes.addressof(ctypes.c_char.in_dll(core, f"syncbn_declared_{name}"))).decode()
-            if "".join(built.split()).rstrip(",") != "".join(declared.split()):  # it would misread what it is given
-                raise ValueError(f"it was built of another source, which declares ({built})")
-            function = core._FuncPtr(ctypes.c_void_p.in_dll(core, f"syncbn_{name}").value or 0)
-            function.restype = _type(result, _RESULTS)
-            function.argtypes = [_type(one.rpartition(" ")[0], _GIVEN) for one in given]
-            function.raises = StepError if name in _OF_STEPS else MXNetError  # type: ignore[attr-defined]
-            if name not in _UNCHECKED:
-                function.errcheck = _READ.get(result, _checked)
-            setattr(core, f"syncbn_{name}", function)
-    except (OSError, ValueError) as error:  # ValueError: the core is older than its source
-        raise ImportError(
-            f"gluon_syncbn's native core {PATH} cannot be loaded ({error}). Build it with `make core`, or `pip install "
-            "--force-reinstall .`, in the checkout (needs g++ with C++17 and OpenMP)",
-            name=__package__,
-        ) from None
-    return core
+class _Core:
+    """The functions of the core by their names. The declaration that stands beside each says its types."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            library = ctypes.CDLL(str(PATH))
+            address = ctypes.c_void_p.in_dll(library, f"syncbn_{name}").value
+            declared = ctypes.string_at(ctypes.addressof(ctypes.c_char.in_dll(library, f"syncbn_declared_{name}")))
+        except (OSError, ValueError) as error:  # ValueError: the core is older than this package
+            raise ImportError(
+                f"gluon_syncbn's native core {PATH} cannot be loaded ({error}). Build it with `make core`, or `pip "
+                "install --force-reinstall .`, in the checkout (needs g++ with C++17 and OpenMP)",
+                name=__package__,
+            ) from None
+        result, _, *given = declared.decode().split(", ")
+        function = library._FuncPtr(address or 0)
+        function.restype = _type(result, _RESULTS)
+        function.argtypes = [_type(one.rpartition(" ")[0], _GIVEN) for one in given if one]
+        function.raises = StepError if name in _OF_STEPS else MXNetError  # type: ignore[attr-defined]
+        if name not in _UNCHECKED:
+            function.errcheck = _READ.get(result, _checked)
+        setattr(self, name, function)
+        return function
 
 
 def _checked(result: Any, function: Any, given: Any) -> Any:
     if result is None or result == -1:
-        raise function.raises(_core.syncbn_problem())
+        raise function.raises(_core.problem())
     return result.decode(errors="replace") if isinstance(result, bytes) else result
 
 
@@ -133,12 +131,14 @@ def _bytes_at(*result: Any) -> Any:
 
 
 _READ = {"Bytes": _bytes_at, "std::string": lambda *result: _bytes_at(*result).decode(errors="replace")}
-_core = _load()
+_core = _Core()
 
 
 def __getattr__(name: str) -> Any:
-    """Returns ``syncbn_<name>`` of the core."""
-    globals()[name] = function = getattr(_core, f"syncbn_{name}")
+    """Returns a function of the core."""
+    if name.startswith("_"):
+        raise AttributeError(name)
+    globals()[name] = function = getattr(_core, name)
     return function
 
 
@@ -154,8 +154,8 @@ def _register() -> Dict[str, str]:
     ``'cpu'`` and ``'gpu'`` contexts come through MXNet's ``Custom``; empty if they come directly from MXNet's engine.
     """
     cache = os.path.join(read("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"), "gluon_syncbn")
-    _core.syncbn_find_in(_mxnet._handle, os.fsencode(_SOURCES), os.fsencode(cache))
-    _core.syncbn_register(PROCESS)
+    _core.find_in(_mxnet._handle, os.fsencode(_SOURCES), os.fsencode(cache))
+    _core.register(PROCESS)
     asked = read("GLUON_SYNCBN_OPERATOR")
     if asked not in ("", "custom"):
         arguments.refuse("GLUON_SYNCBN_OPERATOR", asked, "'custom' or nothing")
@@ -165,7 +165,7 @@ def _register() -> Dict[str, str]:
         *_, after = library.read(4096).partition(b"\4\0\0\0\x14\0\0\0\3\0\0\0GNU\0")  # a note of the linker
     own = after[:20].hex() or "none"
     return {
-        device: _core.syncbn_take_calls(device) if own == build_id else f"this MXNet (build id {own}) is not {wheel}"
+        device: _core.take_calls(device) if own == build_id else f"this MXNet (build id {own}) is not {wheel}"
         for device, (build_id, wheel) in _WHEELS.items()
     }
 
@@ -183,17 +183,17 @@ class Tape:
     """Stores what the calls of a forward pass to their repetition: see ``csrc/meeting/tape.h``."""
 
     def __init__(self) -> None:
-        self._tape = _core.syncbn_tape_create()
-        weakref.finalize(self, _core.syncbn_tape_free, self._tape).atexit = False
+        self._tape = _core.tape_create()
+        weakref.finalize(self, _core.tape_free, self._tape).atexit = False
 
     @contextmanager
     def running(self, again: bool) -> Iterator[None]:
         """Makes calls on this thread write to the tape, or repeat from it."""
-        _core.syncbn_tape_begin(self._tape, again)
+        _core.tape_begin(self._tape, again)
         try:
             yield
         finally:
-            left = _core.syncbn_tape_end()
+            left = _core.tape_end()
         if left:
             layers = f"{abs(left)} layer{'s' if abs(left) > 1 else ''} of SyncBatchNorm"
             raise differs(f"called {layers} {'fewer' if left > 0 else 'more'} than the first")
@@ -224,8 +224,8 @@ def record_function(what: str, inputs: Sequence[NDArray], outputs: Sequence[NDAr
         try:
             backward(arrays[:heads], arrays[heads:], requests[:gradients])
         except BaseException as problem:  # it must not pass through C++; the reader of a gradient gets it
-            _core.syncbn_fail(f"{what}: {type(problem).__name__}: {problem}")
-            _core.syncbn_gate(arrays[heads:])
+            _core.fail(f"{what}: {type(problem).__name__}: {problem}")
+            _core.gate(arrays[heads:])
         return 1
 
     key, kind = id(run), ctypes.CFUNCTYPE(ctypes.c_int)
@@ -262,11 +262,11 @@ def python_exchange(store: Any, processes: int = 0) -> int:
         except BaseException as error:  # it must not pass through C++; its text goes to every replica
             known = isinstance(error, StepError)
             told = "" if known else f"the KVStore could not add the statistics: {type(error).__name__}: "
-            _core.syncbn_failed_in_python(f"{told}{error}")
+            _core.failed_in_python(f"{told}{error}")
             return False
 
     store.in_core = run  # lives as long, because the core may call it at any time
-    exchange: int = _core.syncbn_python_exchange(run, processes)
+    exchange: int = _core.python_exchange(run, processes)
     return exchange
 
 
@@ -283,14 +283,14 @@ def bytes_of(processes: int, ranks: int, key: int, what: str, own: Sequence[byte
     """Sends bytes to all ranks, one for each or the same, under a key. Returns those of each, this one included.
     MXNetError, with ``what``: some rank does not come, or has failed.
     """
-    found = np.frombuffer(_core.syncbn_bytes_of(processes, key, what, list(map(len, own)), b"".join(own)), np.uint8)
+    found = np.frombuffer(_core.bytes_of(processes, key, what, list(map(len, own)), b"".join(own)), np.uint8)
     return np.split(found[8 * ranks :], np.cumsum(found[: 8 * ranks].view(np.int64))[:-1])
 
 
 def merge_moments(total: np.ndarray, part: np.ndarray) -> np.ndarray:
     """Returns ``[count, mean[C], m2[C]]`` of the values of both, float64: see csrc/pooling/statistics.h."""
     merged, part = np.array(total, np.float64), np.ascontiguousarray(part, np.float64)
-    _core.syncbn_merge_moments(merged.ctypes.data, part.ctypes.data, merged.size // 2)
+    _core.merge_moments(merged.ctypes.data, part.ctypes.data, merged.size // 2)
     return merged
 
 

@@ -1,5 +1,4 @@
-// Hands functions to Python, as those of `_native`, which reads their types in the sources. They may throw: `Caught` hands
-// their results and exceptions over.
+// Hands functions to Python, as those of `_native`. They may throw: `Caught` hands their results and exceptions over.
 #pragma once
 
 #include <atomic>
@@ -14,8 +13,7 @@
 #include "mxnet_api.h"
 #include "types.h"
 
-// Begins a function, which Python finds by its name as a pointer, beside its declaration, which it compares with that in
-// the source.
+// Begins a function, which Python finds by its name as a pointer, beside its declaration, in which it reads the types.
 #define SYNCBN_API(result, name, ...)                                                              \
     static result api_##name(__VA_ARGS__);                                                         \
     extern "C" {                                                                                   \

@@ -1,6 +1,6 @@
 """What tests need of the package beside its public names."""
 
-from ctypes import c_int64
+from ctypes import CDLL, c_int64
 from typing import Any
 
 from gluon_syncbn import SyncBatchNorm
@@ -11,7 +11,7 @@ WHY_CUSTOM = core.WHY_CUSTOM["cpu"]  # MXNet's Custom runs the layer on CPUs; ''
 
 def core_count(name: str) -> int:
     """What the core counts for tests."""
-    return c_int64.in_dll(core._core, f"syncbn_{name}").value
+    return c_int64.in_dll(CDLL(str(core.PATH)), f"syncbn_{name}").value
 
 
 def replicas_of(layer: SyncBatchNorm) -> Any:
