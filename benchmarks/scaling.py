@@ -6,7 +6,7 @@ mean to rent, the time that a segmentation network's statistics spend between pr
     python benchmarks/scaling.py --latency-us 20 --bandwidth-gbit 25 --step-ms 800
 
 The model: every layer sends ``1 + 2C`` float64 in the forward and ``2C`` in the backward, one after the other, and
-nothing hides them. Up to 4 processes send to each other; more add up by doubling, log2(P) messages deep. A message
+nothing hides them. Pairs of processes swap totals of 1, 2, 4 ... of them, log2(P) messages deep. A message
 costs ``message + latency + bytes / bandwidth``. A process with GPUs also brings the statistics to the host and back:
 what a layer asks of a GPU is counted, what each of it takes is from the sources beside the constants.
 """
@@ -23,7 +23,6 @@ import _measuring
 import _results
 
 PROCESSES = [8, 16, 32, 64, 128, 256, 512, 1024]
-FEW = 4  # kFew in csrc/exchange/processes.cc
 
 # Counted: of a layer on a GPU, in the forward and again in the backward (tests/gpu, what_a_step_costs, every_mode).
 LAUNCHES, WAITS, COPIES = 2, 3, 2
@@ -117,10 +116,7 @@ def step_cost(channels: Sequence[int], processes: int, options: argparse.Namespa
 def exchange_cost(size: int, processes: int, options: argparse.Namespace) -> float:
     message, latency = options.message_us * 1e-6, options.latency_us * 1e-6
     transfer = size * 8 / (options.bandwidth_gbit * 1e9)
-    if processes > FEW:
-        whole = math.floor(math.log2(processes))
-        return (whole + 2 * (processes > 1 << whole)) * (message + latency + transfer)
-    return latency + (processes - 1) * (message + transfer)
+    return math.log2(processes) * (message + latency + transfer)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,6 @@ namespace {
 constexpr double kPoll = 3e-3, kNobody = 1e-6;
 constexpr int kInVain = 30;
 constexpr double kSkippedAfter = 0.5;
-// Up to this number of ranks, each sends its vector to all. More ranks send as many messages as the logarithm of the
-// number.
-constexpr size_t kFew = 3;
 // A rank waits so many seconds longer in each further hop, so that the one next to the cause reports it.
 constexpr double kLonger = 1;
 
@@ -151,9 +148,8 @@ class Processes::Hops final : public WaitForVectors {
           combine_(combine),
           id_(id),
           length_(own.length),
-          values_(own.rows[0]),
+          total_{combined(combine, own)},
           hops_(std::move(hops)) {
-        if (own.rows.size() > 1) reduce(own);
         std::lock_guard<std::mutex> lock(processes_.mutex_);
         here_ = processes_.here_.insert(processes_.here_.end(), label_);
     }
@@ -178,31 +174,27 @@ class Processes::Hops final : public WaitForVectors {
     }
 
   private:
-    void reduce(const Contribution& rows) {
-        total_.values = combined(combine_, rows);
-        values_ = total_.values.data();
-    }
     void begin() {
         const Hop& hop = hops_[at_];
         mail_.check_open();
         label_.piece = hop.piece;
         if (at_ > 0) allow(kLonger);
-        expect(hop.from);
-        mail_.post(label_, values_, length_ * sizeof(double), hop.readers);
+        expect(hop.others);
+        mail_.post(label_, total_.values.data(), length_ * sizeof(double), hop.others);
     }
     void end() {
         const bool brings_all = combine_ == Combine::kSideBySide;
         std::vector<Mailbox::Taken> parts = taken();
         check_lengths(parts, brings_all ? length_ / id_.replicas : length_, brings_all);
         const auto place = std::lower_bound(from_.begin(), from_.end(), mail_.rank()) - from_.begin();
-        if (hops_[at_].contributes)
-            parts.insert(parts.begin() + place, {{std::shared_ptr<void>(), values_}, length_ * sizeof(double)});
+        parts.insert(parts.begin() + place,
+                     {{std::shared_ptr<void>(), total_.values.data()}, length_ * sizeof(double)});
         if (brings_all) {
             total_ = side_by_side(parts, static_cast<size_t>(place), *id_.agreed);
         } else {
             Contribution rows{{}, length_};
             for (const Mailbox::Taken& part : parts) rows.rows.push_back(part.values.get());
-            reduce(rows);
+            total_.values = combined(combine_, rows);
         }
     }
     // `several`: each has a multiple of this length.
@@ -220,8 +212,7 @@ class Processes::Hops final : public WaitForVectors {
     const Combine combine_;
     const CallId id_;
     const size_t length_;
-    const double* values_;  // what this rank has: its row, or a total
-    Total total_;
+    Total total_;  // of this rank and those that it has heard of
     const std::vector<Hop> hops_;
     size_t at_ = 0;
     bool begun_ = false;  // the hop
@@ -231,27 +222,18 @@ class Processes::Hops final : public WaitForVectors {
 Processes::Processes(const Mpi& mpi, size_t rank, size_t ranks)
     : mail_(mpi, rank, ranks), hops_(hops()), gradients_(*this) {}
 
-// The hops of a reduction. Many ranks need as many messages as the logarithm of their number: neighbours combine until
-// their number is a power of two. Then each holds the total of 1, 2, 4 ... of them, and swaps it with a rank that holds a
-// total of as many.
+// The hops of a reduction, one for each prime factor of the number of ranks, so that many of them send few messages: of 12,
+// pairs of neighbours, then pairs of these, and then three of those. Each holds the total of 1, 2, 4 ... ranks, and swaps it
+// with those that hold totals of as many.
 std::vector<Processes::Hop> Processes::hops() const {
     const size_t own = mail_.rank(), ranks = mail_.everybody.size();
-    const Ranks others = without(mail_.everybody, own);
-    if (ranks <= kFew) return {{0, others, others}};
-    size_t power = 1;
-    while (2 * power <= ranks) power *= 2;
-    const size_t pairs = ranks - power;
-    const bool paired = own < 2 * pairs;
-    if (paired && own % 2 == 0) return {{0, {own + 1}, {}}, {1, {}, {own + 1}, false}};
     std::vector<Hop> hops;
-    if (paired) hops.push_back({0, {}, {own - 1}});
-    const size_t place = paired ? own / 2 : own - pairs;
-    for (size_t distance = 1; distance < power; distance *= 2) {
-        const size_t other = place ^ distance;
-        const Ranks partner{other < pairs ? 2 * other + 1 : other + pairs};
-        hops.push_back({static_cast<int64_t>(1 + distance), partner, partner});
+    for (size_t apart = 1, factor = 2; apart < ranks; apart *= factor) {
+        while (ranks / apart % factor != 0) ++factor;
+        Ranks all;
+        for (size_t i = 0; i < factor; ++i) all.push_back(own + i * apart - own / apart % factor * apart);
+        hops.push_back({static_cast<int64_t>(apart), without(all, own)});
     }
-    if (paired) hops.push_back({1, {own - 1}, {}});
     return hops;
 }
 
@@ -281,7 +263,7 @@ Underway Processes::begin(Combine combine, const CallId& id, const Contribution&
         }
     }
     const Ranks others = without(agreed->ranks.empty() ? mail_.everybody : agreed->ranks, mail_.rank());
-    return begun({{0, others, others}});
+    return begun({{0, others}});
 }
 
 std::vector<std::string> Processes::bytes_of(const Label& label, const std::string& what, double timeout,

@@ -26,11 +26,10 @@ class Processes : public Exchange {
     Gradients& gradients() { return gradients_; }
 
   private:
-    // In a hop of an exchange, this rank posts what it has for some others, and waits for the vectors of some.
+    // In a hop of an exchange, some ranks post what they have for each other.
     struct Hop {
         int64_t piece;  // of the label
-        Ranks readers, from;
-        bool contributes = true;  // to what comes; otherwise, that is a total already
+        Ranks others;
     };
     class WaitForVectors;
     class Hops;
