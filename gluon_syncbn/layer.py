@@ -7,7 +7,7 @@ import numbers
 import warnings
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Callable, Dict, Literal, Optional, Sequence, TypeVar
+from typing import TYPE_CHECKING, Any, Callable, Literal, Optional, Sequence, TypeVar
 
 import mxnet as mx
 from mxnet import autograd
@@ -25,52 +25,30 @@ from .training.session import session
 Constructor = TypeVar("Constructor", bound=Callable[..., None])
 
 
-def _checked_names(construct: Constructor) -> Constructor:
-    """Checks names and positions: contrib's first are ``(in_channels, num_devices)``, ours ``(axis, momentum)``."""
+def _warns_of_positions(construct: Constructor) -> Constructor:
+    """The first positions are ``(axis, momentum)``, and in contrib's layer ``(in_channels, num_devices)``.
+
+    3 is the channel axis of NHWC here, and three channels there. With axis 1, both readings normalise alike. A momentum
+    with a fraction, or in_channels by name, shows that the caller means nn.BatchNorm.
+    """
 
     @functools.wraps(construct)
-    def looking(layer: Any, *given: Any, **named: Any) -> None:
-        for name in _INSTEAD.keys() & named.keys():
-            arguments.refuse(name, named[name], _INSTEAD[name])
-        _look_at_positions(type(layer).__name__, given, named)
+    def warning(layer: Any, *given: Any, **named: Any) -> None:
+        values = given[:2]
+        whole = all(arguments.is_a(numbers.Integral, value) and value >= 0 for value in values)
+        if values and whole and values != (1,) and "in_channels" not in named:
+            here, there = (
+                ", ".join(f"{key}={value}" for key, value in zip(names, values))
+                for names in (("axis", "momentum"), ("in_channels", "num_devices"))
+            )
+            warnings.warn(
+                f"{type(layer).__name__}({', '.join(map(str, values))}) means {here} here, as in nn.BatchNorm, and "
+                f"{there} in contrib's layer: write it by name",
+                stacklevel=2,
+            )
         construct(layer, *given, **named)
 
-    return looking  # type: ignore[return-value]
-
-
-#: Arguments of other layers, most of PyTorch's, and what does the same here.
-_INSTEAD = {
-    "num_features": "in_channels, as nn.BatchNorm calls it",
-    "eps": "epsilon, as nn.BatchNorm calls it",
-    "affine": "scale and center, as nn.BatchNorm calls it",
-    "process_group": "group_size or groups",
-    "track_running_stats": "nothing, because a layer always has running statistics",
-    "inplace": "nothing; gluon_syncbn.recompute(block) saves more memory, for any part of a net",
-}
-
-
-def _look_at_positions(name: str, given: Sequence[Any], named: Dict[str, Any]) -> None:
-    whole = [arguments.is_a(numbers.Integral, value) and value >= 0 for value in given[:2]]
-    if not whole or not whole[0]:
-        return
-    names = ("in_channels", "num_devices")
-    by_contrib = ", ".join(f"{key}={value}" for key, value, known in zip(names, given, whole) if known)
-    meant = f"by position come axis and momentum, as in nn.BatchNorm; in contrib's order, write {by_contrib}"
-    if given[0] > 4:
-        arguments.refuse("axis", given[0], f"a whole number from -5 to 4 ({meant})")
-    if whole[1:] == [True] and given[1] > 1:
-        arguments.refuse("momentum", given[1], f"a number from 0 to 1 ({meant})")
-    # The remaining values are ambiguous: 3 is the channel axis of NHWC to nn.BatchNorm, and three channels to contrib's
-    # layer. With axis 1, both readings normalise alike. A momentum with a fraction, or in_channels by name, shows that
-    # the caller means nn.BatchNorm.
-    single = len(given) == 1 and given[0] != 1
-    if "in_channels" not in named and (single or whole[1:] == [True]):
-        of_axis = ", ".join(f"{key}={value}" for key, value in zip(("axis", "momentum"), given))
-        warnings.warn(
-            f"{name}({', '.join(map(str, given[:2]))}) means {of_axis} here, as in nn.BatchNorm, and {by_contrib} in "
-            "contrib's layer: write it by name",
-            stacklevel=3,
-        )
+    return warning  # type: ignore[return-value]
 
 
 class SyncBatchNorm(nn.BatchNorm):
@@ -214,7 +192,7 @@ class SyncBatchNorm(nn.BatchNorm):
 
     _modes: Sequence[str] = MODES  # that its arguments may choose
 
-    @_checked_names
+    @_warns_of_positions
     def __init__(
         self,
         axis: int = 1,
