@@ -69,7 +69,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
         if end.code not in (None, 0):
             raise
     finally:
-        if steps.training_threads():
+        if steps.training_threads.objects():
             for text in _what_met(script, given.convert):
                 print(f"gluon_syncbn: {text}", file=sys.stderr, flush=True)
     return 0

@@ -39,7 +39,7 @@ def what_callers_wait_for() -> Tuple[str, float]:
     and works in a library. A thread that joins another one does nothing before that one ends. A worker of a library's
     that waits for work gets none from those who wait.
     """
-    waits, training = [], steps.training_threads()
+    waits, training = [], steps.training_threads.objects()
     for thread in threading.enumerate():
         frames = _frames(thread)
         trains = thread in training

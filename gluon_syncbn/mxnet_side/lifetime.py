@@ -30,7 +30,7 @@ def _at_exit() -> None:
     # waits for ever, or uses memory that MXNet has freed. Such a thread ends where its next step would begin, because
     # `scope_entered` raises SystemExit there. A thread that waits for something else stays.
     ends = time.monotonic() + DAEMONS_END_WITHIN
-    for thread in steps.training_threads():
+    for thread in steps.training_threads.objects():
         if thread.daemon and thread is not threading.current_thread():
             thread.join(max(0.0, ends - time.monotonic()))
     _native.exiting(True)

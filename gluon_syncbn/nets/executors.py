@@ -7,6 +7,7 @@ replicas: their group lists the contexts. Each group gets its own graph, because
 from __future__ import annotations
 
 import json
+import threading
 import warnings
 import weakref
 from contextlib import contextmanager, nullcontext
@@ -41,7 +42,7 @@ def _grouping(group: Callable, symbol: mx.sym.Symbol, contexts: List[Context], *
         arguments.refuse("group2ctxs", kwargs["group2ctxs"], "None for a graph with synchronised layers")
     made = _Group(layers, graph, contexts, *args, **kwargs) if layers else group(graph, contexts, *args, **kwargs)
     if made.for_training:
-        steps.trains()
+        steps.training_threads(threading.current_thread())
     if made.for_training and any(replicas.reaches_other_processes() for _, replicas in layers):
         warnings.warn(
             "the gradients of a Module stay in this process, and its layers share their statistics with others: "

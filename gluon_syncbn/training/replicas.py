@@ -59,31 +59,25 @@ def executing(context: Context, layers: Any = (), nodes: Any = (), running: Sequ
         _native.end_graph(arrays)
 
 
-class _OfParameter:
-    """The replicas of the layers whose running mean this is. A copy of it has none before its layers are there."""
-
-    def __init__(self) -> None:
-        self.replicas: weakref.WeakValueDictionary[int, Replicas] = weakref.WeakValueDictionary()
-        #: Those that nodes name in a symbol of the program's. It may outlive the layer, so they live as long as this.
-        self.in_symbols: Dict[int, Replicas] = {}
-
-
-_layers = OfEach(_OfParameter)
+#: Of a running mean, the replicas of its layers. A copy of it has none before its layers are there.
+_layers: OfEach[weakref.WeakValueDictionary[int, Replicas]] = OfEach(weakref.WeakValueDictionary)
+#: Those that nodes name in a symbol of the program's. It may outlive the layer, so they live as long as the mean.
+_in_symbols: OfEach[Dict[int, Replicas]] = OfEach(dict)
 
 
 def followers_of(parameters: Iterable[Any]) -> List[Replicas]:
     """Returns the replicas of the layers that some of these parameters belong to, each once."""
     known = [_layers.get(parameter) for parameter in parameters]
-    return list(dict.fromkeys(one for each in known if each for one in alive(each.replicas.valuerefs())))
+    return list(dict.fromkeys(one for each in known if each for one in alive(each.valuerefs())))
 
 
 def follow(mean: Parameter, replicas: Replicas) -> None:
-    _layers(mean).replicas[replicas.id] = replicas
+    _layers(mean)[replicas.id] = replicas
 
 
 def unfollow(mean: Parameter, replicas: Replicas) -> None:
-    for kept in (_layers(mean).replicas, _layers(mean).in_symbols):
-        kept.pop(replicas.id, None)
+    _layers(mean).pop(replicas.id, None)
+    _in_symbols(mean).pop(replicas.id, None)
 
 
 class _OfThread(threading.local):
@@ -103,7 +97,7 @@ def records(value: Optional[List[Replicas]]) -> Optional[List[Replicas]]:
 def traced(parameter: Parameter, replicas: Replicas) -> None:
     """A layer puts a node into a symbol."""
     if _of_thread.records is None:
-        _layers(parameter).in_symbols[replicas.id] = replicas
+        _in_symbols(parameter)[replicas.id] = replicas
     else:
         _of_thread.records.append(replicas)
 

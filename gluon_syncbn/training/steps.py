@@ -30,12 +30,13 @@ class Steps:
         self.open: Dict[threading.Thread, Scope] = {}
         self.beginning: Any  # held by a thread that enters its first scope, or forgets a failed step
         locks.give(self, beginning=threading.RLock)
-        self.training_threads: OfEach[None] = OfEach(lambda: None)
-        self.raised = ""  # the last failure that went through a scope as an exception
+        self.raised = ""  # the text of the last failure that went through a scope or a reader as an exception
         self.ending = False  # exit handlers have begun
 
 
 _steps = Steps()
+#: The threads that have been in a step, or have made a ``Module`` for some.
+training_threads: OfEach[None] = OfEach(lambda: None)
 
 MOST_WAITS = 10
 _LOST = "failed before %s, so reading the result no longer raises this error: %s"
@@ -117,9 +118,8 @@ def tell() -> None:
     none went through a scope or a reader. It comes once.
     """
     reason = _native.failure()
-    if reason and reason != _steps.raised and sys.exc_info()[0] is None:
-        _steps.raised = reason
-        raise _native.StepError(reason)
+    if reason and reason not in _steps.raised and sys.exc_info()[0] is None:
+        raise _failed(reason)
 
 
 def reset() -> None:
@@ -136,7 +136,7 @@ def reset() -> None:
     with _steps.beginning:  # otherwise half of a step that begins meanwhile would be gone
         reason = _native.failure()
         if reason:
-            if reason != _steps.raised:  # a caller that reads no results has not seen it
+            if reason not in _steps.raised:  # a caller that reads no results has not seen it
                 logs.log.warning("starting a new step after a failed one: %s", reason)
             session.tell_others(reason)
         # A healthy step that is in flight ends too: its replicas could not find each other any more.
@@ -179,7 +179,7 @@ class Scope(autograd._RecordingStateScope):
             if _native.failure() and not inside():
                 reset()
             _steps.open[thread], self.called = self, {}
-            trains()
+            training_threads(thread)
             _native.scope_enter(thread.name)
 
     def _end(self, kind: Optional[type], value: Any) -> None:
@@ -189,8 +189,7 @@ class Scope(autograd._RecordingStateScope):
         # StopIteration and GeneratorExit end loops, not steps.
         if kind is None or issubclass(kind, (StopIteration, GeneratorExit)):
             if ended:  # ended by another thread, whose replicas have met this thread's replicas
-                _steps.raised = ended
-                raise _native.StepError(ended)
+                raise _failed(ended)
         elif is_current and (_native.layers() or session.stores):  # else another thread has begun a new step since then
             break_off("the recorded step", value)
 
@@ -212,14 +211,6 @@ def break_off(where: str, error: BaseException) -> None:
         _steps.raised = f"{what}, so the replicas that had been called cannot finish it. The next step starts afresh."
         _native.fail(_steps.raised)
         session.tell_others(_steps.raised)
-        failure_seen(error)
-
-
-def failure_seen(error: BaseException) -> None:
-    """An error reaches the program: if it is the step's failure, the next step does not report it."""
-    reason = _native.failure()
-    if reason and reason in str(error):
-        _steps.raised = reason
 
 
 # ---- what others ask --------------------------------------------------------------------------------------------
@@ -235,16 +226,6 @@ def inside() -> List[threading.Thread]:
     return [thread for thread in list(_steps.open) if thread.is_alive()]
 
 
-def trains() -> None:
-    """Notes that this thread is in a step, or has made a ``Module`` for some."""
-    _steps.training_threads(threading.current_thread())
-
-
-def training_threads() -> List[threading.Thread]:
-    """Returns the threads that have been in a step, or have made a ``Module`` for some."""
-    return _steps.training_threads.objects()
-
-
 def end() -> None:
     """Lets no further step begin."""
     _steps.ending = True
@@ -255,9 +236,10 @@ def end() -> None:
 
 def _failed(text: str) -> Exception:
     """A caller sees a failure once: the next step does not report it again."""
-    error = _native.StepError(text.replace("gluon_syncbn.StepError: ", "", 1))
-    failure_seen(error)
-    return error
+    reason = _native.failure()
+    if reason and reason in text:
+        _steps.raised = reason
+    return _native.StepError(text.replace("gluon_syncbn.StepError: ", "", 1))
 
 
 def _saving(reduce: Callable, parameter: gluon.Parameter) -> mx.nd.NDArray:

@@ -156,7 +156,7 @@ def ends_beside_a_thread_that_trains(way):
     thread = threading.Thread(target=work, daemon=True)
     ends.drain = lambda: (print("the thread is alive:", thread.is_alive()), drain())[1]
     thread.start()
-    while thread.is_alive() and not ends.training_threads():
+    while thread.is_alive() and not ends.training_threads.objects():
         time.sleep(0.001)
     time.sleep(0.5 * np.random.RandomState(os.getpid()).rand())
     assert thread.is_alive()

@@ -363,7 +363,7 @@ def test_what_others_list_while_threads_begin_and_make_layers():
 
     def list_all():
         while not ended and time.monotonic() < limit:
-            steps.training_threads()
+            steps.training_threads.objects()
             steps.watch()
 
     layers, ended, limit, interval = [], [], time.monotonic() + 60, sys.getswitchinterval()

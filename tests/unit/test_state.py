@@ -169,9 +169,9 @@ def test_state_of_modules():
         "exchange/agreement.py": {"numbered"},
         "mxnet_side/patches.py": {"_changes"},
         "nets/recompute.py": {"_forwards"},
-        "training/replicas.py": {"_layers", "_of_thread", "by_id"},
+        "training/replicas.py": {"_in_symbols", "_layers", "_of_thread", "by_id"},
         "training/session.py": {"session"},
-        "training/steps.py": {"_steps"},
+        "training/steps.py": {"_steps", "training_threads"},
     }
 
 
