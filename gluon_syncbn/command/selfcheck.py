@@ -78,8 +78,8 @@ def libraries() -> str:
     if not built:
         return CPU_BUILD
     found = cuda_libraries.loaded()
-    lines = [f"MXNet is built with {', '.join(built)}", *(f"{name}: {path}" for name, path in found)]
-    if any(name == NVRTC for name, *_ in found):
+    lines = [f"MXNet is built with {', '.join(built)}", *found]
+    if any("/libnvrtc.so" in file for file in found):
         major, minor = ctypes.c_int(), ctypes.c_int()
         ctypes.CDLL(NVRTC).nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
         serves, compiles = cuda.driver_version(), (major.value, minor.value)

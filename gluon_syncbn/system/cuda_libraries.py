@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import importlib.machinery
-import os
 import re
 import runpy
 import sys
 from pathlib import Path
-from typing import List, Optional, Tuple
+from typing import List, Optional
 
 from .distribution import WHERE, command
 
@@ -58,17 +57,11 @@ def load() -> None:
     raise ImportError(what + "; and ".join(reasons), name=__package__)
 
 
-def loaded() -> List[Tuple[str, str]]:
-    """Returns the CUDA libraries and the driver that are in this process: soname and path."""
+def loaded() -> List[str]:
+    """Returns the files of the CUDA libraries and of the driver that are in this process."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape")
-    files = re.findall(r" (/.*\.so.*)$", maps, re.MULTILINE)
-    paths = {_major(os.path.basename(path)): path for path in files}
-    return [(soname, paths[_major(soname)]) for soname in (DRIVER, *PACKAGES) if _major(soname) in paths]
-
-
-def _major(file: str) -> str:
-    """Returns "libcudart.so.11" for libcudart.so.11.0 and its files. The driver's files differ: "libcuda.so"."""
-    return ".".join(file.split(".")[: 2 if file.startswith("libcuda.") else 3])
+    names = "|".join(soname.partition(".")[0] for soname in (DRIVER, *PACKAGES))
+    return sorted(set(re.findall(rf" (/.*/(?:{names})\.so.*)$", maps, re.MULTILINE)))
 
 
 def _mxnet_library() -> Optional[str]:

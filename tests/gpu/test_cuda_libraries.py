@@ -110,13 +110,12 @@ def test_a_library_that_the_loader_finds_is_left_alone(machine):
     shutil.copy(str(machine / "site" / "nvidia" / "nccl" / "lib" / "libnccl.so.2"), str(own))
     program = f"""{ALONE}
 libraries.load()
-for library in libraries.loaded():
-    print(*library)
+print(*libraries.loaded(), sep="\\n")
 """
     lines = run(machine, program).splitlines()
-    assert f"libnccl.so.2 {own}" in lines
-    assert f"libcudnn.so.8 {machine}/site/nvidia/cudnn/lib/libcudnn.so.8" in lines
-    assert {line.split()[0] for line in lines} == {*FOLDERS, "libcuda.so.1"}
+    assert str(own) in lines
+    assert f"{machine}/site/nvidia/cudnn/lib/libcudnn.so.8" in lines
+    assert {Path(line).name for line in lines} == {*FOLDERS, "libcuda.so.1"}
 
 
 @COMPILES
@@ -185,14 +184,13 @@ def test_the_real_mxnet_starts_with_the_packages(packages, tmp_path):
     program = """
 import gluon_syncbn, mxnet
 from gluon_syncbn.system import cuda_libraries
-for library in cuda_libraries.loaded():
-    print(*library)
+print(*cuda_libraries.loaded(), sep="\\n")
 print(mxnet.runtime.Features())
 """
     environment = {"PYTHONPATH": f"{ROOT}:{packages}", "LD_LIBRARY_PATH": str(tmp_path)}
     said = run(tmp_path, program, **environment)
     for soname, folder in FOLDERS.items():
-        assert re.search(rf"^{re.escape(soname)} {packages}/nvidia/{folder}/lib/", said, re.MULTILINE), said
+        assert f"{packages}/nvidia/{folder}/lib/{soname.partition('.')[0]}.so" in said, said
     assert "✔ CUDA," in said
     assert "✔ NCCL" in said
     # cuDNN opens its parts when it first needs them, from the folder that it is in.
