@@ -255,11 +255,11 @@ def _equally_many(store: Optional[ProcessStore], batches: Any) -> Iterator[Any]:
     for count in itertools.count():
         batch = next(following, None)
         if store is not None:
-            own = np.array([batch is not None], np.int64)
-            ended = [rank for rank, there in enumerate(store.allgather("batches", own)) if not there[0]]
+            there = store.tell_all("batches", batch is not None)
+            ended = [str(rank) for rank, has_one in enumerate(there) if not has_one]
             if 0 < len(ended) < store.num_workers:
                 raise ValueError(
-                    f"batches: rank {arguments.some(list(map(str, ended)), ', ')} of {store.num_workers} gave {count}, "
+                    f"batches: rank {arguments.some(ended, ', ')} of {store.num_workers} gave {count}, "
                     "expected as many as the other ranks, which have more"
                 )
         if batch is None:
