@@ -58,7 +58,6 @@ from .system.distribution import __version__
 # These errors name the package, as that for a missing module does. `python -m gluon_syncbn` prints the text alone then.
 try:
     _compatibility.supply()
-    _compatibility.warn()
     _cuda_libraries.load()
     import mxnet as _mxnet
 except ImportError as error:
@@ -82,7 +81,7 @@ except AttributeError as error:
     if not str(error).startswith(("module 'numpy", "`np.")):  # as where a file beside the script is called logging.py
         raise
     # NumPy has lost more names than this package supplies. What pip finds for each Python, as in pyproject.toml.
-    serves = "<1.24" if _sys.version_info < (3, 12) else f"=={_compatibility.TRIED['NumPy']}.*"
+    serves = "<1.24" if _sys.version_info < (3, 12) else f"=={_compatibility.TRIED}.*"
     raise ImportError(
         f"MXNet 1.9 cannot be imported ({error}): with this Python it was tried with `pip install 'numpy{serves}'`",
         name=__name__,
@@ -100,6 +99,7 @@ import warnings as _warnings
 
 from . import contrastive, parallel, symbol
 from ._native import StepError
+from .command.replacements import install, uninstall
 from .layer import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd
 from .mxnet_side import lifetime as _lifetime
 from .mxnet_side import patches as _patches
@@ -161,16 +161,9 @@ def __dir__() -> _typing.List[str]:
     return __all__
 
 
-if _typing.TYPE_CHECKING:  # a checker would take every name for one of the module
-    from .command.replacements import install, uninstall
-else:
+if not _typing.TYPE_CHECKING:  # a checker would take every name for one of the module
 
     def __getattr__(name: str) -> _typing.Any:
-        """Loads what few programs call."""
-        if name in ("install", "uninstall"):
-            from .command import replacements
-
-            return getattr(replacements, name)
         if name in _RENAMED:
             _warnings.warn(f"{__name__}.{name} is {__name__}.{_RENAMED[name]} now", DeprecationWarning, stacklevel=2)
             return globals()[_RENAMED[name]]

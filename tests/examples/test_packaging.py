@@ -254,7 +254,7 @@ class NoMXNet(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError("No module named 'mxnet'", name="mxnet")
 sys.meta_path.insert(0, NoMXNet())
 """
-SERVES = "<1.24" if sys.version_info < (3, 12) else f"=={compatibility.TRIED['NumPy']}.*"
+SERVES = "<1.24" if sys.version_info < (3, 12) else f"=={compatibility.TRIED}.*"
 MXNET = [distribution.command("cpu"), distribution.command("cu112")]
 #: What is wrong: the file that makes it so, of which Python imports `sitecustomize` at its start; what is said.
 LACKS = {

@@ -34,7 +34,7 @@ def state():
             "excepthook": id(sys.excepthook), "hooks": len(sys.meta_path),
             "interrupt": id(signal.getsignal(signal.SIGINT)),
             "filters": len(warnings.filters),
-            "command": [name for name in sys.modules if name.startswith("gluon_syncbn.command")],
+            "command": [name for name in sys.modules if name.startswith("gluon_syncbn.command.run")],
             "files": sorted(os.listdir())}
 
 import json, logging, os, threading, warnings

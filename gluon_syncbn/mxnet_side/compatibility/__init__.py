@@ -14,12 +14,10 @@ import builtins
 import importlib.machinery
 import re
 import sys
-import warnings
 from types import ModuleType, SimpleNamespace
 from typing import Any, Callable, Mapping, Optional, Tuple
 
-#: The newest versions that the tests ran with.
-TRIED = {"Python": "3.13", "NumPy": "2.5"}
+TRIED = "2.5"  # the newest NumPy that the tests ran with
 SERVED = ("mxnet", "gluoncv")
 Change = Callable[[ModuleType], None]
 
@@ -55,17 +53,6 @@ def supply() -> None:
             del sys.modules[name]
         elif name in older_numpy.CHANGES:
             older_numpy.CHANGES[name](sys.modules[name])
-
-
-def warn() -> None:
-    """Warns of a Python or NumPy that is newer than what was tried."""
-    import numpy as np
-
-    versions = {"Python": sys.version.split()[0], "NumPy": np.__version__}
-    newer = [f"{name} {found}" for name, found in versions.items() if release(found)[:2] > release(TRIED[name])]
-    if newer:
-        tried = " and ".join(f"{name} {version}" for name, version in TRIED.items())
-        warnings.warn(f"{' and '.join(newer)}: gluon_syncbn and MXNet 1.9 were tried up to {tried}", stacklevel=3)
 
 
 class Finder:
