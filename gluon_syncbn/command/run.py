@@ -14,7 +14,6 @@ from types import ModuleType, TracebackType
 from typing import Any, Callable, Iterator, List, Optional
 
 from ..mxnet_side.advice import left_alone
-from ..system.arguments import some
 from ..system.distribution import __version__
 from ..training import steps
 from ..training.session import session
@@ -84,14 +83,11 @@ def _what_met(script: str, convert: bool) -> Iterator[str]:
         over = [f"{store.replicas} replicas of {store.num_workers} processes" for store in between]
         contexts = max(within or [()], key=len)
         over += [f"{contexts[0]} to {contexts[-1]}"] if contexts else []
-        yield f"{met} of {met + len(session.unsynchronised)} layers synchronised over {' and '.join(over)}"
+        yield f"{met} layer{'s' if met > 1 else ''} synchronised over {' and '.join(over)}"
     else:
         remedy = "try run --convert, if the script has no option of its own for it"
         if convert:
-            remedy = "no gluon.Trainer or Module has the parameters of a layer of batch normalisation"
-        if convert and session.unsynchronised:
-            named = some(list(session.unsynchronised), ", ")
-            remedy = f"--convert changes layers alone, and these blocks call an operator: call a layer there ({named})"
+            remedy = "no gluon.Trainer or Module trains a layer of batch normalisation; call layers, not operators"
         if session.ran:
             remedy = "its layers had one device each, or are frozen"
         yield f"{script} has trained, and nothing was synchronised: {remedy}"

@@ -79,7 +79,6 @@ def surprises(trainer: gluon.Trainer) -> Iterator[str]:
         synchronised = [stem for stem, (mean, *_) in layers.items() if followers_of([mean])]
         trained = [stem for stem, (_, gamma, _) in layers.items() if gamma is not None and gamma.grad_req != "null"]
         plain = [stem for stem in trained if stem not in synchronised] + _called(parameters)
-        session.misses(plain)
         if plain:
             yield (
                 f"{len(synchronised)} of {len(synchronised) + len(plain)} layers of batch normalisation are "

@@ -6,7 +6,7 @@ import os
 import threading
 import typing
 from collections import Counter, defaultdict
-from typing import Any, DefaultDict, Dict, Iterable, List, Literal, Optional, Sequence, Tuple
+from typing import Any, DefaultDict, Dict, List, Literal, Optional, Sequence, Tuple
 
 from mxnet.base import MXNetError
 from mxnet.context import Context
@@ -66,8 +66,6 @@ class Session:
         locks.give(self, tracing=threading.RLock, _issuing=lambda: defaultdict(threading.Lock))
         #: How many layers have trained, by the most contexts on which they met; none for several processes.
         self.ran: typing.Counter[Tuple[Context, ...]] = Counter()
-        #: The names of the layers and operators that are not synchronised, although others are, or were to be.
-        self.unsynchronised: Dict[str, None] = {}
         self.trainers = OfEach(OfTrainer)  # of Gluon
         #: The blocks that have recorded a graph. A block does not know those around it, whose graphs have its layers.
         self.graphs: OfEach[None] = OfEach(lambda: None)
@@ -110,10 +108,6 @@ class Session:
             self.ran.subtract([] if before is None else [before])
             return met
         return before
-
-    def misses(self, names: Iterable[str]) -> None:
-        """Notes which layers and operators do not meet others."""
-        self.unsynchronised.update(dict.fromkeys(names))
 
     def first(self, what: str) -> bool:
         """Whether nobody has asked for this in this process, which is another one after a fork."""
