@@ -4,7 +4,6 @@ check.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib.metadata
 import os
@@ -22,7 +21,6 @@ from ..nets.convert import convert
 from ..system import cuda, cuda_libraries, distribution
 from ..training.session import configure
 
-NVRTC = "libnvrtc.so.11.2"
 INDENT = "\n" + " " * 18
 CPU_BUILD = "none: this is a CPU build of MXNet"
 # Of the training.
@@ -77,19 +75,9 @@ def libraries() -> str:
     built = [name for name in ("CUDA", "CUDNN", "NCCL", "CUDA_RTC") if features.is_enabled(name)]
     if not built:
         return CPU_BUILD
-    found = cuda_libraries.loaded()
-    lines = [f"MXNet is built with {', '.join(built)}", *found]
-    if any("/libnvrtc.so" in file for file in found):
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        ctypes.CDLL(NVRTC).nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-        serves, compiles = cuda.driver_version(), (major.value, minor.value)
-        if serves < compiles:  # compiled kernels need a driver that is as new as the compiler
-            raise RuntimeError(
-                f"the driver serves CUDA {serves[0]}.{serves[1]} and {NVRTC} compiles kernels for CUDA {compiles[0]}."
-                f"{compiles[1]}, which such a driver does not load: install a newer driver (520 or later for CUDA 11.8)"
-            )
-        lines[0] += f"; the driver serves CUDA {serves[0]}.{serves[1]}"
-    return INDENT.join(lines)
+    driver = ".".join(map(str, cuda.driver_version()))
+    what = f"MXNet is built with {', '.join(built)}; the driver serves CUDA {driver}"
+    return INDENT.join([what, *cuda_libraries.loaded()])
 
 
 def on_gpus(check: Callable[[List[mx.Context]], str]) -> Callable[[], str]:

@@ -126,9 +126,8 @@ def test_the_package_calls_only_functions_that_the_core_has():
 
 def test_the_core_and_the_driver_are_behind_one_module_each():
     users = {module for file, module in MODULES.items() if any(n.split(".")[0] == "ctypes" for n in imports(file))}
-    # `op` passes handles of MXNet on, the self-check asks NVRTC for its version.
-    others = {"mxnet_side/op", "command/selfcheck"}
-    assert users == {"_native", "system/cuda", "system/cuda_libraries"} | others
+    # `op` passes handles of MXNet on.
+    assert users == {"_native", "system/cuda", "system/cuda_libraries", "mxnet_side/op"}
 
 
 def test_what_comes_before_mxnet_does_not_import_it():
