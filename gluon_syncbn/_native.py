@@ -247,15 +247,17 @@ def _forget(key: int) -> int:
 # ---- exchanges -------------------------------------------------------------------------------------------------
 
 
-def python_exchange(store: Any, processes: int) -> int:
-    """Returns an exchange between so many processes that calls ``store.gather(call, timeout, row)``."""
+def python_exchange(store: Any, processes: int = 0) -> int:
+    """Returns an exchange that calls ``store.add(contexts, rows, timeout, call)``, of a process or of so many."""
     number, array = ctypes.c_int64, ctypes.POINTER(ctypes.c_double)
+    numbers = ctypes.POINTER(number), ctypes.c_double, number, number
 
-    @ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.POINTER(number), ctypes.c_double, number, array, array)
-    def run(call: Any, timeout: float, length: int, row: Any, out: Any) -> bool:
+    @ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_char_p, *numbers, array, array)
+    def run(contexts: bytes, call: Any, timeout: float, count: int, length: int, rows: Any, out: Any) -> bool:
         try:
-            found = store.gather(tuple(call[:4]), timeout, np.ctypeslib.as_array(row, (length,)))
-            np.ctypeslib.as_array(out, (processes, length))[:] = found
+            values, places = np.ctypeslib.as_array(rows, (count, length)), processes or count
+            found = store.add(contexts.decode(), values, timeout, tuple(call[:4]))
+            np.ctypeslib.as_array(out, (places, length))[:] = found
             return True
         except BaseException as error:  # it must not pass through C++; its text goes to every replica
             known = isinstance(error, StepError)

@@ -144,8 +144,8 @@ class SyncBatchNorm(nn.BatchNorm):
         The variance that the running variance averages. ``'biased'`` is the variance that normalises. ``'unbiased'``
         multiplies it by n / (n - 1) for the n > 1 values of a channel, as cuDNN's BatchNorm and PyTorch do.
     kvstore : str or KVStore, optional
-        The exchange that adds the statistics: ``'nccl'``, ``'host'``, a store of several processes or its name. By
-        default the setting of `configure`, which explains each.
+        The exchange that adds the statistics: ``'nccl'``, ``'host'``, ``'device'``, ``'local'``, a KVStore object, or a
+        store of `gluon_syncbn.kvstore` or its name. By default the setting of `configure`, which explains each.
     timeout : float, optional
         Seconds to wait for the other replicas. By default the setting of `configure`, which starts as 300.
 

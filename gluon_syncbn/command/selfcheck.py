@@ -17,6 +17,7 @@ from mxnet import autograd
 from mxnet.gluon import nn
 
 from .. import _native
+from ..exchange import named
 from ..nets.convert import convert
 from ..system import cuda, cuda_libraries, distribution
 from ..training.session import configure
@@ -67,7 +68,7 @@ def stores() -> str:
     # Looked up, and not imported: to import it starts MPI. The first one that is found is imported.
     version = next((one.version for one in importlib.metadata.distributions(name="mpi4py")), None)
     mpi = f"kvstore('mpi') with mpi4py {version}" if version else f"no mpi ({distribution.command('mpi')})"
-    return f"shared memory, {nccl}; {mpi}"
+    return f"shared memory, {nccl}, KVStore {', '.join(named.TYPES)}; {mpi}"
 
 
 def libraries() -> str:
@@ -107,7 +108,7 @@ def gpus(contexts: List[mx.Context]) -> str:
 
 
 def live() -> str:
-    return beside_plain([mx.cpu(0), mx.cpu(1)], {None: "shared memory"})
+    return beside_plain([mx.cpu(0), mx.cpu(1)], {None: "shared memory", "device": "KVStore device"})
 
 
 @on_gpus

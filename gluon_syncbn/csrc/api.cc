@@ -138,8 +138,8 @@ SYNCBN_API(void, seed, uint64_t seed) {
 SYNCBN_API(Asked, memory_exchange, int gpus) { return {std::make_shared<Exchange>(), static_cast<Nccl>(gpus)}; }
 
 // By a store of MXNet's, which the user has named. No other exchange runs Python.
-SYNCBN_API(Asked, python_exchange, syncbn::GatherInPython* gather, size_t processes) {
-    return {python_exchange(gather, processes)};
+SYNCBN_API(Asked, python_exchange, syncbn::AddInPython* add, size_t processes) {
+    return {python_exchange(add, processes), Nccl::kNever};
 }
 // For that function: says why it fails.
 SYNCBN_API(void, failed_in_python, const char* problem) { python_problem = problem; }

@@ -30,12 +30,10 @@ from ..system import arguments, locks
 from ..system.environment import read
 from ..system.logs import log
 from .agreement import ProcessExchange
-from .base import leave
+from .base import FIRST_KEY, leave
 
 #: The types of MXNet's stores that add over workers.
 TYPES = ("dist_sync", "dist_device_sync", "dist_sync_device")
-#: The Trainer numbers its parameters from 0 in the same store; no net has this many parameters.
-_FIRST_KEY = 1 << 24
 _VARIABLES = ("DMLC_ROLE", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER", "DMLC_NUM_SERVER")
 _HEAD = 4  # words: the call
 _WORDS = 1024  # of a row of bytes
@@ -45,7 +43,7 @@ Call = Tuple[int, ...]  # layer, as all processes number it; node, sequence and 
 
 
 def _key(layer: int, phase: int) -> int:
-    return _FIRST_KEY + 2 * (layer + 1) + (phase > 0)
+    return FIRST_KEY + 2 * (layer + 1) + (phase > 0)
 
 
 class DistSyncExchange(ProcessExchange):
@@ -81,9 +79,9 @@ class DistSyncExchange(ProcessExchange):
         if settings.mode == "shuffle":
             arguments.refuse("mode", settings.mode, f"'sync' or 'local' {mpi}")
 
-    def gather(self, call: Call, timeout: float, row: np.ndarray) -> np.ndarray:
-        """For the core, which asks Python here alone: returns the rows of all workers for a call."""
-        return self._gathered(_name_of(call), call, row, timeout)
+    def add(self, _contexts: str, rows: np.ndarray, timeout: float, call: Call) -> np.ndarray:
+        """For the core: returns the rows of all workers for a call."""
+        return self._gathered(_name_of(call), call, rows[0], timeout)
 
     def tell_all(self, what: str, ours: Any) -> List[Any]:
         text = json.dumps(ours).encode()

@@ -152,7 +152,7 @@ def configure(
     kvstore : str, KVStore or None
         The exchange that adds the statistics over contexts. ``None``, the default: shared memory. GPUs gather the
         statistics with NCCL, or through host memory if this build of MXNet has no NCCL. ``'nccl'``: NCCL, or an error.
-        ``'host'``: shared memory, for GPUs too.
+        ``'host'``: shared memory, for GPUs too. ``'device'``, ``'local'`` or such a KVStore object: MXNet's reduction.
         A store of `gluon_syncbn.kvstore`, or its name: over all processes of the job. Every ``gluon.Trainer`` without
         ``kvstore=`` then adds its gradients there, also one of a net without such a layer. ``kvstore=None`` makes a
         Trainer of one process, ``kvstore='device'`` one of several devices of it. ``'dist_sync'``, or such a KVStore

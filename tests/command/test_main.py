@@ -16,6 +16,7 @@ def test_a_sound_installation():
     for fact in (
         "Apache MXNet 1.9.1",
         f"{kernels_library.here()[0]} kernels",
+        "KVStore local, device",
         "(mxnet)",
         "2 replicas on cpu",
         "live_gpu  none: this is a CPU build of MXNet",
@@ -25,7 +26,7 @@ def test_a_sound_installation():
 
 
 def test_a_wrong_result_is_exit_code_1(monkeypatch, capsys):
-    assert check.live().count("20 steps take the loss from 4.") == 1
+    assert check.live().count("20 steps take the loss from 4.") == 2
     monkeypatch.setattr(check, "convert", functools.partial(check.convert, mode="local"))
     assert check.main() == 1
     printed = capsys.readouterr().out

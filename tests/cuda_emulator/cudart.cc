@@ -31,7 +31,7 @@ struct Kernels {
 };
 Kernels& kernels = *new Kernels;
 
-// One of them is emulated, (int n, T* out): nd.zeros and zeros_like, without which Gluon makes no gradient.
+// Two of them are emulated. The first, (int n, T* out): nd.zeros and zeros_like, without which Gluon makes no gradient.
 // The bytes of T, or 0.
 size_t zeroed(const std::string& name) {
     const std::string zero = "mxnet_generic_kernelINS1_11op_with_reqINS1_10set_to_intILi0EEELi1EEEJP";
@@ -40,6 +40,36 @@ size_t zeroed(const std::string& name) {
                                           {'i', 4}, {'h', 1}, {'a', 1}, {'b', 1}};  // N: half
     const auto size = found == std::string::npos ? sizes.end() : sizes.find(name[found + zero.size()]);
     return size == sizes.end() ? 0 : size->second;
+}
+
+// The second: a + b, a + b + c or a + b + c + d of float64 in mshadow, with which KVStore `device` adds. How many they
+// are, or 0.
+size_t summands(const std::string& name) {
+    const std::string begin =
+        "_ZN7mshadow4cuda13MapPlanKernelINS_2sv6savetoELi8ENS_4expr4PlanINS_6TensorINS_3gpuELi2EdEEdEENS5_INS4_"
+        "12BinaryMapExpINS_2op4plusE";
+    std::string sum = "S8_S8_dLi1EEE";
+    for (size_t count = 2; count <= 4; ++count, sum = "NSA_ISC_" + sum + "S8_dLi1EEE")
+        if (name == begin + sum + "dEEEEvT1_iNS_5ShapeILi2EEET2_") return count;
+    return 0;
+}
+struct Matrix {  // mshadow's Plan of a Tensor; that of a sum holds those of its parts, from the first to the last
+    double* data;
+    int stride;
+};
+// `to` may be one of the parts.
+Status add(double* to, const Matrix* parts, size_t count, size_t size, const StreamPointer& stream) {
+    emulator::count(device_of(*stream), kLaunches);
+    const std::vector<Matrix> from(parts, parts + count);
+    std::vector<Bytes> reads;
+    for (const Matrix& one : from) reads.push_back({one.data, size * sizeof(double)});
+    return compute(stream, "sum", reads, {to, size * sizeof(double)}, [=] {
+        for (size_t i = 0; i < size; ++i) {
+            double sum = from[0].data[i];
+            for (size_t j = 1; j < count; ++j) sum += from[j].data[i];
+            to[i] = sum;
+        }
+    });
 }
 
 }  // namespace
@@ -161,6 +191,11 @@ Status cudaLaunchKernel(const void* host, Dimensions, Dimensions, void** argumen
     if (const size_t size = zeroed(name))
         return answer(
             fill(*static_cast<void**>(arguments[1]), 0, size * *static_cast<int*>(arguments[0]), find_stream(stream)));
+    if (const size_t count = summands(name)) {  // (Matrix to, int, int shape[2], Matrix from[count]), without gaps
+        const int* const shape = static_cast<int*>(arguments[2]);
+        return answer(add(static_cast<Matrix*>(arguments[0])->data, static_cast<Matrix*>(arguments[3]), count,
+                          static_cast<size_t>(shape[0]) * shape[1], find_stream(stream)));
+    }
     return report(current_device, kNoKernelImage, "MXNet's own kernel cannot run here: " + name.substr(0, 300));
 }
 }

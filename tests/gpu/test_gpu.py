@@ -133,7 +133,7 @@ def test_calls_come_straight_from_the_engine():
 def test_the_other_way_computes_the_same():
     """A random case and layers in any order through MXNet's `Custom`, or, where this process takes that, the engine."""
     way = "" if core.WHY_CUSTOM["gpu"] else "custom"
-    chosen = "test_random_cases[0] or test_parallel_branches_in_another_order_on_each_gpu[host]"
+    chosen = "test_random_cases[0] or test_parallel_branches_in_another_order_on_each_gpu[device]"
     done = run(["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", chosen, __file__],
                GLUON_SYNCBN_OPERATOR=way)  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:]
@@ -162,7 +162,7 @@ def test_the_engine_goes_on_while_a_replica_waits(rng):
 # ---- how layers are called ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kvstore", [None, "host"])
+@pytest.mark.parametrize("kvstore", [None, "host", "local", "device"])
 def test_parallel_branches_in_another_order_on_each_gpu(rng, kvstore):
     """Collectives of NCCL that are posted in another order on two GPUs hang. Every way gives the same numbers."""
     poolings = ("sync", "sync, 3 slots", "groups of 2", "named groups", "shuffle, 2 slots", "local")
@@ -194,7 +194,7 @@ def test_another_way_in_the_middle_of_a_step(rng):
 
     def change():
         while not ended.is_set():
-            for kvstore in ("host", "nccl", None):
+            for kvstore in ("host", "nccl", "local", "device", None):
                 gluon_syncbn.configure(kvstore=kvstore)
                 ended.wait(0.0005)  # a step takes some milliseconds
 
@@ -279,7 +279,7 @@ def test_a_build_without_nccl(tmp_path):
     assert all(re.search(expected, line) for line in failed)
     assert refused == (
         "kvstore: 'nccl' was given, but this build of MXNet is not linked against NCCL 2.4 or later; "
-        "None (the default) and 'host' need none"
+        "None (the default), 'host', 'device' and 'local' need none"
     )
     assert done.stderr.count("the statistics of GPUs go through host memory") == 1
 
@@ -290,7 +290,7 @@ def test_nccl_is_for_gpus(rng):
     with pytest.raises(mx.MXNetError, match=r"'nccl' needs GPUs, but the layer is on cpu\(0\), cpu\(1\)"):
         step(layer, batch, contexts, "float64")
     gluon_syncbn.reset()
-    with pytest.raises(ValueError, match="need no KVStore"):
+    with pytest.raises(ValueError, match="a Trainer cannot share it"):
         SyncBatchNorm(kvstore=mx.kv.create("nccl"))
 
 
@@ -519,7 +519,7 @@ def test_memory_is_used_again():
     program = """
         from gpus import counts
         graph = sys.argv[1] == "graph"
-        gluon_syncbn.configure(kvstore="host" if graph else None)
+        gluon_syncbn.configure(kvstore="device" if graph else None)
         layers = [SyncBatchNorm(in_channels=4, mode=mode) for mode in ("sync", "local", "shuffle")]
         if not graph:  # the backward of this layer takes memory of the size of its batch
             layers.append(gluon_syncbn.SyncBatchNormAdd(in_channels=4, activation="relu"))

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import replicas
 from gate import Gate
-from internals import OneProcess, core, exchange_of
+from internals import core, exchange_of
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from replicas import WAYS, forward_and_backward, make_batch, on_devices, prepare, ready, short_waits
@@ -188,21 +188,21 @@ def all_shards_are_empty(layer, xs):
         yield recorded(layer, [nd.zeros((0, 5, 4, 6), ctx=x.context) for x in xs])
 
 
-def failing_store(layer, xs, failing=1, adds=False, text="the link is down"):
+def failing_add(layer, xs, failing=1, adds=False, text="the link is down"):
     """The store raises in its first or second call: instead of adding, or with the sums on their way."""
     exchange, calls = exchange_of(layer), []
-    gather = exchange.gather
+    add = exchange.add
 
     def fails(*arguments):
         calls.append(arguments)
-        added = gather(*arguments) if adds or len(calls) != failing else None
+        added = add(*arguments) if adds or len(calls) != failing else None
         if len(calls) == failing:
             raise ConnectionError(text)
         return added
 
     for x in xs:
         x.attach_grad()
-    with mock.patch.object(exchange, "gather", fails):
+    with mock.patch.object(exchange, "add", fails):
         ys = recorded(layer, xs)
         if failing == 2:
             autograd.backward(ys, on_devices([x.asnumpy() for x in xs], [x.context for x in xs], "float32"))
@@ -218,7 +218,17 @@ for _name, _how, _said in (
     ("a store fails, and names an even number of letters", {"text": "é" * 2000}, ""),
     ("a store fails, and names an odd file", {"text": "\udce9.jpg" + "é" * 2000}, ""),  # whatever names of files are
 ):
-    scenario(FAILS + _said, name=_name, places=3, kvstore=OneProcess())(partial(failing_store, **_how))
+    scenario(FAILS + _said, name=_name, places=3, kvstore="device")(partial(failing_add, **_how))
+
+
+@scenario("KVStore has not answered after 1 s", "kvstore='host'", timeout=1, kvstore="device")
+def a_store_whose_sum_never_comes(layer, xs):
+    """MXNet's engine has it, where a read would wait for ever. All replicas have the error."""
+    gate, store = Gate(), exchange_of(layer).kvstore
+    late = lambda key, values, out: gate.behind(values[0]).copyto(out[0])  # noqa: E731
+    with mock.patch.object(store, "pushpull", late):
+        yield recorded(layer, xs)
+    gate.open()
 
 
 def error_of(y):
@@ -325,24 +335,39 @@ def test_once_failed_the_rest_of_the_step_fails_at_once(contexts, rng):
     assert_next_step_is_right(layer, contexts[:2], rng)
 
 
-def test_long_waits_say_so_and_may_end_well(contexts, rng, caplog):
-    """The last replica, called then, is on its way for half a second."""
-    layer, (first, second), gate = a_layer(contexts[:2], timeout=200), shards(rng, contexts[:2]), Gate()
-    until = time.monotonic() + 100
+def test_long_waits_say_so_and_may_end_well(contexts, rng, monkeypatch, caplog):
+    """For a replica, and for a KVStore. The last replica, called then, is on its way for half a second."""
+    layer, adds = a_layer(contexts[:2], timeout=200), a_layer(contexts[:3], timeout=200, kvstore="device")
+    (first, second), gate, goes_on = shards(rng, contexts[:2]), Gate(), threading.Event()
+    add, until = exchange_of(adds).add, time.monotonic() + 100
+    monkeypatch.setattr(exchange_of(adds), "add", lambda *arguments: goes_on.wait(100) and add(*arguments))
     caplog.set_level(logging.WARNING, logger="gluon_syncbn")
     with autograd.record():
-        ys = [layer(first)]
-        while not caplog.records:
+        ys = [layer(first), *(adds(x) for x in shards(rng, contexts[:3]))]
+        while len(caplog.records) < 2:
             assert time.monotonic() < until
             time.sleep(0.1)
         time.sleep(0.2)
+        goes_on.set()
         ys.append(layer(gate.behind(second)))
     threading.Timer(0.5, gate.open).start()
     assert all(np.isfinite(y.asnumpy()).all() for y in ys)
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    begin = f"SyncBatchNorm '{layer.name}', forward of call 1: 1 of 2 replicas arrived (cpu(0)), missing cpu(1)"
-    assert re.search(re.escape(begin) + r" after \d+ s; still waiting, until 200 s\. ", caplog.text)
+    store = "3 of 3 replicas arrived (cpu(0), cpu(1), cpu(2)), missing nobody. The KVStore has not answered"
+    texts = {layer: "1 of 2 replicas arrived (cpu(0)), missing cpu(1)", adds: store}
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    for one, text in texts.items():
+        begin = re.escape(f"SyncBatchNorm '{one.name}', forward of call 1: {text}")
+        assert re.search(begin + r" after \d+ s; still waiting, until 20[02] s\. ", caplog.text)
     assert "Nobody has called the layer there. Call the net on all its devices" in caplog.text
+
+
+def test_a_store_that_runs_an_optimizer(contexts, rng):
+    store = mx.kv.create("device")
+    layer = a_layer(contexts[:2], timeout=60, kvstore=store)
+    store.set_optimizer(mx.optimizer.SGD())
+    for y in recorded(layer, shards(rng, contexts[:2])):
+        assert re.search("has an optimizer set.*update_on_kvstore=False", error_of(y))
+    assert_next_step_is_right(a_layer(contexts[:2], kvstore="device"), contexts[:2], rng)
 
 
 # ---- what is saved after a failure ---------------------------------------------------------------------------

@@ -128,8 +128,9 @@ def test_a_layer_that_is_gone_leaves_nothing(contexts, channels, hybrid):
 
 
 def test_a_layer_with_a_kvstore_is_copied_and_not_pickled():
-    layer = SyncBatchNorm(in_channels=3, kvstore="host")
+    layer = SyncBatchNorm(in_channels=3, kvstore="device")
     assert exchange_of(copy.deepcopy(layer)) is exchange_of(layer)
+    assert exchange_of(SyncBatchNorm(kvstore="device")) is exchange_of(layer), "MXNet's stores stay"
     with pytest.raises(TypeError, match=r"cannot be pickled, nor can a layer.*net.save_parameters"):
         pickle.dumps(layer)
 

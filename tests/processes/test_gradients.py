@@ -123,7 +123,7 @@ def test_a_process_that_meets_nobody(mode, started, chosen, store_of_one, monkey
     monkeypatch.setattr(session, "stores", [store_of_one] if chosen.endswith(("meet", "store", "given")) else [])
     monkeypatch.setattr(store_of_one, "layers", chosen == "others meet")
     of_trainer = {"kvstore": None} if chosen == "for the Trainer, beside a store" else {}
-    own = {"for the layer": {"kvstore": "host"}, "of this process alone": {"kvstore": store_of_one}}.get(chosen, {})
+    own = {"for the layer": {"kvstore": "device"}, "of this process alone": {"kvstore": store_of_one}}.get(chosen, {})
     if started:
         monkeypatch.setenv("PMI_SIZE", "2")
     monkeypatch.setattr(session, "_done", {})

@@ -38,7 +38,7 @@ CASES = {
     **{f"ends_after_a_healthy_step {way}": End((0,), "failure: \n", SILENT) for way in TWO_WAYS},
     **{f"ends_beside_a_thread_that_trains {way}": End((0,), "the thread is alive: False\n") for way in TWO_WAYS},
     "fails_in_many_threads": End(settings={"MXNET_CPU_WORKER_NTHREADS": "4"}),
-    "fails_before_the_first_call+is_stopped+forks+takes_note_of_signals": End(),
+    "fails_before_the_first_call+a_kvstore_on_changing_contexts+is_stopped+forks+takes_note_of_signals": End(),
     "ends_after_failed_steps": End(),
     "is_signalled INT": End((-2, 1), SILENT, r"(?m)^KeyboardInterrupt|asked to end \(Ctrl-C"),
     "is_signalled TERM": End((-15,), SILENT),

@@ -17,7 +17,7 @@ bool fails() {
 }
 
 // Python's. Now and then it takes longer than a wait needs to look around.
-bool gather(const int64_t*, double, int64_t length, const double* row, double* all) {
+bool add(const char*, const int64_t*, double, int64_t rows, int64_t length, const double* values, double* all) {
     static std::atomic<int> exchanges{0};
     const Within program(false);
     WaitForOthers wait;
@@ -30,7 +30,7 @@ bool gather(const int64_t*, double, int64_t length, const double* row, double* a
         syncbn_failed_in_python(kFault);
         return false;
     }
-    std::copy(row, row + length, all);
+    std::copy(values, values + rows * length, all);
     return true;
 }
 
@@ -38,7 +38,7 @@ std::mutex& gathering_mutex = *new std::mutex;
 std::set<int64_t>& gathering = *new std::set<int64_t>;  // for a thread that outlives main
 
 Asked* in_memory = nullptr;
-Asked* in_python = nullptr;
+Asked* of_contexts = nullptr;
 Asked* of_processes = nullptr;
 std::atomic<Asked*> current{nullptr};  // the same, for threads of earlier ones
 
@@ -82,7 +82,7 @@ void gathers(int64_t layer) {
 
 void make_exchanges() {
     in_memory = syncbn_memory_exchange(0);
-    in_python = syncbn_python_exchange(gather, 1);
+    of_contexts = syncbn_python_exchange(add, 0);
     make_exchange_of_processes();
 }
 
@@ -92,7 +92,7 @@ void renew_exchanges() {
 }
 
 Asked* const* any_exchange(Random& random) {
-    return random.one_of<Asked* const*>({&in_memory, &in_python, &of_processes});
+    return random.one_of<Asked* const*>({&in_memory, &of_contexts, &of_processes});
 }
 
 Asked* const* exchange_in_memory() { return &in_memory; }

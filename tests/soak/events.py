@@ -43,7 +43,7 @@ def choices(case: Case) -> List[str]:
 
 
 def change_store(trial: Any) -> None:
-    gluon_syncbn.configure(kvstore=[None, "host"][trial.rng.randint(2)])
+    gluon_syncbn.configure(kvstore=[None, "device", "local"][trial.rng.randint(3)])
 
 
 def change_seed(trial: Any) -> None:

@@ -106,8 +106,8 @@ def rows_arrive(job):
     rank = exchange.rank
 
     def call(number):
-        row = np.array([rank + 10.0 * number, np.nan, -0.0, 1e-310])
-        found[number] = exchange.gather((0, -1, 100 + number, 0), 20, row)
+        row = np.array([[rank + 10.0 * number, np.nan, -0.0, 1e-310]])
+        found[number] = exchange.add("", row, 20, (0, -1, 100 + number, 0))
 
     threads = [threading.Thread(target=call, args=(number,)) for number in range(3)]
     for thread in threads:
@@ -135,7 +135,7 @@ def fault(job, kind):
                 if kind == "skips":
                     continue
                 if kind == "another order":
-                    job.net.norm._replicas.exchange.gather((0, -1, 9, 0), 4, np.ones(7))
+                    job.net.norm._replicas.exchange.add("", np.ones((1, 7)), 4, (0, -1, 9, 0))
                 if kind == "hangs":
                     leave(job.rank, "hangs")
                     time.sleep(600)

@@ -13,9 +13,10 @@ EXPORTED const char* allreduce(syncbn::Asked* exchange, bool merges, int64_t lay
                                int64_t phase, const char* name, double timeout, size_t length, const double* row,
                                double* out, double* taken) {
     static thread_local std::string problem;
+    static const std::vector<std::string> contexts{"cpu(0)"};
     const auto combine = merges ? syncbn::Combine::kMerge : syncbn::Combine::kAdd;
     const auto agreed = std::make_shared<const syncbn::Agreed>(syncbn::Agreed{{}, layer, 1});
-    const syncbn::CallId id{layer, node, call, phase, name, timeout, agreed, 1};
+    const syncbn::CallId id{layer, node, call, phase, name, timeout, agreed, contexts};
     try {
         const double start = syncbn::seconds();
         const auto total = exchange->host->begin(combine, id, {{row}, length})(syncbn::kForEver);

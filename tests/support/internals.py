@@ -5,7 +5,6 @@ from typing import Any
 
 from gluon_syncbn import SyncBatchNorm
 from gluon_syncbn import _native as core
-from gluon_syncbn.exchange.base import Exchange
 
 WHY_CUSTOM = core.WHY_CUSTOM["cpu"]  # MXNet's Custom runs the layer on CPUs; '' where it does not
 
@@ -20,15 +19,5 @@ def replicas_of(layer: SyncBatchNorm) -> Any:
 
 
 def exchange_of(layer: SyncBatchNorm) -> Any:
-    """By way of which its statistics go where that is named."""
+    """By way of which its statistics go where a KVStore of MXNet's is named."""
     return layer._replicas.exchange
-
-
-class OneProcess(Exchange):
-    """As `DistSyncExchange` between one process and no other."""
-
-    def __init__(self) -> None:
-        super().__init__(core.python_exchange(self, 1))
-
-    def gather(self, call: Any, timeout: float, row: Any) -> Any:
-        return row

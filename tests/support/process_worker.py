@@ -283,6 +283,27 @@ def is_stopped():
 # ---- what ends a process that does not look out --------------------------------------------------------------
 
 
+def a_kvstore_on_changing_contexts():
+    """A store keeps what it made for the contexts of a key's first sum. The gradients of 5 channels on two contexts are
+    as long as the moments of 2 channels on four.
+    """
+    rng, widths = np.random.RandomState(1), (5, 2)
+    fours = {channels: make_batch(np.random.RandomState(0), 4, channels=channels) for channels in widths}
+    for kvstore in ("device", "local"):
+        layers = {n: SyncBatchNorm(in_channels=n, momentum=0, kvstore=kvstore) for n in widths}
+        for channels, layer in layers.items():
+            prepare(layer, fours[channels], CONTEXTS, "float64")
+        for count in (2, 4, 1, 3, *rng.randint(1, 5, 12)):
+            places = [CONTEXTS[i] for i in sorted(rng.permutation(4)[:count])]
+            for channels, own in layers.items():
+                four = fours[channels]
+                part = make_batch(rng, count, channels=channels)._replace(gamma=four.gamma, beta=four.beta)
+                with gluon_syncbn.only_on(places):
+                    own.collect_params().zero_grad()
+                    got = step(own, part, places, "float64")
+                assert_same(got, truth(part, momentum=0), 1e-11)
+
+
 # ---- engines and forks ---------------------------------------------------------------------------------------
 
 

@@ -198,6 +198,10 @@ def test_nothing_is_configured_where_one_argument_is_wrong():
         assert gluon_syncbn.configure() == before
 
 
+class OfNCCL(mx.kvstore.KVStoreBase):
+    type = "nccl"
+
+
 # ---- combinations --------------------------------------------------------------------------------------------
 
 
@@ -212,7 +216,7 @@ def test_nothing_is_configured_where_one_argument_is_wrong():
         ({"groups": [[0, 4], [2]]}, "expected each rank to 4 once, but missing or twice: 1, 3"),
         ({"groups": [[0, -1]]}, "groups: -1 was given, expected ranks in each group that are whole numbers"),
         ({"kvstore": "dist_async"}, "Other workers' statistics are of other steps"),
-        ({"kvstore": mx.kv.create("device")}, "The devices of one process need no KVStore: leave it out"),
+        ({"kvstore": OfNCCL()}, "an object of one of these types but 'nccl'"),
         ({"kvstore": "horovod"}, "Beside its DistributedTrainer, layers take 'mpi', in a job that mpiexec starts"),
         ({"num_devices": 65536}, "num_devices: 65536 was given, expected a whole number from 1 to 65535"),
     ],
@@ -230,11 +234,11 @@ def test_the_devices_of_a_process_need_not_be_all(settings):
 @pytest.mark.parametrize("problem, instead", [("", "configure(kvstore='nccl')"), ("it has none", "write no kvstore")])
 def test_a_name_that_layers_take_where_the_store_of_mpi_is_expected(monkeypatch, problem, instead):
     """And the other way round; where MXNet has no NCCL, neither message sends there."""
-    with pytest.raises(ValueError, match=r"but .*; None \(the default\) and 'host' need none"):
+    with pytest.raises(ValueError, match=r"but .*; None \(the default\), .* need none"):
         gluon_syncbn.configure(kvstore="nccl")
     monkeypatch.setattr(core, "nccl_problem", lambda: problem)
-    others = {name: f"configure(kvstore={name!r})" for name in ("host", "dist_sync")}
-    for name, said in {**others, "nccl": instead, "local": "leave it out", "horovod": "layers take 'mpi'"}.items():
+    others = {name: f"configure(kvstore={name!r})" for name in ("device", "dist_sync")}
+    for name, said in {**others, "nccl": instead, "horovod": "layers take 'mpi'"}.items():
         with pytest.raises(ValueError, match=re.escape("expected one of ('mpi',).") + ".*" + re.escape(said)):
             gluon_syncbn.kvstore(name)
     dense = nn.Dense(1)

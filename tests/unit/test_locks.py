@@ -10,7 +10,7 @@ from places import SOURCES, SUPPORT
 from sources import CORE, PYTHON
 
 import gluon_syncbn  # noqa: F401
-from gluon_syncbn.exchange.agreement import ProcessExchange
+from gluon_syncbn.exchange.base import DeviceExchange
 from gluon_syncbn.training import steps
 from gluon_syncbn.training.session import session
 
@@ -31,7 +31,7 @@ def test_the_cores(tmp_path):
 
 
 def test_those_of_python():
-    store = ProcessExchange(0, "a name")
+    store = DeviceExchange(mx.kvstore.create("local"))
     held, end = threading.Event(), threading.Event()
 
     def all_locks():

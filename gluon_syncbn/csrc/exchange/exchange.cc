@@ -26,27 +26,31 @@ class OverNccl : public Exchange {
 
 class InPython : public Exchange {
   public:
-    InPython(GatherInPython* gather, size_t processes) : gather_(gather), processes_(processes) {}
+    InPython(AddInPython* add, size_t processes) : add_(add), processes_(processes) {}
 
-    bool spans_processes() const override { return true; }
+    bool spans_processes() const override { return processes_ > 0; }
     // It takes as long as the interpreter and MXNet's engine like, so a thread that waits without a limit makes the total.
     Underway begin(Combine combine, const CallId& id, const Contribution& own) override {
         return [=](double seconds) -> std::optional<Total> {
             if (seconds != kForEver) return std::nullopt;
-            const size_t length = own.length;
             const Vector here = combined(combine, own);
-            Vector found(processes_ * length);
+            const auto rows = spans_processes() ? std::vector<const double*>{here.data()} : own.rows;
+            const size_t places = std::max(rows.size(), processes_), length = own.length;
+            if (places == 1 || length == 0) return Total{here};
+            Vector given, found(places * length);
             Contribution of_all{{}, length};
-            for (size_t i = 0; i < processes_; ++i) of_all.rows.push_back(found.data() + i * length);
+            for (const double* row : rows) given.insert(given.end(), row, row + length);
+            for (size_t i = 0; i < places; ++i) of_all.rows.push_back(&found[i * length]);
             const int64_t call[] = {id.layer, id.node, id.sequence, id.phase};
-            if (!gather_(call, id.timeout, static_cast<int64_t>(length), here.data(), found.data()))
+            if (!add_(join_names(id.contexts).c_str(), call, id.timeout, static_cast<int64_t>(rows.size()),
+                      static_cast<int64_t>(length), given.data(), found.data()))
                 throw std::runtime_error(python_problem);
             return Total{combined(combine, of_all)};
         };
     }
 
   private:
-    GatherInPython* const gather_;
+    AddInPython* const add_;
     const size_t processes_;
 };
 
@@ -62,8 +66,8 @@ Underway Exchange::begin(Combine combine, const CallId&, const Contribution& own
     return [total = Total{combined(combine, own)}](double) mutable { return std::move(total); };
 }
 
-std::shared_ptr<Exchange> python_exchange(GatherInPython* gather, size_t processes) {
-    return std::make_shared<InPython>(gather, processes);
+std::shared_ptr<Exchange> python_exchange(AddInPython* add, size_t processes) {
+    return std::make_shared<InPython>(add, processes);
 }
 
 std::shared_ptr<Exchange> chosen(const Asked& asked, const std::vector<std::string>& contexts) {

@@ -30,8 +30,8 @@ struct CallId {
     int64_t layer, node, sequence, phase;
     const char* name;
     double timeout;
-    std::shared_ptr<const Agreed> agreed;  // for an exchange between processes
-    size_t replicas;                       // that contribute in this process
+    std::shared_ptr<const Agreed> agreed;      // for an exchange between processes
+    const std::vector<std::string>& contexts;  // of the contributions of this process
 };
 
 // The contribution of this process: a vector for each context. Without a combination, one vector for all contexts.
@@ -72,11 +72,14 @@ class Exchange {
     virtual Underway begin(Combine combine, const CallId& id, const Contribution& own);
 };
 
-// By a KVStore of MXNet's, which a function in Python asks: `out` gets the rows of so many `processes`, in the order of their
-// ranks, for the call {layer, node, sequence, phase}, within so many seconds. Several threads call at once. Returns whether it
-// has succeeded. Otherwise the reason is in `python_problem`. It must stay as long as the process.
-using GatherInPython = bool(const int64_t* call, double timeout, int64_t length, const double* row, double* out);
-std::shared_ptr<Exchange> python_exchange(GatherInPython* gather, size_t processes);
+// By others, which a function in Python asks: `out` gets the rows of all contexts of this process, "cpu(0), cpu(1)", by a
+// KVStore of MXNet's. Between so many `processes`, it gets those of all, in the order of their ranks, by what adds the
+// gradients of their job. Each is for the call {layer, node, sequence, phase}, within so many seconds. Several threads call
+// at once. Returns whether it has succeeded. Otherwise the reason is in `python_problem`. It must stay as long as the
+// process.
+using AddInPython = bool(const char* contexts, const int64_t* call, double timeout, int64_t rows, int64_t length,
+                         const double*, double* out);
+std::shared_ptr<Exchange> python_exchange(AddInPython* add, size_t processes);
 inline thread_local std::string python_problem;
 
 // Whether GPUs exchange their statistics by NCCL. If NCCL is missing, `kIfThere` takes the host, with a warning, and

@@ -185,7 +185,7 @@ class Processes::Hops final : public WaitForVectors {
     void end() {
         const bool brings_all = combine_ == Combine::kSideBySide;
         std::vector<Mailbox::Taken> parts = taken();
-        check_lengths(parts, brings_all ? length_ / id_.replicas : length_, brings_all);
+        check_lengths(parts, brings_all ? length_ / id_.contexts.size() : length_, brings_all);
         const auto place = std::lower_bound(from_.begin(), from_.end(), mail_.rank()) - from_.begin();
         parts.insert(parts.begin() + place,
                      {{std::shared_ptr<void>(), total_.values.data()}, length_ * sizeof(double)});
@@ -249,7 +249,7 @@ Underway Processes::begin(Combine combine, const CallId& id, const Contribution&
     };
     if (combine != Combine::kSideBySide) return begun(hops_);
     if (!agreed->ranks.empty()) {
-        const size_t replicas = id.replicas;
+        const size_t replicas = id.contexts.size();
         if (replicas != agreed->replicas) {  // they form groups of their own
             const std::vector<int>& groups = agreed->groups;
             const std::string reach = agreed->ranks.size() > 1 ? "reach from " + mail_.name_of(mail_.rank()) : "";

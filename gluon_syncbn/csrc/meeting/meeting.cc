@@ -60,7 +60,7 @@ Underway begin_exchange(const Meeting& meeting, Phase& phase) {
     const LayerIdentity& layer = meeting.layer;
     const LayerConfig& config = *meeting.config;
     const CallId id{meeting.draw.layer, meeting.draw.node, meeting.sequence,           phase.number,
-                    layer.name.c_str(), config.timeout,    config.agreed_by(exchange), meeting.replicas()};
+                    layer.name.c_str(), config.timeout,    config.agreed_by(exchange), config.taking_part};
     if (exchange.on_devices() || sharing_of(layer.pooling) == Sharing::kEach) {
         std::vector<cuda::OnDevice> devices;
         for (const auto& part : phase.entries) {
@@ -108,8 +108,9 @@ class WaitForReplicas : public Wait {
     void check_others() override;
     std::string state() override {
         if (!all_here()) return describe(meeting_, phase_);
+        const char* const within = meeting_.exchange->on_devices() ? "NCCL" : "The KVStore";
         return describe(meeting_, phase_) + ". " +
-               (meeting_.exchange->spans_processes() ? "The exchange with the other processes" : "NCCL") +
+               (meeting_.exchange->spans_processes() ? "The exchange with the other processes" : within) +
                " has not answered";
     }
     std::string advice() override {
@@ -143,8 +144,8 @@ class WaitForReplicas : public Wait {
 
 void WaitForReplicas::check_others() {
     if (all_here()) {
-        // An exchange between processes has a limit of its own in each of its waits, and knows who is missing. NCCL
-        // may keep its caller.
+        // An exchange between processes has a limit of its own in each of its waits, and knows who is missing. A KVStore is
+        // code of others.
         const bool is_bounded = meeting_.exchange->spans_processes();
         if (!std::exchange(complete_, true)) extend(is_bounded ? kForEver : meeting_.config->timeout, kGrace);
         return;
