@@ -68,10 +68,7 @@ except ImportError as error:
     )
 except OSError as error:
     if str(error).startswith(("libarmpl_lp64_mp.", "libamath.", "libastring.")):
-        remedy = (
-            "its wheel for ARM64 lacks Arm Performance Libraries; install them "
-            f"or, in their place, `apt-get install libopenblas0 liblapacke`, then {_distribution.ARM_LINKS}"
-        )
+        remedy = "its wheel for ARM64 lacks Arm Performance Libraries; link libopenblas0 and liblapacke in their place"
     elif str(error).startswith(("libgomp.", "libquadmath.")):  # a bare system has neither, and MXNet does not ask for
         remedy = "`apt-get install libgomp1 libquadmath0`, or `dnf install libgomp libquadmath`"
     else:

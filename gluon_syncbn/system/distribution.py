@@ -20,12 +20,6 @@ def command(extra: str) -> str:
     return f"`pip install '{TARGET}[{extra}]'`"
 
 
-#: What serves in the place of the libraries that MXNet's wheel for ARM64 is linked against and does not hold.
-ARM_LINKS = (
-    '`cd "$(python -c \'import importlib.util as u; print(*u.find_spec("mxnet").submodule_search_locations)\')" && '
-    "at=/usr/lib/aarch64-linux-gnu && ln -s $at/libopenblas.so.0 libarmpl_lp64_mp.so && "
-    "ln -s $at/liblapacke.so.3 libamath.so && ln -s $at/libm.so.6 libastring.so`"
-)
 #: How to get MXNet. Its metadata asks for numpy<2, of which there is no wheel for Python 3.13 and later.
 MXNET = f"{command('cpu')}, or for NVIDIA GPUs {command('cu112')}{WHERE}"
 if sys.version_info >= (3, 13):

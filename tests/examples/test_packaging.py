@@ -272,7 +272,7 @@ LACKS = {
     "a system without the libraries of ARM": (
         "mxnet",
         "raise OSError('libarmpl_lp64_mp.so: cannot open shared object file: No such file or directory')",
-        ["ARM64", "libopenblas0 liblapacke"],
+        ["ARM64", "libopenblas0 and liblapacke"],
     ),
     "an old MXNet": (
         "sitecustomize",

@@ -51,27 +51,7 @@ assert "gluon_syncbn" not in sys.modules
 import gluon_syncbn
 assert [type(finder).__name__ for finder in sys.meta_path if "gluon" in type(finder).__module__].count("Finder") == 2
 """
-ONNX = """
-import gluon_syncbn
-from mxnet.onnx.mx2onnx import _export_onnx as exporter
-try:
-    exec("from onnx import mapping", vars(exporter))
-except ImportError:
-    assert sys.modules["onnx"] is None
-else:
-    assert not hasattr(sys.modules["onnx"], "mapping")
-    assert exporter.mapping.NP_TYPE_TO_TENSOR_TYPE[numpy.dtype("float32")] == 1
-    assert exporter.mapping.TENSOR_TYPE_TO_NP_TYPE[1] == "float32"
-"""
 PROGRAMS = {
-    "the exporter gets what onnx has lost, which has functions in its place since 1.19": f"""
-sys.modules["onnx"], helper = type(sys)("onnx"), type(sys)("onnx.helper")
-sys.modules["onnx.helper"] = sys.modules["onnx"].helper = helper
-helper.np_dtype_to_tensor_dtype = lambda dtype: {{"float32": 1}}[dtype.name]
-helper.tensor_dtype_to_np_dtype = {{1: "float32"}}.__getitem__
-{ONNX}""",
-    "without onnx, its import fails as it does": f"""sys.modules["onnx"] = None
-{ONNX}""",
     "MXNet and GluonCV get the names, and nobody else, beside another finder": """
 names = set(vars(numpy))
 import gluon_syncbn
@@ -207,7 +187,7 @@ def test_records_with_several_labels():
 
 
 def test_old_names_mean_what_they_meant():
-    names = older_numpy.modules()["numpy"]
+    names = older_numpy.numpy()
     assert names.bool is bool and names.int is int and names.float is float
     assert names.in1d([[1, 2], [3, 4]], [2, 3]).tolist() == [False, True, True, False]
     assert names.msort(np.array([[3], [1]])).tolist() == [[1], [3]]

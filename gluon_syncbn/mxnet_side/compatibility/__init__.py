@@ -46,7 +46,7 @@ def supply() -> None:
     from . import older_numpy
 
     versions = SimpleNamespace(LooseVersion=release, StrictVersion=release)  # MXNet and GluonCV only compare
-    instead = {"distutils.version": versions, **older_numpy.modules()}
+    instead = {"distutils.version": versions, "numpy": older_numpy.numpy()}
     sys.meta_path.insert(0, Finder(instead, older_numpy.CHANGES))
     for name in [name for name in sys.modules if name.partition(".")[0] in SERVED]:
         if name.partition(".")[0] not in sys.modules:

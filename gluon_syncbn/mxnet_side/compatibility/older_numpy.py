@@ -1,12 +1,10 @@
-"""Provides NumPy and onnx as MXNet and GluonCV see them: with the names that they have lost and MXNet or GluonCV uses.
+"""Provides NumPy as MXNet and GluonCV see it: with the names that it has lost and MXNet or GluonCV uses.
 
 Where NumPy has changed a rule and not a name, modules of MXNet are changed after they were loaded.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, Callable, Dict, NoReturn, Optional
 
@@ -14,42 +12,20 @@ import numpy as np
 
 
 class Names(ModuleType):
-    """Forwards missing names to the module of this name, and keeps the results, so that the second access is a look-up.
-
-    The module is imported then: few programs that import MXNet export a net to onnx.
-    """
+    """Forwards missing names to NumPy, and keeps the results, so that the second access is a look-up."""
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(importlib.import_module(self.__name__), name)
+        value = getattr(np, name)
         setattr(self, name, value)
         return value
 
 
-class _Onnx(Names):
-    """Has ``mapping``, which onnx has lost since 1.14. An onnx that lacks these functions still has its own."""
-
-    @property
-    def mapping(self) -> Any:
-        helper = importlib.import_module("onnx.helper")
-        return SimpleNamespace(
-            NP_TYPE_TO_TENSOR_TYPE=_table(helper.np_dtype_to_tensor_dtype),
-            TENSOR_TYPE_TO_NP_TYPE=_table(helper.tensor_dtype_to_np_dtype),
-        )
-
-
-def _table(value_of: Callable[[Any], Any]) -> Any:
-    """Returns a dictionary whose values a function computes."""
-    return type("Table", (dict,), {"__missing__": lambda _, key: value_of(key)})()
-
-
-def modules() -> Dict[str, ModuleType]:
-    """Returns what imports give instead; the modules themselves stay as they are."""
-    numpy = Names("numpy", np.__doc__)
+def numpy() -> ModuleType:
+    """Returns what imports give instead; NumPy itself stays as it is."""
+    names = Names("numpy", np.__doc__)
     own = {name: value for name, value in vars(np).items() if name.startswith("__") and name != "__getattr__"}
-    vars(numpy).update(own, **VALUES)
-    # Without onnx, its import fails as it does.
-    onnx = sys.modules.get("onnx") if "onnx" in sys.modules else importlib.util.find_spec("onnx")
-    return {"numpy": numpy, "onnx": _Onnx("onnx")} if onnx else {"numpy": numpy}
+    vars(names).update(own, **VALUES)
+    return names
 
 
 def _array(object: Any, dtype: Any = None, **rest: Any) -> np.ndarray:
