@@ -25,15 +25,28 @@ from .training.session import session
 Constructor = TypeVar("Constructor", bound=Callable[..., None])
 
 
-def _warns_of_positions(construct: Constructor) -> Constructor:
-    """The first positions are ``(axis, momentum)``, and in contrib's layer ``(in_channels, num_devices)``.
+#: Arguments of other layers, most of PyTorch's, and what does the same here.
+_INSTEAD = {
+    "num_features": "in_channels, as nn.BatchNorm calls it",
+    "eps": "epsilon, as nn.BatchNorm calls it",
+    "affine": "scale and center, as nn.BatchNorm calls it",
+    "process_group": "group_size or groups",
+    "track_running_stats": "nothing, because a layer always has running statistics",
+    "inplace": "nothing; gluon_syncbn.recompute(block) saves more memory, for any part of a net",
+}
+
+
+def _knows_other_layers(construct: Constructor) -> Constructor:
+    """Refuses their names. The first positions are ``(axis, momentum)``, and in contrib's layer ``(in_channels, num_devices)``.
 
     3 is the channel axis of NHWC here, and three channels there. With axis 1, both readings normalise alike. A momentum
     with a fraction, or in_channels by name, shows that the caller means nn.BatchNorm.
     """
 
     @functools.wraps(construct)
-    def warning(layer: Any, *given: Any, **named: Any) -> None:
+    def checking(layer: Any, *given: Any, **named: Any) -> None:
+        for name in _INSTEAD.keys() & named.keys():
+            arguments.refuse(name, named[name], _INSTEAD[name])
         values = given[:2]
         whole = all(arguments.is_a(numbers.Integral, value) and value >= 0 for value in values)
         if values and whole and values != (1,) and "in_channels" not in named:
@@ -48,7 +61,7 @@ def _warns_of_positions(construct: Constructor) -> Constructor:
             )
         construct(layer, *given, **named)
 
-    return warning  # type: ignore[return-value]
+    return checking  # type: ignore[return-value]
 
 
 class SyncBatchNorm(nn.BatchNorm):
@@ -192,7 +205,7 @@ class SyncBatchNorm(nn.BatchNorm):
 
     _modes: Sequence[str] = MODES  # that its arguments may choose
 
-    @_warns_of_positions
+    @_knows_other_layers
     def __init__(
         self,
         axis: int = 1,

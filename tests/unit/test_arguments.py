@@ -2,6 +2,7 @@
 the value and what was expected; what NumPy calculates is as good as Python's own numbers."""
 
 import contextlib
+import functools
 import inspect
 import numbers
 import re
@@ -280,6 +281,16 @@ def test_positions_are_those_of_plain_batchnorm(given, named, said):
     assert len(seen) == bool(said)
     for warned in seen:
         assert re.search(f"{said}.*: write it by name", str(warned.message)) and warned.filename == __file__
+
+
+@pytest.mark.parametrize(
+    "name, here", [("num_features", "in_channels, as nn.BatchNorm"), ("inplace", "nothing; gluon_syncbn.recompute")]
+)
+def test_names_of_other_layers(name, here):
+    converts = functools.partial(gluon_syncbn.convert, nn.BatchNorm())
+    for make in (SyncBatchNorm, SyncBatchNormAdd, gluon_syncbn.ShuffleBatchNorm, converts):
+        with pytest.raises(ValueError, match=f"{name}: 1 was given, expected {here}"):
+            make(**{name: 1})
 
 
 def test_names_that_are_not_there():
