@@ -37,7 +37,7 @@ _INSTEAD = {
 
 
 def _knows_other_layers(construct: Constructor) -> Constructor:
-    """Refuses their names. The first positions are ``(axis, momentum)``, and in contrib's layer ``(in_channels, num_devices)``.
+    """Refuses their names. The first positions are ``(axis, momentum)``, in contrib's ``(in_channels, num_devices)``.
 
     3 is the channel axis of NHWC here, and three channels there. With axis 1, both readings normalise alike. A momentum
     with a fraction, or in_channels by name, shows that the caller means nn.BatchNorm.
