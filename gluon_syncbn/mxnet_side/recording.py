@@ -39,12 +39,11 @@ class _Issuing(mx.nd.CachedOp):
         loops = [node for node in graph["nodes"] if node["op"] in ("_foreach", "_while_loop", "_cond")]
         bodies = [body for node in loops for body in node["subgraphs"]]
         self.in_bodies = [layer.name for body in bodies for layer, _ in layers_of(body)]
-        may_meet = [(layer, of) for layer, of in found if layer.settings.mode != "local"]
-        meeting = [(layer, int(of["node"])) for layer, of in may_meet if of["use_global_stats"] != "1"]
         # An operator takes the call that was announced first: one call must not overtake another on its context.
-        moving = dict.fromkeys(layer for layer, of in found if of["use_global_stats"] != "1")
-        running = [parameter for layer in moving for parameter in layer.running.objects()]
-        self.calls = [layer.id for layer, _ in meeting], [node for _, node in meeting], running
+        moving = [(layer, of) for layer, of in found if of["use_global_stats"] != "1"]
+        running = [parameter for layer in dict(moving) for parameter in layer.running.objects()]
+        meeting = [(layer.id, int(of["node"])) for layer, of in moving if layer.settings.mode != "local"]
+        self.calls = [layer for layer, _ in meeting], [node for _, node in meeting], running
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.in_bodies and autograd.is_recording():
