@@ -109,6 +109,21 @@ def test_no_gradient_of_a_body(kind, contexts):
         assert all(np.isfinite(net.within.beta.grad(context).asnumpy()).all() for context in contexts[:2])
 
 
+def test_a_body_updates_the_running_statistics_in_each_run(contexts):
+    """MXNet does not order the operators of a static graph that write them."""
+    found = []
+    for flags in ({"active": False}, {"static_alloc": True, "static_shape": True}):
+        net = filled(Loop("foreach"), contexts[:2], "float32")
+        net.hybridize(**flags)
+        mx.random.seed(3)
+        for xs in (data("foreach", contexts[:2]) for _ in range(2)):
+            with autograd.train_mode():
+                ys = [net(x * nd.array([1, 9], ctx=x.ctx).reshape((2, 1, 1, 1, 1))) for x in xs]
+            [y.wait_to_read() for y in ys]
+        found += [net.within.running_mean.data(ctx).asnumpy() for ctx in contexts[:2]]
+    np.testing.assert_allclose(found, found[:1] * 4, rtol=1e-5)
+
+
 # ---- attributes ------------------------------------------------------------------------------------------------
 
 
