@@ -20,7 +20,7 @@ namespace {
 constexpr size_t kBucket = 2 << 20;  // bytes
 constexpr size_t kAlone = 1 << 17;   // of an array that shares its buckets with no other: MPI adds it where it is
 constexpr size_t kAtOnce = 3;        // buckets that MPI adds: more would not stay in caches
-constexpr double kNap = 5e-5;        // seconds between two looks at MPI
+constexpr double kGap = 5e-5;        // seconds between two looks at MPI
 constexpr int kLooks = 50;           // before a nap: a long sum moves on in parts
 // Whoever waits for others waits so many seconds longer than a layer, whose message is better.
 constexpr double kLonger = 2;
@@ -291,7 +291,7 @@ void Gradients::serve() noexcept {
             if (busy.empty())
                 changed_->wait(lock, changed);
             else
-                changed_->wait_for(lock, std::chrono::duration<double>(polls_ ? kNap : kSleep), changed);
+                changed_->wait_for(lock, std::chrono::duration<double>(polls_ ? kGap : kSleep), changed);
         } catch (const std::exception& reason) {
             give_up(reason);
         }

@@ -16,7 +16,7 @@ constexpr double kPoll = 3e-3, kNobody = 1e-6;
 constexpr int kInVain = 30;
 constexpr double kSkippedAfter = 0.5;
 // A rank waits so many seconds longer in each further hop, so that the one next to the cause reports it.
-constexpr double kLonger = 1;
+constexpr double kPerHop = 1;
 
 // "the forward of call 2 of SyncBatchNorm 'bn0'". An exchange without a meeting has only a name.
 std::string name_of_call(const Label& label, const std::string& name) {
@@ -178,7 +178,7 @@ class Processes::Hops final : public WaitForVectors {
         const Hop& hop = hops_[at_];
         mail_.check_open();
         label_.piece = hop.piece;
-        if (at_ > 0) allow(kLonger);
+        if (at_ > 0) allow(kPerHop);
         expect(hop.others);
         mail_.post(label_, total_.values.data(), length_ * sizeof(double), hop.others);
     }

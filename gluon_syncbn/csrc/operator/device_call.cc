@@ -25,7 +25,7 @@ namespace {
 
 using namespace cuda;
 
-constexpr double kGrace = 2;    // seconds that a stream gets to end after its collective has been ended
+constexpr double kAbort = 2;    // seconds that a stream gets to end after its collective has been ended
 constexpr double kSpin = 1e-3;  // seconds in which a stream is polled without a pause
 constexpr auto kPause = std::chrono::microseconds(20);
 constexpr auto kLongPause = std::chrono::milliseconds(1);
@@ -171,7 +171,7 @@ class DeviceCall : public Call {
         bool idle = false;
         try {
             if (!idle_within(work().lease, kWatchAfter)) abort_collectives(work_->lease.device.id);
-            idle = idle_within(work_->lease, kGrace);
+            idle = idle_within(work_->lease, kAbort);
         } catch (const Failure&) {  // the device's own error is reported already
         }
         if (!idle || work_->may_be_posted) {
