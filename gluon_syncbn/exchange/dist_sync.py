@@ -47,13 +47,14 @@ def _key(layer: int, phase: int) -> int:
 
 
 class DistSyncExchange(ProcessExchange):
-    """Exchanges by the one KVStore ``'dist_sync'`` of this process, which the Trainer has, too.
+    """Exchanges by the one KVStore ``'dist_sync'`` of this process, or makes it. The Trainer has it, too.
 
     It brings each process the rows of all, in the order of the ranks, in which the core combines them. It has no
     groups, and carries nothing else. The others miss a worker that fails, within their time limit.
     """
 
-    def __init__(self, kvstore: mx.kv.KVStore) -> None:
+    def __init__(self, kvstore: Any) -> None:
+        kvstore = _create(kvstore) if isinstance(kvstore, str) else kvstore
         super().__init__(_native.python_exchange(self, kvstore.num_workers), kvstore.type)
         self.rank, self.num_workers, self.kvstore = kvstore.rank, kvstore.num_workers, kvstore
         self.of_trainer = {"kvstore": kvstore, "update_on_kvstore": False}
@@ -213,18 +214,6 @@ def _made_by_all(call: Callable[[], Any]) -> futures.Future[Any]:
 
 def _gradients(trainer: Any) -> List[mx.nd.NDArray]:
     return [one for p in trainer._params if p.grad_req != "null" for one in p.list_grad()]
-
-
-_made: List[DistSyncExchange] = []
-
-
-def exchange(kvstore: Any) -> DistSyncExchange:
-    """Returns the exchange by a KVStore, or by the one of this process, which is made if there is none."""
-    if not _made:
-        _made.append(DistSyncExchange(_create(kvstore) if isinstance(kvstore, str) else kvstore))
-    if kvstore not in (_made[0].name, _made[0].kvstore):
-        arguments.refuse("kvstore", kvstore, f"{_made[0].kvstore!r}, because a process has one store of this kind")
-    return _made[0]
 
 
 def _create(name: str) -> mx.kv.KVStore:

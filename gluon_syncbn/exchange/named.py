@@ -78,10 +78,13 @@ def exchange(kvstore: Any) -> Optional[Exchange]:
             )
         return IN_CORE[kvstore]
     if is_of_workers(kvstore):
-        of_workers = dist_sync.exchange(kvstore)
-        if of_workers not in stores:
-            stores.append(of_workers)
-        return of_workers
+        found = next((one for one in stores if isinstance(one, dist_sync.DistSyncExchange)), None)
+        if found is None:
+            found = dist_sync.DistSyncExchange(kvstore)
+            stores.append(found)
+        if kvstore not in (found.name, found.kvstore):
+            arguments.refuse("kvstore", kvstore, f"{found.kvstore!r}, because a process has one store of this kind")
+        return found
     kind = kvstore.type if isinstance(kvstore, mx.kvstore.KVStoreBase) else kvstore
     if not isinstance(kind, str) or kind not in TYPES:
         names = (*TYPES, *IN_CORE, MPI, "dist_sync")

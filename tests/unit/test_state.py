@@ -164,7 +164,6 @@ def test_state_of_modules():
         "_native.py": {"_functions"},
         "symbol.py": {"_written"},
         "command/replacements.py": {"_installed"},
-        "exchange/dist_sync.py": {"_made"},
         "exchange/named.py": {"_adding", "stores"},
         "exchange/agreement.py": {"numbered"},
         "mxnet_side/patches.py": {"_changes"},

@@ -243,14 +243,10 @@ Underway Processes::begin(Combine combine, const CallId& id, const Contribution&
         throw Failure(
             "the processes have not agreed on this layer, because nothing has announced this call to them: call "
             "the layer itself, or a Gluon block that contains it.");
-    const auto begun = [&](std::vector<Hop> way) -> Underway {
-        const auto hops = std::make_shared<Hops>(*this, std::move(way), combine, id, own);
-        return [hops](double seconds) { return hops->within(seconds); };
-    };
-    if (combine != Combine::kSideBySide) return begun(hops_);
-    if (!agreed->ranks.empty()) {
+    std::vector<Hop> way = hops_;
+    if (combine == Combine::kSideBySide) {
         const size_t replicas = id.contexts.size();
-        if (replicas != agreed->replicas) {  // they form groups of their own
+        if (!agreed->ranks.empty() && replicas != agreed->replicas) {  // they form groups of their own
             const std::vector<int>& groups = agreed->groups;
             const std::string reach = agreed->ranks.size() > 1 ? "reach from " + mail_.name_of(mail_.rank()) : "";
             if (!reach.empty() ||
@@ -259,11 +255,12 @@ Underway Processes::begin(Combine combine, const CallId& id, const Contribution&
                               std::to_string(agreed->replicas) +
                               " devices of this process take part in every step, not " + std::to_string(replicas) +
                               ": call the layer on all of them.");
-            return [total = Total{combined(combine, own)}](double) { return total; };
+            return Exchange::begin(combine, id, own);
         }
+        way = {{0, without(agreed->ranks.empty() ? mail_.everybody : agreed->ranks, mail_.rank())}};
     }
-    const Ranks others = without(agreed->ranks.empty() ? mail_.everybody : agreed->ranks, mail_.rank());
-    return begun({{0, others}});
+    const auto hops = std::make_shared<Hops>(*this, std::move(way), combine, id, own);
+    return [hops](double seconds) { return hops->within(seconds); };
 }
 
 std::vector<std::string> Processes::bytes_of(const Label& label, const std::string& what, double timeout,
