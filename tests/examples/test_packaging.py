@@ -18,7 +18,7 @@ from email.parser import Parser
 import pytest
 from environments import ended
 from places import PACKAGE, ROOT, SUPPORT
-from sources import CORE, TREES
+from sources import CORE, TREES, unparsed
 
 from gluon_syncbn.mxnet_side import compatibility
 from gluon_syncbn.system import distribution
@@ -354,7 +354,7 @@ def test_make_leaves_a_foreign_venv_alone(tree, poor_machine):
 def test_no_message_names_a_file_that_a_wheel_lacks():
     """Docstrings of modules may, as comments, for who reads the sources."""
     files = re.compile(r"\b(docs|tests|tools|examples|benchmarks|requirements)/\w|\w\.md\b")
-    texts = {file: ast.unparse(ast.Module(tree.body[1:], [])) for file, tree in TREES.items()}
+    texts = {file: unparsed(ast.Module(tree.body[1:], [])) for file, tree in TREES.items()}
     texts.update((file, re.sub(r"//.*|#include .*", "", text)) for file, text in CORE.items())
     assert not {file: files.findall(text) for file, text in texts.items() if files.search(text)}
 

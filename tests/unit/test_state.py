@@ -8,7 +8,7 @@ import sys
 import pytest
 from environments import ended
 from places import ROOT, SUPPORT
-from sources import PYTHON, TREES
+from sources import PYTHON, TREES, unparsed
 
 PAGE = (ROOT / "docs" / "state.md").read_text(encoding="utf-8")
 
@@ -156,7 +156,7 @@ def test_state_of_modules():
     for file, tree in TREES.items():
         names = set(re.findall(r"^ +global (\w+)$", PYTHON[file], re.MULTILINE))
         for node in [*tree.body, *(one for part in tree.body if isinstance(part, ast.ClassDef) for one in part.body)]:
-            names.update(hit[1] for hit in (re.match(pattern, ast.unparse(node)) for pattern in made) if hit)
+            names.update(hit[1] for hit in (re.match(pattern, unparsed(node)) for pattern in made) if hit)
         for name in names:
             if name.strip("_").islower() and name not in ("__all__", "_fields_"):
                 places.setdefault(file, set()).add(name)
