@@ -150,7 +150,7 @@ void WaitForReplicas::check_others() {
         if (!std::exchange(complete_, true)) extend(is_bounded ? kForEver : meeting_.config->timeout, kGrace);
         return;
     }
-    long_waits->note(this, as_long());
+    if (waited() >= kAskAfter) long_waits->note(this, as_long());
     if (meeting_.full()) {
         if (waited() < doubts_after_) return;
         doubts_after_ *= 2;
