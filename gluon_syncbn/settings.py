@@ -74,13 +74,15 @@ class Settings:
             **of_arguments(given["activation"], given["slope"])._asdict(),
             unbiased=given["running_variance"] == "unbiased",
             adds=adds,
-            mode=arguments.one_of("mode", given["mode"], modes),
+            mode=arguments.one_of("mode", given["mode"], MODES),
             virtual_devices=arguments.devices("virtual_devices", given["virtual_devices"]),
             group_size=optional("group_size", arguments.devices),
             groups=optional("groups", _groups),
             num_devices=optional("num_devices", arguments.devices),
             timeout=optional("timeout", arguments.seconds),
         )
+        if settings.mode not in modes:
+            arguments.refuse("mode", settings.mode, f"{modes[0]!r}; SyncBatchNorm has the other modes")
         if settings.virtual_devices > 1 and settings.axis == 0:
             arguments.refuse("virtual_devices", settings.virtual_devices, "1 with axis=0, which is not the batch")
         for name in ("group_size", "groups"):

@@ -58,7 +58,7 @@ def test_settings_are_read_and_shown():
     assert (layer.mode, layer.group_size, layer.num_devices, layer.timeout) == ("sync", None, None, 5.0)
     for norm, name in ((ShuffleBatchNorm, "mode"), (SyncBatchNormAdd, "activation")):  # as `help` shows it
         assert inspect.signature(norm).parameters[name].default == getattr(norm(virtual_devices=2), name)
-    with pytest.raises(ValueError, match="mode: 'sync' was given, expected one of"):
+    with pytest.raises(ValueError, match="mode: 'sync' was given, expected 'shuffle'; SyncBatchNorm has the other"):
         ShuffleBatchNorm(mode="sync")
 
 
