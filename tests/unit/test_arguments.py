@@ -253,8 +253,14 @@ def test_a_name_that_layers_take_where_the_store_of_mpi_is_expected(monkeypatch,
     "given, refused, said",
     [
         ((16,), "axis: 16 was given, expected a whole number from -5 to 4", "in_channels=16 in"),
+        ((64, 2), "axis: 64 was given", "in_channels=64, num_devices=2 in"),
         ((3, 2), "momentum: 2 was given, expected a number from 0 to 1", "in_channels=3, num_devices=2 in"),
-        ((np.int32(16), np.int64(4)), re.escape(f"axis: {np.int32(16)!r} was given"), "num_devices=4 in"),
+        (
+            (np.int32(16), np.int64(4)),
+            re.escape(f"axis: {np.int32(16)!r} was given"),
+            "in_channels=16, num_devices=4 in",
+        ),
+        ((1, 8), "momentum: 8 was given", "in_channels=1, num_devices=8 in"),
     ],
 )
 def test_positions_of_contribs_layer_are_refused(norm, given, refused, said):
@@ -284,7 +290,15 @@ def test_positions_are_those_of_plain_batchnorm(given, named, said):
 
 
 @pytest.mark.parametrize(
-    "name, here", [("num_features", "in_channels, as nn.BatchNorm"), ("inplace", "nothing; gluon_syncbn.recompute")]
+    "name, here",
+    [
+        ("num_features", "in_channels, as nn.BatchNorm calls it"),
+        ("eps", "epsilon, as nn.BatchNorm calls it"),
+        ("affine", "scale and center, as nn.BatchNorm calls it"),
+        ("process_group", "group_size or groups"),
+        ("track_running_stats", "nothing, because a layer always has running statistics"),
+        ("inplace", r"nothing; gluon_syncbn\.recompute"),
+    ],
 )
 def test_names_of_other_layers(name, here):
     converts = functools.partial(gluon_syncbn.convert, nn.BatchNorm())
